@@ -18,8 +18,7 @@ from typing import Any
 from torch import nn
 
 from weightstream import OffloadConfig, Plan, PlanError
-from weightstream.plan.planner import Planner
-from weightstream.prospects import (
+from weightstream.inputs.planner_inputs import (
     dtypes_of,
     grains_of,
     machine_decoding,
@@ -28,8 +27,9 @@ from weightstream.prospects import (
     tables_of,
     weights_of,
 )
-from weightstream.runtime.backend import Backend
-from weightstream.runtime.weights import groups
+from weightstream.plan.planner import Planner
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.weights.alias_groups import groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

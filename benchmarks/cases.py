@@ -109,8 +109,8 @@ def import_everything(folder: str) -> None:
 
     for name in ("AutoConfig", "AutoModelForCausalLM", "GenerationConfig", "LlamaForCausalLM"):
         getattr(transformers, name)  # transformers imports what is asked for
-    importlib.import_module("weightstream.adapters.transformers")
-    importlib.import_module("weightstream.front")  # as `weightstream.from_pretrained` does
+    importlib.import_module("weightstream.adapters.hf.load")
+    importlib.import_module("weightstream.api.offload")  # as `weightstream.from_pretrained` does
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -25,13 +25,8 @@ import transformers
 
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
-from weightstream.adapters.steps import CACHES, Steps, takes_ids
-from weightstream.measure.bench import copies_s, rounds_s
-from weightstream.plan.manifest import Workload
-from weightstream.plan.placement import place_layers
-from weightstream.plan.planner import Planner
-from weightstream.plan.prospect import Prospect
-from weightstream.prospects import (
+from weightstream.adapters.hf.decode_steps import CACHES, Steps, takes_ids
+from weightstream.inputs.planner_inputs import (
     dtypes_of,
     grains_of,
     machine_decoding,
@@ -40,9 +35,14 @@ from weightstream.prospects import (
     tables_of,
     weights_of,
 )
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.weights import groups
+from weightstream.measure.bench import copies_s, rounds_s
+from weightstream.plan.manifest import Workload
+from weightstream.plan.planner import Planner
+from weightstream.plan.problem import Prospect
+from weightstream.plan.search import place_layers
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.weights.alias_groups import groups
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},

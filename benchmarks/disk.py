@@ -88,7 +88,7 @@ def _floor(trials: Trials) -> float:
 @contextmanager
 def _limited(nbytes: int) -> Iterator[list[str]]:
     """What the tests use, whose way to say that no cgroup can be made is an error here."""
-    sys.path.append(str(HERE.parent / "tests"))
+    sys.path.append(str(HERE.parent / "tests" / "support"))
     import pytest
 
     from cgroups import limited

@@ -148,7 +148,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 def import_everything() -> None:
     for name in ("AutoConfig", "AutoModelForCausalLM", "GenerationConfig", "Qwen3MoeForCausalLM"):
         getattr(transformers, name)  # transformers imports what is asked for
-    for name in ("weightstream.adapters.transformers", "weightstream.front", "transformers.conversion_mapping"):
+    for name in ("weightstream.adapters.hf.load", "weightstream.api.offload", "transformers.conversion_mapping"):
         importlib.import_module(name)
     transformers.logging.set_verbosity_error()
 

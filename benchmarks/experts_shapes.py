@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from weightstream.adapters.experts import Experts
-from weightstream.runtime.slots import Lru
+from weightstream.adapters.modules.moe import Experts
+from weightstream.runtime.experts.slot_cache import Lru
 
 NUM_STEPS = 512
 FEW_STEPS = 160  # of a batch: to draw more takes long, and no run is longer

@@ -78,20 +78,20 @@ class Phases:
 
 def watched(phases: Phases) -> None:
     """Time what an offload consists of."""
-    from weightstream import prospects
     from weightstream.codec import coding
+    from weightstream.inputs import planner_inputs
     from weightstream.measure import bench
-    from weightstream.plan.prospect import Prospect
-    from weightstream.runtime import devices
-    from weightstream.runtime.homes import Homes
+    from weightstream.plan.problem import Prospect
+    from weightstream.runtime.devices import opening
+    from weightstream.runtime.weights.homes import Homes
 
-    phases.time("open", devices, "backend_of")
+    phases.time("open", opening, "backend_of")
     phases.time("measure", bench, "measure")
     phases.time("measure", bench, "measure_decoding")
     phases.time("wait for kernels", coding, "why_not")
-    phases.time("wait for kernels", prospects, "decodes")
-    phases.time("follow a step", prospects, "prospect_of")
-    phases.time("sample weights", prospects, "sizes_of")
+    phases.time("wait for kernels", planner_inputs, "decodes")
+    phases.time("follow a step", planner_inputs, "prospect_of")
+    phases.time("sample weights", planner_inputs, "sizes_of")
     phases.time("plan", Prospect, "plan")
     phases.time("move", Homes, "settle")
 

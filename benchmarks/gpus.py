@@ -39,11 +39,11 @@ import torch
 import transformers
 
 import weightstream
-from weightstream.measure import links
+from weightstream.measure import multi_gpu_links as links
 from weightstream.measure.bench import HostMemory, backend_of, host_memory
-from weightstream.plan import lanes
-from weightstream.runtime import cuda
-from weightstream.store import near
+from weightstream.plan import multi_device
+from weightstream.runtime.devices import cuda
+from weightstream.store import numa
 from weightstream.store.arena import Arena
 from weightstream.store.mapping import FileMapping
 from weightstream.store.pages import PageCache
@@ -83,7 +83,7 @@ class Gpus:
         counts = sorted({n for n in (2, 4, 8) if n < num} | {num})
         with ExitStack() as stack:
             backends = [stack.enter_context(closing(backend_of(device))) for device in self.devices]
-            about = {"nodes": [near.node_of(cuda.facts(d).pci) if is_cuda else None for d in self.devices]}
+            about = {"nodes": [numa.node_of(cuda.facts(d).pci) if is_cuda else None for d in self.devices]}
             for kind, memory in memories(self.args.files):
                 about |= {"memory": kind, "alone_gbps": [gbps(links.rates([b], seconds, memory)[0]) for b in backends]}
                 for n in counts:
@@ -322,7 +322,7 @@ def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
 
     @contextmanager
     def at(index: int, device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
-        node = near.Node(index, near.cores_of(index))
+        node = numa.Node(index, numa.cores_of(index))
         pins = (partial(cuda.register, device=device), cuda.unregister) if device.type == "cuda" else (None, None)
         with closing(Arena(*pins, node)) as arena:
             memory = arena.take(nbytes).fill_(1)
@@ -366,7 +366,7 @@ def laid_out(layout: str) -> Iterator[None]:
     def whose(nbytes: Any, budgets: Any, rates: Any, beside: int = 0) -> list[list[int]]:
         return [[k * len(budgets) // len(nbytes) for k in range(len(nbytes))]]
 
-    with patch.object(lanes, "whose", whose):
+    with patch.object(multi_device, "whose", whose):
         yield
 
 

@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import nn
 
-from weightstream.adapters import hf_sharded
-from weightstream.assembly import Given
+from weightstream.adapters.hf import tensor_parallel
+from weightstream.api.offload import _offload
 from weightstream.codec import coding
-from weightstream.front import _offload
-from weightstream.runtime.devices import opened
-from weightstream.store.decoded import DecodedMemory
-from weightstream.store.extent import Extent
+from weightstream.inputs.builder import Given
+from weightstream.runtime.devices.opening import opened
+from weightstream.store.file_slice import Extent
+from weightstream.store.lazy import DecodedMemory
 from weightstream.store.mapping import FileMapping
 
 SHAPE = {
@@ -40,7 +40,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
     """The model with this process's shards as `wanted` says, and what `_offload` is to know of them."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    hf_sharded.shard(model, wanted)
+    tensor_parallel.shard(model, wanted)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # whose buffers are computed
     params = dict(model.named_parameters())
     random = torch.Generator(device)
@@ -64,7 +64,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
             memories.append(memory)
             made = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(here(param).shape)
             if here(param) is not param:
-                made = hf_sharded._like(made, param.data)
+                made = tensor_parallel._like(made, param.data)
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module)._parameters[attribute] = nn.Parameter(made, requires_grad=False)
     return model.eval(), Given(memories=(mapping, *memories))
@@ -72,7 +72,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
 
 def here(param: torch.Tensor) -> torch.Tensor:
     """What this rank has of a parameter: a shard, or all of it as every rank."""
-    return param.to_local() if hf_sharded.is_shard(param.data) else param
+    return param.to_local() if tensor_parallel.is_shard(param.data) else param
 
 
 def _like(name: str) -> str:

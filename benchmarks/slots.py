@@ -18,8 +18,8 @@ from pathlib import Path
 import rows
 import torch
 
-from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.slots import Piece, Slots
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.experts.slot_cache import Piece, Slots
 
 CALLS, REPEATS = 50, 9
 LENGTHS = {"plain": ((6291456,), (3145728,)), "coded": ((4325376, 87040), (2162688, 43520))}  # of each stack, by pieces

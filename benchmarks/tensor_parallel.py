@@ -43,8 +43,8 @@ from safetensors.torch import save_file
 from torch import distributed
 
 import weightstream
-from weightstream.adapters.ranks import join
-from weightstream.measure import links
+from weightstream.adapters.hf.ranks import join
+from weightstream.measure import multi_gpu_links as links
 from weightstream.measure.bench import backend_of
 from weightstream.plan.plan import Plan
 

@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
 
 from repeats import NUM_EXAMPLES
 from weightstream.measure import profile
-from weightstream.runtime.cpu import CPU_PROFILE
-from weightstream.runtime.cuda import CUDA_PROFILE
+from weightstream.runtime.devices.cpu import CPU_PROFILE
+from weightstream.runtime.devices.cuda import CUDA_PROFILE
 
 _NUM_MODULES = pytest.StashKey[int]()
 _SEED = "WEIGHTSTREAM_SEED"  # an environment variable
@@ -174,7 +174,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search ends after the plans that promise most: of a whole pipeline hundreds would be tried for each budget."""
-    monkeypatch.setattr("weightstream.plan.placement._MOST_PLANS", 12)
+    monkeypatch.setattr("weightstream.plan.search._MOST_PLANS", 12)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is followed before it runs: the plan is the first one, and the first step finds its own order."""
-    monkeypatch.setattr("weightstream.prospects.foreseen", lambda *_: None)
+    monkeypatch.setattr("weightstream.inputs.planner_inputs.foreseen", lambda *_: None)
 
 
 @pytest.fixture

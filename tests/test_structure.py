@@ -17,56 +17,47 @@ PACKAGE = "weightstream"
 SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# What a part may import beside itself. Not in the table: not a part of the design.
-LEAVES = {"errors", "budgets", "config", "given", "plan.manifest", "plan.amounts", "codec.format", "trace"}
+# Files that rooms below their own may import, as they know nothing of it.
+LEAVES = {"errors", "plan.manifest", "plan.units", "codec.format"}
+# What a room may import beside itself; a room that is not in the table is no part of the design.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "budgets": set(),
-    "config": {"errors", "budgets"},
-    "given": {"errors", "config"},
     "plan.manifest": {"errors"},
-    "plan.amounts": set(),
+    "plan.units": set(),
     "codec.format": {"errors"},
-    "trace": set(),
-    "plan": LEAVES,
-    "store": LEAVES | {"codec"},
-    "codec": LEAVES,
-    "runtime": LEAVES | {"plan", "store", "codec"},
-    "measure": LEAVES | {"plan", "store", "codec", "runtime"},
-    "adapters": LEAVES | {"plan", "store", "codec", "runtime"},
-    "prospects": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters"},
-    "assembly": LEAVES | {"plan", "store", "runtime", "measure", "adapters", "prospects"},
-    "pipeline_plans": LEAVES | {"plan", "store", "adapters", "prospects"},
-    "pipelines": LEAVES
-    | {"plan", "store", "runtime", "measure", "adapters", "prospects", "assembly", "pipeline_plans"},
-    "shares": LEAVES | {"plan", "runtime", "adapters", "prospects", "assembly"},
-    "striping": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "shares"},
-    "front": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "assembly", "pipelines"}
-    | {"pipeline_plans", "striping"},
-    "forecasts": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "prospects", "pipeline_plans", "striping"},
-    "offloaders": LEAVES | {"plan", "store", "codec", "runtime", "measure", "adapters", "front"},
-    "hosts": LEAVES | {"runtime", "adapters", "offloaders", ""},
-    "": LEAVES
-    | {
-        "plan",
-        "store",
-        "codec",
-        "runtime",
-        "measure",
-        "adapters",
-        "offloaders",
-        "front",
-        "forecasts",
-        "pipelines",
-        "striping",
-    },
-    "cli": LEAVES
-    | {"plan", "store", "codec", "runtime", "measure", "adapters", "offloaders", "front", "forecasts", "pipelines", ""},
+    "settings": {"errors"},
+    "plan": {"errors", "settings", "codec.format"},
+    "codec": {"errors"},
+    "store": {"errors", "codec", "plan.units"},
+    "runtime": {"errors", "settings", "plan", "codec", "store"},
+    "measure": {"errors", "settings", "plan", "codec", "store", "runtime"},
+    "adapters": {"errors", "settings", "plan", "codec", "store", "runtime"},
+    "inputs": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters"},
+    "api": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "inputs"},
+    "": {"errors", "settings", "plan", "runtime", "adapters", "api"},
+    "integrations": {"errors", "settings", "plan", "runtime", "adapters", "api", ""},
+    "cli": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "api", ""},
     "__main__": {"cli"},
 }
+# The same inside of rooms that have rooms of their own.
+INSIDE: dict[str, dict[str, set[str]]] = {
+    "runtime": {
+        "trace": set(),
+        "tensors": set(),
+        "devices": {"tensors"},
+        "weights": {"tensors", "devices"},
+        "experts": {"trace", "tensors", "devices", "weights"},
+        "ring": {"trace", "tensors", "devices", "weights", "experts"},
+        "streamer": {"trace", "tensors", "devices", "weights", "experts", "ring"},
+    },
+    "adapters": {
+        "hf": set(),
+        "modules": {"hf"},
+        "tracing": {"hf"},
+        "diffusers": {"hf", "modules", "tracing"},
+    },
+}
+FILES_IN_ROOT, FILES_IN_ROOM = 4, 19
 
 PURE = {
     "__future__",
@@ -89,8 +80,9 @@ MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local"
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 # (file, name): what pydantic asks for by name, the session table of the operators, and what may have become garbage,
 # which is of the process; nothing else.
-ALLOWED_STATE = {("config.py", "_Settings.model_config"), ("runtime/ops.py", "_UNITS"), ("runtime/ops.py", "_HANDLES")}
-ALLOWED_STATE |= {("runtime/devices.py", "_LEFT"), ("adapters/experts.py", "_EQUAL")}
+ALLOWED_STATE = {("settings/config.py", "_Settings.model_config"), ("adapters/modules/moe.py", "_EQUAL")}
+ALLOWED_STATE |= {("runtime/streamer/custom_ops.py", name) for name in ("_UNITS", "_HANDLES")}
+ALLOWED_STATE |= {("runtime/devices/opening.py", "_LEFT")}
 
 
 @cache
@@ -134,12 +126,17 @@ def part_of(module: str) -> str:
     return inside if inside in LEAVES else inside.split(".")[0]
 
 
+def below(part: str) -> set[str]:
+    """With a room its leaves are below, and its own leaves are below the other files of a room."""
+    return BELOW[part] | {leaf for leaf in LEAVES if leaf.split(".")[0] in BELOW[part] | {part}} - {part}
+
+
 def relative(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
 def test_there_is_something_to_look_at() -> None:
-    assert {f"{PACKAGE}.plan.schedule", f"{PACKAGE}.runtime.engine", PACKAGE} <= MODULES
+    assert {f"{PACKAGE}.plan.schedule", f"{PACKAGE}.runtime.ring.engine", PACKAGE} <= MODULES
     assert own_imports(SOURCE / "plan" / "check.py") >= {f"{PACKAGE}.plan.plan", f"{PACKAGE}.errors"}
 
 
@@ -149,13 +146,41 @@ def test_imports_go_one_way(path: Path) -> None:
     assert part in BELOW, f"{relative(path)} belongs to no part of the design"
     for name in own_imports(path):
         assert name in MODULES, f"{relative(path)} imports {name}, which is no module"
-        allowed = BELOW[part] | {part}
+        allowed = below(part) | {part}
         assert part_of(name) in allowed, f"{relative(path)} imports {name}; it may import {sorted(allowed)}"
 
 
+@pytest.mark.parametrize("path", [path for room in INSIDE for path in (SOURCE / room).rglob("*.py")], ids=relative)
+def test_imports_go_one_way_inside_of_a_room(path: Path) -> None:
+    room, _, inside = module_of(path).removeprefix(PACKAGE + ".").partition(".")
+    if not inside:  # the docstring of the room
+        assert not own_imports(path)
+        return
+    part = inside.split(".")[0]
+    assert part in INSIDE[room], f"{relative(path)} belongs to no room of {room}"
+    for name in own_imports(path):
+        if name.startswith(f"{PACKAGE}.{room}."):
+            allowed = INSIDE[room][part] | {part}
+            assert name.split(".")[2] in allowed, f"{relative(path)} imports {name}; it may import {sorted(allowed)}"
+
+
 def test_no_part_is_above_and_below_another() -> None:
-    for part, below in BELOW.items():
-        assert not [other for other in below if part in BELOW[other]]
+    for table in ({part: below(part) for part in BELOW}, *INSIDE.values()):
+        for part, others in table.items():
+            assert not [other for other in others if part in table[other]]
+
+
+def test_rooms_are_small() -> None:
+    """A folder of many files says nothing of what is where."""
+    for folder in {path.parent for path in FILES}:
+        files = [path.name for path in folder.iterdir() if path.is_file()]
+        assert len(files) <= (FILES_IN_ROOT if folder == SOURCE else FILES_IN_ROOM), f"{relative(folder)}: {files}"
+
+
+def test_rooms_say_what_they_are_for_and_hold_no_code() -> None:
+    for path in FILES:
+        if path.name == "__init__.py" and path.parent not in (SOURCE, SOURCE / "cli"):
+            assert len(tree(path).body) == 1, f"{relative(path)} holds more than a docstring"
 
 
 def test_no_module_imports_itself_through_others() -> None:
@@ -193,7 +218,7 @@ def spells_torch_cuda(path: Path) -> list[int]:
 
 
 def test_torch_cuda_is_spelled_in_one_file() -> None:
-    assert {relative(path) for path in FILES if spells_torch_cuda(path)} == {"runtime/cuda.py"}
+    assert {relative(path) for path in FILES if spells_torch_cuda(path)} == {"runtime/devices/cuda.py"}
 
 
 def containers(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, int]]:

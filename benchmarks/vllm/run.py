@@ -43,7 +43,7 @@ GIB = 1 << 30
 PROFILE = """
 import torch
 from weightstream.measure.profile import profile_for
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.devices.cuda import CudaBackend
 torch.cuda.is_available() and print(profile_for(CudaBackend(torch.device("cuda", 0))))
 """
 PORT = 8123

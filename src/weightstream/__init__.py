@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from weightstream.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import (
     CheckpointError,
     ConfigError,
@@ -15,12 +14,13 @@ from weightstream.errors import (
     WeightstreamError,
 )
 from weightstream.plan.plan import Plan
+from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 if TYPE_CHECKING:
-    from weightstream.adapters.generation import generate
-    from weightstream.forecasts import plan_model
-    from weightstream.front import from_pretrained, offload
-    from weightstream.offloaders import (
+    from weightstream.adapters.hf.generation import generate
+    from weightstream.api.multi_gpu import Stripes
+    from weightstream.api.offload import from_pretrained, offload
+    from weightstream.api.offloaders import (
         BaseOffloader,
         NoopOffloader,
         PrefetchOffloader,
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         get_offloader,
         set_offloader,
     )
-    from weightstream.pipelines import offload_pipeline, pipeline_from_pretrained
-    from weightstream.runtime.stats import Stats
-    from weightstream.runtime.streamer import Streamer
-    from weightstream.striping import Stripes
+    from weightstream.api.pipelines import offload_pipeline, pipeline_from_pretrained
+    from weightstream.api.plan_model import plan_model
+    from weightstream.runtime.streamer.stats import Stats
+    from weightstream.runtime.streamer.streamer import Streamer
 
 __version__ = "0.1.0"
 
@@ -71,19 +71,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
     if name in ("Stats", "Streamer"):
-        return getattr(import_module(f"weightstream.runtime.{name.lower()}"), name)
+        return getattr(import_module(f"weightstream.runtime.streamer.{name.lower()}"), name)
     if name == "Stripes":
-        return import_module("weightstream.striping").Stripes
+        return import_module("weightstream.api.multi_gpu").Stripes
     if name == "generate":
-        return import_module("weightstream.adapters.generation").generate
+        return import_module("weightstream.adapters.hf.generation").generate
     if name in ("offload_pipeline", "pipeline_from_pretrained"):
-        return getattr(import_module("weightstream.pipelines"), name)
+        return getattr(import_module("weightstream.api.pipelines"), name)
     if name == "plan_model":
-        return import_module("weightstream.forecasts").plan_model
+        return import_module("weightstream.api.plan_model").plan_model
     if name in ("from_pretrained", "offload"):
-        return getattr(import_module("weightstream.front"), name)
+        return getattr(import_module("weightstream.api.offload"), name)
     if name in __all__:
-        return getattr(import_module("weightstream.offloaders"), name)
+        return getattr(import_module("weightstream.api.offloaders"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -22,12 +22,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.measure import bench, checks, links, machine, nvml, profile
+from weightstream.measure import bench, checks, machine, multi_gpu_links, nvml, profile
 from weightstream.measure.checks import Finding
 from weightstream.measure.nvml import PciLink
-from weightstream.runtime import cuda
-from weightstream.runtime.cpu import CPU_PROFILE
-from weightstream.store import near
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.cpu import CPU_PROFILE
+from weightstream.store import numa
 
 PROFILE = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, device_nbytes=1 << 34, load=0.0)
 ADDRESS = "0000:18:00.0"
@@ -69,13 +69,13 @@ def device(root: Path) -> Path:
 
 
 def test_memory_nodes(root: Path) -> None:
-    assert near.node_of(ADDRESS.upper(), root) == 1
-    assert near.cores_of(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
-    assert near.cores_of(1, root) == {4, 5, 6, 7, 12, 14}
-    assert near.cores_of(7, root) == frozenset()
+    assert numa.node_of(ADDRESS.upper(), root) == 1
+    assert numa.cores_of(0, root) == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert numa.cores_of(1, root) == {4, 5, 6, 7, 12, 14}
+    assert numa.cores_of(7, root) == frozenset()
     write(device(root), numa_node="-1")
-    assert near.node_of(ADDRESS, root) is None
-    assert near.node_of("0000:99:00.0", root) is None
+    assert numa.node_of(ADDRESS, root) is None
+    assert numa.node_of("0000:99:00.0", root) is None
 
 
 def test_gpus_are_found_without_a_driver(root: Path) -> None:
@@ -164,8 +164,8 @@ def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_said_of_nodes(
     node: int | None, local: set[int], allowed: set[int], mark: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(near, "node_of", lambda _: node)
-    monkeypatch.setattr(near, "cores_of", lambda _: frozenset(local))
+    monkeypatch.setattr(numa, "node_of", lambda _: node)
+    monkeypatch.setattr(numa, "cores_of", lambda _: frozenset(local))
     (found,) = checked(checks.numa, cores=allowed)
     assert found.mark == mark
     assert said in found.text
@@ -175,7 +175,7 @@ def test_what_is_said_of_nodes(
 @pytest.mark.parametrize(("together", "mark"), [([49e9, 48e9], "ok"), ([30e9, 25e9], "better")])
 def test_links_that_share_something(together: list[float], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "backend_of", lambda _: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(links, "rates", lambda backends, _: [50e9] if len(backends) == 1 else together)
+    monkeypatch.setattr(multi_gpu_links, "rates", lambda backends, _: [50e9] if len(backends) == 1 else together)
     system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
     (found,) = checks.links_at_once(system)
     assert found.mark == mark
@@ -187,7 +187,7 @@ def test_links_that_share_something(together: list[float], mark: str, monkeypatc
 @pytest.mark.parametrize(("peers", "mark"), [([True, True], "ok"), ([True, False], "better")])
 def test_gpus_that_do_not_reach_each_other(peers: list[bool], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [torch.device("cuda", index) for index in range(3)]
-    monkeypatch.setattr(links, "hops_s", lambda first, device, _: [device.index * 1e-5] * 3)
+    monkeypatch.setattr(multi_gpu_links, "hops_s", lambda first, device, _: [device.index * 1e-5] * 3)
     monkeypatch.setattr(cuda, "peers", lambda first, others: peers if others == gpus[1:] else [])
     system: Any = SimpleNamespace(backend=SimpleNamespace(device=gpus[0]), gpus=gpus)
     (found,) = checks.hops(system)
@@ -199,7 +199,7 @@ def test_gpus_that_do_not_reach_each_other(peers: list[bool], mark: str, monkeyp
 @pytest.mark.parametrize(("nodes", "texts"), [([0, 0], []), ([0, 1], ["the GPUs are on nodes 0, 1"])])
 def test_nodes_of_gpus(nodes: list[int], texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda device: SimpleNamespace(pci=device.index))
-    monkeypatch.setattr(near, "node_of", lambda pci: nodes[pci])
+    monkeypatch.setattr(numa, "node_of", lambda pci: nodes[pci])
     system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
     assert [found.text for found in checks.numa_nodes(system)] == texts
 
@@ -223,8 +223,10 @@ def test_what_is_said_of_pinning(
 def test_links_are_measured_one_by_one_and_together() -> None:
     backends = [bench.backend_of(torch.device("cpu")) for _ in range(2)]
     try:
-        assert all(rate > 1e6 for rate in links.rates(backends[:1], 0.01) + links.rates(backends, 0.01))
-        assert min(links.hops_s(backends[0], torch.device("cpu"), 0.01)) > 0
+        assert all(
+            rate > 1e6 for rate in multi_gpu_links.rates(backends[:1], 0.01) + multi_gpu_links.rates(backends, 0.01)
+        )
+        assert min(multi_gpu_links.hops_s(backends[0], torch.device("cpu"), 0.01)) > 0
     finally:
         for backend in backends:
             backend.close()

@@ -353,7 +353,7 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> 
     def refuse(name: str) -> bool:
         raise CheckpointError("transformers:\n  one\n\ntwo; pass dtype='float16'\n")
 
-    monkeypatch.setattr("weightstream.forecasts.is_pipeline", refuse)
+    monkeypatch.setattr("weightstream.api.plan_model.is_pipeline", refuse)
     message = refused(CliRunner().invoke(app, ["plan", str(folder)]))
     assert message.strip() == "error: transformers: one two; pass --dtype float16"
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
-from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
+from weightstream.plan.search import map_to_host
 
 report = importlib.import_module("weightstream.cli.plan")  # in the package the command has this name
 

@@ -13,7 +13,7 @@ from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation import Decoding, generate  # noqa: E402
+from weightstream.adapters.hf.generation import Decoding, generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -24,7 +24,7 @@ from stack import Block, Stack, Taught, assert_equal, captured, floats, nbytes, 
 from weightstream.cli import app
 from weightstream.codec import coding
 from weightstream.errors import CheckpointError, OffloadError
-from weightstream.runtime.binding import Binding
+from weightstream.runtime.ring.binding import Binding
 from weightstream.store import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -311,7 +311,7 @@ class Early(Binding):
 
 def test_decoding_before_its_fill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
-    monkeypatch.setattr("weightstream.runtime.installation.Binding", Early)
+    monkeypatch.setattr("weightstream.runtime.streamer.active_plan.Binding", Early)
     with taught(**PLANS["streams"]) as model:
         model.assert_equal(rounds=5)
         with pytest.raises(AssertionError), model.streamer.step():

@@ -13,9 +13,9 @@ from torch import nn
 import weightstream
 from stack import WIDTH, Stack, assert_equal, nbytes, references, slow
 from weightstream.errors import ConfigError, PlanError
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Side
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Side
+from weightstream.runtime.devices.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -92,7 +92,7 @@ def test_pinning_refused_falls_back_to_staging(
     def refuse(memory: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
         raise weightstream.StoreError(f"the system refused to pin {memory.numel()} bytes")
 
-    monkeypatch.setattr("weightstream.runtime.cuda.register", refuse)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.register", refuse)
     stack = Stack().eval()
     inputs, want = references(stack)
     with weightstream.offload(stack, device="cuda", device_budget=nbytes(stack) // 3):

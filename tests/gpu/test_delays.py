@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stack import ALL, Slow, Taught, slow, taught
-from weightstream.runtime.backend import Event, Side, StepEnd
-from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.engine import Engine
-from weightstream.runtime.recording import Recording
+from weightstream.runtime.devices.backend import Event, Side, StepEnd
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.ring.engine import Engine
+from weightstream.runtime.ring.recording import Recording
 from wrapped import ClockBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -66,7 +66,7 @@ class Hasty(Recording):
 @pytest.mark.parametrize("kind", [Early, Hasty])
 def test_a_wait_left_out_inside_of_a_graph_is_seen(kind: type[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
-    monkeypatch.setattr("weightstream.runtime.graphs.Recording", kind)
+    monkeypatch.setattr("weightstream.runtime.ring.graphs.Recording", kind)
     with taught(**PLANS["all"]) as model, pytest.raises(AssertionError):
         launch(model)
 
@@ -124,7 +124,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, kind: type[ClockBackend]) -> list[C
         plain(self, unit)
         clocks[-1].read(self.copies[unit])
 
-    monkeypatch.setattr("weightstream.runtime.cuda.CudaBackend", backend)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.CudaBackend", backend)
     monkeypatch.setattr(Engine, "wait", wait)
     return clocks
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import weightstream
-from weightstream.adapters import experts as adapter
-from weightstream.runtime.ahead import Ahead
-from weightstream.runtime.cuda import CudaBackend
-from weightstream.runtime.slots import Lru, Piece, Slots, _OnDevice
-from weightstream.trace import total
+from weightstream.adapters.modules import moe as adapter
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.experts.slot_cache import Lru, Piece, Slots, _OnDevice
+from weightstream.runtime.trace import total
 
 transformers = pytest.importorskip("transformers")
 

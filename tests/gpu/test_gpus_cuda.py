@@ -18,8 +18,8 @@ from expert_rig import built, generated, held, prompt
 from models import BLOCKLESS, MODELS, assert_same
 from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream.adapters import generation
-from weightstream.striping import Stripes
+from weightstream.adapters.hf import generation
+from weightstream.api.multi_gpu import Stripes
 
 transformers = pytest.importorskip("transformers")
 

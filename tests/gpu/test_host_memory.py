@@ -24,8 +24,8 @@ import torch
 import weightstream
 from stack import slow
 from weightstream.errors import OffloadError, StoreError
-from weightstream.runtime import cuda, driver
-from weightstream.runtime.backend import Side
+from weightstream.runtime.devices import cuda, cuda_driver
+from weightstream.runtime.devices.backend import Side
 
 transformers = pytest.importorskip("transformers")
 
@@ -218,7 +218,7 @@ def test_without_pinned_memory(checkpoint: Path, plain: Any) -> None:
 def test_a_device_that_cannot_pin_pages_gets_a_copy_of_exact_size(
     checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "pins_read_only", lambda index: False)
+    monkeypatch.setattr(cuda_driver, "pins_read_only", lambda index: False)
     with streamed(checkpoint) as model:
         assert_equal(model, plain)
         host, arena = model.weightstream.plan.host_nbytes, model.weightstream._homes._arena.nbytes

@@ -14,9 +14,9 @@ from torch import nn
 
 from stack import Block, Stack, assert_equal, floats, nbytes
 from weightstream import PrefetchOffloader, UVAOffloader
-from weightstream.offloaders import StreamingOffloader
-from weightstream.runtime import ops
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.api.offloaders import StreamingOffloader
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.streamer import custom_ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -102,9 +102,9 @@ class Served:
 
     def pieces(self, x: torch.Tensor) -> Generator[torch.Tensor, torch.Tensor, None]:
         for block, unit in self.layers:
-            ops.wait(self.session, unit, x)
+            custom_ops.wait(self.session, unit, x)
             x = x + block.down((yield block.up(block.norm(x))))
-            ops.release(self.session, unit, x)
+            custom_ops.release(self.session, unit, x)
         yield x
 
     def eager(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,9 @@ from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.measure import bench, profile
 from weightstream.plan.manifest import decode_rate
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Side
-from weightstream.runtime.cuda import CUDA_PROFILE, CudaBackend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Side
+from weightstream.runtime.devices.cuda import CUDA_PROFILE, CudaBackend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from torch import nn
 import weightstream
 from generating import STATIC
 from stack import assert_equal, captured, slow
-from weightstream.runtime.cuda import recording
+from weightstream.runtime.devices.cuda import recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

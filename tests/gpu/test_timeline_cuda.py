@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stack import ALL, Taught, slow, taught
-from weightstream.runtime.cuda import CudaStamp
-from weightstream.trace import Span, Trace
+from weightstream.runtime.devices.cuda import CudaStamp
+from weightstream.runtime.trace import Span, Trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

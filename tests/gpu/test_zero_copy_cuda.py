@@ -13,7 +13,7 @@ from torch import nn
 
 import weightstream
 from stack import Block, Stack, assert_equal, captured, nbytes, taught
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.devices.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

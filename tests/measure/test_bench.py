@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from models import MODELS, TEXT
 from weightstream import __version__
-from weightstream.adapters.steps import _NUM_TURNS, Steps, cache_in
+from weightstream.adapters.hf.decode_steps import _NUM_TURNS, Steps, cache_in
 from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison
 from weightstream.plan.manifest import Workload
-from weightstream.runtime.cpu import CpuBackend
+from weightstream.runtime.devices.cpu import CpuBackend
 
 transformers = pytest.importorskip("transformers")
 
@@ -398,7 +398,7 @@ def test_a_wrong_option(folder: Path, flags: tuple[object, ...], expected: str) 
 
 
 def test_no_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("weightstream.adapters.transformers")]:
+    for name in [name for name in sys.modules if name.startswith("weightstream.adapters.hf.load")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'weightstream[transformers]'" in refused(run(folder))

@@ -28,10 +28,10 @@ from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, kernels, machine, nvml, profile, progress
-from weightstream.measure.block import Block
+from weightstream.measure.sample_block import Block
 from weightstream.plan.manifest import Profile, decode_rate
-from weightstream.runtime import cuda
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MEASURED = replace(CPU_PROFILE, machine="a machine", link_bytes_per_s=7e9, measured_at=1.8e9, load=0.25)

@@ -18,8 +18,8 @@ from torch import nn
 
 import weightstream
 from weightstream.measure import progress
-from weightstream.plan.prospect import Prospect
-from weightstream.runtime.homes import Homes
+from weightstream.plan.problem import Prospect
+from weightstream.runtime.weights.homes import Homes
 
 TEXT = "measuring it"
 STILL = f"weightstream: still {TEXT}"

@@ -15,9 +15,9 @@ from repeats import examples
 from weightstream.errors import InvariantError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, UnitSpec
-from weightstream.plan.placement import map_to_host
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Extent
+from weightstream.plan.search import map_to_host
 
 Fills = tuple[tuple[int, ...], ...]
 

@@ -18,19 +18,19 @@ from torch import nn
 
 import weightstream
 from models import TEXT
-from weightstream import prospects
+from weightstream.inputs import planner_inputs
 from weightstream.plan import correction, cost
 from weightstream.plan.correction import Times, corrected, unit_s
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
-from weightstream.plan.prospect import Prospect, is_worth
-from weightstream.runtime import devices
-from weightstream.runtime.backend import Copy
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend
-from weightstream.runtime.replanning import Replanning
-from weightstream.runtime.tally import Tally
-from weightstream.runtime.timeline import Kind, Measured
+from weightstream.plan.problem import Prospect, is_worth
+from weightstream.runtime.devices import opening
+from weightstream.runtime.devices.backend import Copy
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
+from weightstream.runtime.experts.counters import Tally
+from weightstream.runtime.ring.timeline import Kind, Measured
+from weightstream.runtime.streamer.replanning import Replanning
 from wrapped import Delay, Wrapper
 
 # -- a machine that is simulated ----------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[
     def open_on(
         module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **given: Any
     ) -> weightstream.Streamer:
-        monkeypatch.setattr(prospects, "profile_for", lambda _, **__: profile)
-        monkeypatch.setattr(devices, "CpuBackend", lambda: backend or CpuBackend())
+        monkeypatch.setattr(planner_inputs, "profile_for", lambda _, **__: profile)
+        monkeypatch.setattr(opening, "CpuBackend", lambda: backend or CpuBackend())
         streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **given}))
         return streamers[-1]
 
@@ -334,7 +334,7 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
     size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of its class, but of another size, may well take another time."""
-    monkeypatch.setattr(prospects, "profile_for", lambda _, **__: CPU_PROFILE)
+    monkeypatch.setattr(planner_inputs, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
         given, doubts = streamer._installed.replanning.prospect, []
         plan = given.planners[0](given.grains[0])
@@ -391,7 +391,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
         asked.append(times)
         return replace(plan, step_s=times.step_s)
 
-    monkeypatch.setattr("weightstream.runtime.replanning.corrected", found)
+    monkeypatch.setattr("weightstream.runtime.streamer.replanning.corrected", found)
     return asked
 
 

@@ -14,10 +14,10 @@ from test_schedule import GRAIN, equal_plan, lazy_fills, plan_of, unit_of
 
 from repeats import examples
 from weightstream.errors import PlanError
-from weightstream.plan.amounts import human, milliseconds, per_second, rate
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import ACTS, Plan
+from weightstream.plan.units import human, milliseconds, per_second, rate
 
 MIB = 1 << 20
 

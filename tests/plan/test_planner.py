@@ -11,20 +11,20 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
-from test_placement import LINK_BOUND, SMALL_MODELS, budgets, grouped
-from test_placement import model as model_of
+from test_search import LINK_BOUND, SMALL_MODELS, budgets, grouped
+from test_search import model as model_of
 
 from repeats import only
-from weightstream.config import ConfigWarning, OffloadConfig
 from weightstream.errors import PlanError
-from weightstream.plan import choices, cost, placement
-from weightstream.plan.amounts import human
+from weightstream.plan import candidates, cost, search
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
-from weightstream.plan.placement import place, place_layers
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
-from weightstream.plan.prospect import Prospect
+from weightstream.plan.problem import Prospect
+from weightstream.plan.search import place, place_layers
+from weightstream.plan.units import human
+from weightstream.settings.config import ConfigWarning, OffloadConfig
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -501,7 +501,7 @@ def test_a_step_that_copies_longest_has_no_enough() -> None:
 
 def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, int]:
     """Seconds and bytes of the best of all choices, each simulated."""
-    chosen = choices.choices(manifest, placement.always_resident(manifest), budget)
+    chosen = candidates.choices(manifest, search.always_resident(manifest), budget)
     slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in chosen for s in {0, unit_nbytes * (not ends)})
     plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, by_ends=ends) for r, ring, slot, ends in slots)
     found = [(cost.simulated_s(plan, profile)[1], plan.device_nbytes) for plan in plans]

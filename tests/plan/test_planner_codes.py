@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from test_placement import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
 from test_planner import (
     DECODE,
     EIGHT,
@@ -29,18 +28,19 @@ from test_planner import (
     prospect,
     unpruned,
 )
+from test_search import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
 
 from repeats import only, thinned
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.check import prove, violations
-from weightstream.plan.codes import decoding_less
+from weightstream.plan.coding import decoding_less
 from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, decode_rate
-from weightstream.plan.placement import place
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
-from weightstream.plan.prospect import Prospect
+from weightstream.plan.problem import Prospect
+from weightstream.plan.search import place
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
 SHARE = 0.7

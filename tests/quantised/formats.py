@@ -14,7 +14,7 @@ from parts import PartsLinear
 from torch import nn
 
 from stack import Block
-from weightstream.runtime.leaves import leaves_of
+from weightstream.runtime.tensors.leaves import leaves_of
 
 WIDTH, DEPTH = 64, 6
 Quantise = Callable[[nn.Module], nn.Module]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import weightstream
 from repeats import only
-from weightstream.adapters.packing import pack
+from weightstream.api.pack import pack
 from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from formats import FORMATS, build, held_nbytes, inputs
 
 import weightstream
 from repeats import only
-from weightstream.runtime.leaves import leaves_of, plain_tensors
+from weightstream.runtime.tensors.leaves import leaves_of, plain_tensors
 
 SHARES = (0.2, 0.6)
 # each library, and what it keeps in another way

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from torch import nn
 
 import weightstream
-from weightstream.adapters import hf_private
-from weightstream.runtime.leaves import storage_of
+from weightstream.adapters.hf import private
+from weightstream.runtime.tensors.leaves import storage_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # optimum asks for all
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_is_saved_as_the_plain_one(
 ) -> None:
     path = folder(checkpoint)
     kept = checkpoint == "fp8" and source == "file"  # as with kernels
-    with hf_private.keeping_quantised({}) if kept else contextlib.nullcontext():
+    with private.keeping_quantised({}) if kept else contextlib.nullcontext():
         plain = loaded(path)
     ours = offloaded(path, source)
     if checkpoint in UNPACKED and source == "file":

@@ -15,8 +15,8 @@ from formats import FORMATS, build, held_nbytes, inputs
 from torch import nn
 
 import weightstream
-from weightstream.adapters import hub
-from weightstream.adapters.unpacking import unpack_late
+from weightstream.adapters.hf import hub
+from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.errors import OffloadError, UnsupportedError
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import weightstream
 from models import TEXT
 from weightstream.cli import app
 from weightstream.errors import OffloadError
-from weightstream.trace import Span, Trace
+from weightstream.runtime.trace import Span, Trace
 
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 

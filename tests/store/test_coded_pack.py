@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from test_pack import assert_same_state, bits, run
 from test_pack import read as header_of
 
-from weightstream.adapters.transformers import LoadedModel, load_pretrained
+from weightstream.adapters.hf.load import LoadedModel, load_pretrained
 from weightstream.codec import coding, reference
 from weightstream.codec.format import ELEMENTS, TILE, Layout
 from weightstream.errors import CheckpointError, StoreError
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.decoded import DecodedMemory
+from weightstream.store.lazy import DecodedMemory
 from weightstream.store.pack import Shard, choose
 
 transformers = pytest.importorskip("transformers")

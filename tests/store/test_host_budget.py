@@ -40,7 +40,7 @@ from test_pages import (
 )
 from torch import nn
 
-import weightstream.runtime.devices
+import weightstream.runtime.devices.opening
 from cgroups import limited
 from models import MODELS, Model, llama_tensors, model_nbytes, weights
 from repeats import only, thinned
@@ -49,13 +49,13 @@ from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
 from weightstream.errors import PlanError, StoreError
 from weightstream.measure import bench
-from weightstream.runtime import cpu
-from weightstream.runtime.cpu import CpuBackend
-from weightstream.runtime.sources import OnDisk
-from weightstream.runtime.streams import STAGING_BUFFERS, STAGING_NBYTES
+from weightstream.runtime.devices import cpu
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.devices.host_stream import STAGING_BUFFERS, STAGING_NBYTES
+from weightstream.runtime.weights.sources import OnDisk
 from weightstream.store.checkpoint import Checkpoint
-from weightstream.store.file import DirectFile
 from weightstream.store.mapping import _LIBC, FileMapping
+from weightstream.store.readers import DirectFile
 from wrapped import ClockBackend, Delay, Poison, QueueBackend
 
 PREADV = os.preadv
@@ -357,9 +357,10 @@ def test_a_weight_that_no_file_holds_is_refused_without_a_folder_and_spilled_wit
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     options: dict[str, Any] = {"device": "cpu", "device_budget": 200 << 10, "host_budget": 0, "progress": False}
     options["allow_missing"] = True
+    before = threads()
     with pytest.raises(PlanError, match="offload_folder"):
         weightstream.from_pretrained(folder, **options)
-    assert threads() == set()
+    assert threads() <= before
     module = weightstream.from_pretrained(folder, **options, offload_folder=tmp_path / "folder")
     with module.weightstream as streamer, torch.no_grad():
         assert missing in on_disk(streamer)
@@ -489,13 +490,14 @@ def test_a_file_that_changes_between_steps(
 def test_a_model_whose_file_changed_can_be_removed(
     fault: type[Fault], model: Model, reference: Model, path: Path, checkpoint: Checkpoint
 ) -> None:
+    before = threads()
     streamer = stream_file(model, checkpoint, host_budget=0)
     assert_steps_equal(model, reference, "cpu", range(2))
     quiet(streamer)
     with fault(path):
         steps_that_fail(model, path)
         streamer.remove()
-        assert threads() == set()
+        assert threads() <= before
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
@@ -671,7 +673,7 @@ def test_slow_reads_change_no_bit_and_race_with_nobody(
     seed: int, model: Model, reference: Model, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ClockBackend(Poison(Delay(CpuBackend(), seed, 0.001)))
-    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda: clock)
+    monkeypatch.setattr(weightstream.runtime.devices.opening, "CpuBackend", lambda: clock)
     slow(disk, seed)
     for module in model.module.modules():
         module.__class__ = Watched if isinstance(module, nn.Linear) else type(module)

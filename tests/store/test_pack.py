@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import models
 from repeats import thinned
 from weightstream import from_pretrained
-from weightstream.adapters.transformers import load_pretrained
+from weightstream.adapters.hf.load import load_pretrained
 from weightstream.cli import app
 from weightstream.errors import StoreError, UnsupportedError, WeightstreamError
 from weightstream.store import pack as store

@@ -26,19 +26,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import weightstream.front
-import weightstream.runtime.devices
+import weightstream.api.offload
+import weightstream.runtime.devices.opening
 from fixtures_structure import Block
 from mapped import rss_nbytes
 from models import MODELS, Model, floats, model_nbytes, randomise, weights
 from repeats import examples, thinned
 from streaming import assert_steps_equal, plain, run
 from weightstream import Streamer
-from weightstream.assembly import Given
-from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError, StoreError
-from weightstream.runtime.homes import Homes
-from weightstream.store import heap
+from weightstream.inputs.builder import Given
+from weightstream.runtime.weights.homes import Homes
+from weightstream.settings.config import OffloadConfig
+from weightstream.store import malloc
 from weightstream.store import mapping as mapping_module
 from weightstream.store import pages as pages_module
 from weightstream.store.checkpoint import Checkpoint
@@ -800,7 +800,9 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
     device = Device()
-    monkeypatch.setattr(weightstream.assembly, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin)))
+    monkeypatch.setattr(
+        weightstream.inputs.builder, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin))
+    )
     yield device
     assert sorted(device.unpinned) == sorted(device.pinned), "each once"
     assert device.pinned
@@ -838,9 +840,11 @@ def stream_file(model: Model, checkpoint: Checkpoint, least: int = 1, **options:
     def open_at(budget: int) -> Streamer:
         config = OffloadConfig().merged(device_budget=budget, **options).resolved()
         with contextlib.ExitStack() as on_failure, torch.inference_mode(False), torch.no_grad():
-            backend = weightstream.runtime.devices.CpuBackend()
+            backend = weightstream.runtime.devices.opening.CpuBackend()
             on_failure.callback(backend.close)
-            opened = weightstream.front._offload(model.module, backend, config, Given(memories=checkpoint.mappings))
+            opened = weightstream.api.offload._offload(
+                model.module, backend, config, Given(memories=checkpoint.mappings)
+            )
             on_failure.pop_all()
             return opened
 
@@ -1225,7 +1229,7 @@ def test_malloc_has_room_for_whoever_holds_pages_until_they_are_there(
         tell("pin")
         device.pin(memory)
 
-    monkeypatch.setattr(heap, "room", room)
+    monkeypatch.setattr(malloc, "room", room)
     with contextlib.closing(PageCache(pin, device.unpin)) as cache:
         for pages in hold(cache, mapping, (5, 900), (8 * PAGE, 9 * PAGE)):
             pages.done.wait(30)

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 import weightstream
 from repeats import examples
 from weightstream.errors import InvariantError, StoreError
-from weightstream.store.file import DirectFile
 from weightstream.store.mapping import FileMapping
+from weightstream.store.readers import DirectFile
 from weightstream.store.staging import MemorySource, Piece, Reading, Staging
 
 PAGE = 4096

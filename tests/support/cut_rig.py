@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 import weightstream
-import weightstream.runtime.devices
+import weightstream.runtime.devices.opening
 from cutting import Cut, Lines, interrupted, is_free, num_lines
 from fake_cuda import Graph, Lane, Lanes
 from models import randomise
-from weightstream.assembly import Given
-from weightstream.config import OffloadConfig
-from weightstream.runtime.engine import State
-from weightstream.runtime.mode import Mode
-from weightstream.striping import stripe
+from weightstream.api.multi_gpu import stripe
+from weightstream.inputs.builder import Given
+from weightstream.runtime.ring.engine import State
+from weightstream.runtime.ring.state import Mode
+from weightstream.settings.config import OffloadConfig
 
 WIDTH = 32
 WIDTH_CODED = 128  # matrices that a code makes smaller
@@ -161,7 +161,7 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
 
 def captures_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = Lanes()
-    monkeypatch.setattr(weightstream.runtime.devices, "CpuBackend", lambda *_: Lane(lanes))
+    monkeypatch.setattr(weightstream.runtime.devices.opening, "CpuBackend", lambda *_: Lane(lanes))
 
 
 def new_graph(device: str) -> Any:
@@ -172,7 +172,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
     """Captured generation: its prompt and the first tokens run eager, the others from a graph."""
     import expert_rig
     import generating
-    from weightstream.adapters.generation import Recorder, decode
+    from weightstream.adapters.hf.generation import Recorder, decode
 
     captures_on_the_cpu(monkeypatch)
     model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)

@@ -18,7 +18,7 @@ from weightstream.plan.check import prove
 from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
-from weightstream.runtime import decoding
+from weightstream.runtime.experts import unit_decode
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 FORMS = ("coded", "coded, streams", "cached")
@@ -182,9 +182,9 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
     found = Selected()
 
     def spied(way: str, most: Any) -> Any:
-        inner = getattr(decoding.Rows, way)
+        inner = getattr(unit_decode.Rows, way)
 
-        def spy(rows: decoding.Rows, ids: torch.Tensor) -> Any:
+        def spy(rows: unit_decode.Rows, ids: torch.Tensor) -> Any:
             assert ids.numel() <= most(rows)
             found.append(ids.numel())
             found.ways.append(way)
@@ -192,8 +192,8 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
 
         return spy
 
-    monkeypatch.setattr(decoding.Rows, "select", spied("select", lambda rows: rows.most))
-    monkeypatch.setattr(decoding.Rows, "place", spied("place", lambda rows: decoding.NEARLY_ALL * rows.num_rows))
+    monkeypatch.setattr(unit_decode.Rows, "select", spied("select", lambda rows: rows.most))
+    monkeypatch.setattr(unit_decode.Rows, "place", spied("place", lambda rows: unit_decode.NEARLY_ALL * rows.num_rows))
     return found
 
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weightstream.adapters.generation import Recorder
-from weightstream.runtime.backend import Copy, Side
-from weightstream.runtime.cpu import CpuBackend, CpuEvent
+from weightstream.adapters.hf.generation import Recorder
+from weightstream.runtime.devices.backend import Copy, Side
+from weightstream.runtime.devices.cpu import CpuBackend, CpuEvent
 
 DEVICE = object()  # in place of an operator: what a device was told
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from rig import Rig, equal_plan, small_plan
 from weightstream.plan.plan import Plan
-from weightstream.runtime.ahead import Ahead
-from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.engine import Engine
-from weightstream.runtime.graphs import Graphs as StreamerGraphs
-from weightstream.runtime.streams import Worker
+from weightstream.runtime.devices.backend import Copy, Event, Side
+from weightstream.runtime.devices.host_stream import Worker
+from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.ring.engine import Engine
+from weightstream.runtime.ring.graphs import Graphs as StreamerGraphs
 from wrapped import ClockBackend, Delay, Poison, QueueBackend, Wrapper
 
 PLANS = {

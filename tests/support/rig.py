@@ -15,8 +15,8 @@ import torch
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES
-from weightstream.runtime.backend import Copy
-from weightstream.runtime.engine import Engine
+from weightstream.runtime.devices.backend import Copy
+from weightstream.runtime.ring.engine import Engine
 from wrapped import ClockBackend, Wrapper
 
 KIB = 1024

@@ -1,4 +1,4 @@
-"""What each process of tensor parallelism checks; `tests/adapters/test_tensor_parallel.py` starts them.
+"""What each process of tensor parallelism checks; `tests/adapters/hf/test_tensor_parallel.py` starts them.
 
     torchrun --nproc-per-node 2 sharded_checks.py DEVICE FOLDER CHECK…
 
@@ -34,14 +34,14 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters import generation, stopping
-from weightstream.adapters.generation import Decoding
-from weightstream.adapters.ranks import Ranks, join, ranks_of
-from weightstream.assembly import Assembly, Given
-from weightstream.front import _offload
-from weightstream.given import settled
-from weightstream.runtime.devices import backend_of
-from weightstream.store.decoded import LazyMemory
+from weightstream.adapters.hf import deferred_stop, generation
+from weightstream.adapters.hf.generation import Decoding
+from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
+from weightstream.api.offload import _offload
+from weightstream.inputs.builder import Assembly, Given
+from weightstream.runtime.devices.opening import backend_of
+from weightstream.settings.arguments import settled
+from weightstream.store.lazy import LazyMemory
 from weightstream.store.limits import available_nbytes
 from weightstream.store.mapping import FileMapping
 from wrapped import Delay, Wrapper
@@ -217,7 +217,7 @@ def events() -> Iterator[None]:
     if DEVICE != "cpu":
         yield
         return
-    with patch.object(stopping, "_has_events", lambda device: True), patch.object(torch, "Event", Mock):
+    with patch.object(deferred_stop, "_has_events", lambda device: True), patch.object(torch, "Event", Mock):
         yield
 
 

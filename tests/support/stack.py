@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import weightstream
-from weightstream.runtime.backend import Copy, Event, Side
-from weightstream.runtime.cuda import CudaBackend
+from weightstream.runtime.devices.backend import Copy, Event, Side
+from weightstream.runtime.devices.cuda import CudaBackend
 
 WIDTH = 1024
 ALL = {"offload_group_size": 1, "offload_prefetch_step": 2}  # every block streams, through two slots
@@ -191,4 +191,4 @@ class Slow(CudaBackend):
 
 def slow(monkeypatch: pytest.MonkeyPatch, *drop: Side, base: type[Slow] = Slow, most_cycles: int = 2_000_000) -> None:
     backend = type("Dropping", (base,), {"drop": drop, "most_cycles": most_cycles})
-    monkeypatch.setattr("weightstream.runtime.cuda.CudaBackend", backend)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.CudaBackend", backend)

@@ -13,10 +13,10 @@ from torch import nn
 
 import weightstream
 from models import MODELS, Model, assert_same, model_nbytes, step, to_device, weights
-from weightstream import prospects
+from weightstream.api.multi_gpu import Stripes
 from weightstream.errors import PlanError
+from weightstream.inputs import planner_inputs
 from weightstream.plan import planner
-from weightstream.striping import Stripes
 
 DEVICES = (
     "cpu",
@@ -35,7 +35,14 @@ def once(ask: Callable[..., int], module: nn.Module, device: str, **given: Any) 
     bytes. On a GPU it is asked each time."""
     if device != "cpu":
         return ask(module, device, **given)
-    key = (ask, *given.items(), facts(module), planner.MAX_SHARE["compressed"], prospects.GRAINS, prospects.estimate)
+    key = (
+        ask,
+        *given.items(),
+        facts(module),
+        planner.MAX_SHARE["compressed"],
+        planner_inputs.GRAINS,
+        planner_inputs.estimate,
+    )
     if key not in _KNOWN:
         _KNOWN[key] = ask(module, device, **given)
     return _KNOWN[key]

@@ -35,8 +35,8 @@ from weightstream.cli.terminal import (
     takes_model,
     write,
 )
-from weightstream.plan.amounts import human, milliseconds, per_second, scale
-from weightstream.plan.lanes import AnyPlan
+from weightstream.plan.multi_device import AnyPlan
+from weightstream.plan.units import human, milliseconds, per_second, scale
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
@@ -76,7 +76,7 @@ def bench(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.forecasts import is_pipeline
+    from weightstream.api.plan_model import is_pipeline
 
     if out is not None:
         write("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
@@ -107,7 +107,7 @@ def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: 
 
     with told("loading libraries", progress):
         from weightstream import from_pretrained
-        from weightstream.adapters.steps import Steps
+        from weightstream.adapters.hf.decode_steps import Steps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **loading)

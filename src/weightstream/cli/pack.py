@@ -35,8 +35,8 @@ def pack(
     from rich import progress
     from rich.console import Console
 
-    from weightstream.adapters import packing
-    from weightstream.plan.amounts import human
+    from weightstream.api import pack as packing
+    from weightstream.plan.units import human
 
     began, shown = time.perf_counter(), sys.stderr.isatty()
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())

@@ -25,11 +25,11 @@ from weightstream.cli.terminal import (
     write,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds, scale
-from weightstream.plan.turns import PipelinePlan, joined
+from weightstream.plan.pipeline import PipelinePlan, joined
+from weightstream.plan.units import human, milliseconds, scale
 
 if TYPE_CHECKING:
-    from weightstream.pipelines import PipelineStats
+    from weightstream.api.pipelines import PipelineStats
 
 PROMPT = "a photo of a cat on the moon"
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -49,7 +49,7 @@ def call_of(
 def refuse(model: str, **options: Any) -> None:
     """Raises `ConfigError` where options were given that go with the other kind of models."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
-        from weightstream.forecasts import is_pipeline
+        from weightstream.api.plan_model import is_pipeline
 
         kind = "a pipeline of diffusers" if is_pipeline(model) else "no pipeline of diffusers"
         raise ConfigError(f"{model} is {kind}: leave out {', '.join(given)}")
@@ -71,7 +71,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """What `weightstream plan` does for a pipeline."""
-    from weightstream.forecasts import sketch_pipeline
+    from weightstream.api.plan_model import sketch_pipeline
 
     about = {"device": loading["device"], "dtype": loading["dtype"], "profile": profile, "variant": variant}
     sketch = sketch_pipeline(model, loading["config"], call=call, **about)
@@ -210,7 +210,7 @@ class Session:
 def _taken(model: str) -> Collection[str]:
     """The keywords that a call of the pipeline takes."""
     require("diffusers", "diffusers", "a pipeline")
-    from weightstream.adapters.pipeline_folder import call_keywords
+    from weightstream.adapters.diffusers.folder import call_keywords
 
     return call_keywords(model)
 

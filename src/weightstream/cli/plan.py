@@ -36,12 +36,12 @@ from weightstream.cli.terminal import (
     takes_model,
     write,
 )
-from weightstream.config import OffloadConfig
 from weightstream.errors import ConfigError
-from weightstream.plan.amounts import human, milliseconds, rate, scale
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.prospect import Prospect
+from weightstream.plan.problem import Prospect
+from weightstream.plan.units import human, milliseconds, rate, scale
+from weightstream.settings.config import OffloadConfig
 
 _GIB = 2**30
 _BUDGETS = 20
@@ -76,7 +76,7 @@ def plan(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.forecasts import is_pipeline
+    from weightstream.api.plan_model import is_pipeline
 
     about: dict[str, Any] = {"sweep": sweep, "plot": plot, "save": save}
     if is_pipeline(model):
@@ -103,7 +103,7 @@ def _on_one(
     as_json: bool,
 ) -> None:
     """The plan on one GPU, of the model or of a shard of it."""
-    from weightstream.forecasts import prospect
+    from weightstream.api.plan_model import prospect
 
     shards = loading.get("distributed_config", {})
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
@@ -147,7 +147,7 @@ def _on_several(
     model: str, loading: dict[str, Any], profile: Path | None, options: dict[str, Any], *, as_json: bool
 ) -> None:
     """The plan over several GPUs, which has none of these options."""
-    from weightstream.forecasts import plan_stripes
+    from weightstream.api.plan_model import plan_stripes
 
     if given := [f"--{name}" for name, value in options.items() if value]:
         raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")

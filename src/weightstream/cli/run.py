@@ -34,14 +34,14 @@ from weightstream.cli.terminal import (
     takes_model,
 )
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds, per_second
-from weightstream.trace import Trace, total
+from weightstream.plan.units import human, milliseconds, per_second
+from weightstream.runtime.trace import Trace, total
 
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.generation import Decoding
-    from weightstream.runtime.streamer import Streamer
+    from weightstream.adapters.hf.generation import Decoding
+    from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
@@ -73,7 +73,7 @@ def run(
     no --prompt it is a conversation, of a turn per line, up to the end of what comes in or /exit; /clear begins another
     one, and Ctrl-C stops an answer.
     """
-    from weightstream.forecasts import is_pipeline
+    from weightstream.api.plan_model import is_pipeline
 
     if is_pipeline(model):
         pipelines.refuse(model, chat=chat, max_new_tokens=max_new_tokens)
@@ -173,7 +173,7 @@ class Session:
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
         transformers = require("transformers", "transformers", "weightstream run")
-        from weightstream.adapters.hub import config_and_class, find, refused_as_checkpoint, weights_named
+        from weightstream.adapters.hf.hub import config_and_class, find, refused_as_checkpoint, weights_named
         from weightstream.store.checkpoint import Checkpoint
 
         source = find(name, trust_remote_code)
@@ -236,7 +236,7 @@ class Session:
         import torch
         from transformers import TextStreamer
 
-        from weightstream.adapters.generation import generate
+        from weightstream.adapters.hf.generation import generate
 
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text)
@@ -284,7 +284,7 @@ class Session:
 
     def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> dict[str, Any]:
         """What a run took."""
-        from weightstream.runtime.stats import of_cache
+        from weightstream.runtime.streamer.stats import of_cache
 
         stats = self.streamer.stats()
         return {
@@ -328,7 +328,7 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    from weightstream.forecasts import is_pipeline
+    from weightstream.api.plan_model import is_pipeline
 
     if is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")

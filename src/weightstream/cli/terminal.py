@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weightstream.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.plan.amounts import human, milliseconds
+from weightstream.plan.units import human, milliseconds
+from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 if TYPE_CHECKING:
-    from weightstream.runtime.stats import Stats
+    from weightstream.runtime.streamer.stats import Stats
 
 Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]

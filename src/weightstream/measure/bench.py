@@ -27,15 +27,16 @@ from torch.nn import functional as F
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import StoreError
-from weightstream.measure import kernels, machine, opening
-from weightstream.measure.block import Block
+from weightstream.measure import kernels, machine
+from weightstream.measure import unit_overhead as opening
+from weightstream.measure.sample_block import Block
 from weightstream.plan.manifest import Profile, decode_rate
-from weightstream.runtime import cpu, cuda
-from weightstream.runtime.backend import Backend, Copy, Side
-from weightstream.runtime.streams import staging
+from weightstream.runtime.devices import cpu, cuda
+from weightstream.runtime.devices.backend import Backend, Copy, Side
+from weightstream.runtime.devices.host_stream import staging
 from weightstream.store.arena import Arena
-from weightstream.store.file import DirectFile
 from weightstream.store.mapping import FileMapping
+from weightstream.store.readers import DirectFile
 
 logger = logging.getLogger("weightstream")
 

@@ -23,18 +23,18 @@ import torch
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
-from weightstream.measure import links, machine, nvml
+from weightstream.measure import machine, multi_gpu_links, nvml
 from weightstream.measure.bench import backend_of, copies_s, disk_bytes_per_s, host_memory
 from weightstream.measure.profile import QUIET, profile_for
-from weightstream.plan.amounts import human, milliseconds, per_second
 from weightstream.plan.manifest import Profile
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Backend
-from weightstream.runtime.driver import pins_read_only
-from weightstream.store import near
-from weightstream.store.file import DirectFile
+from weightstream.plan.units import human, milliseconds, per_second
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.devices.cuda_driver import pins_read_only
+from weightstream.store import numa as near
 from weightstream.store.limits import available_nbytes, describe_limits
 from weightstream.store.mapping import FileMapping
+from weightstream.store.readers import DirectFile
 
 _NVML = "nvidia-ml-py"
 _OPTIONAL = MappingProxyType(
@@ -202,8 +202,8 @@ def pinning(system: System) -> Iterator[Finding]:
 def links_at_once(system: System) -> Iterator[Finding]:
     with ExitStack() as stack:
         backends = [stack.enter_context(closing(backend_of(device))) for device in system.gpus]
-        alone = [links.rates([backend], _LINKS_S)[0] for backend in backends]
-        together = links.rates(backends, _LINKS_S)
+        alone = [multi_gpu_links.rates([backend], _LINKS_S)[0] for backend in backends]
+        together = multi_gpu_links.rates(backends, _LINKS_S)
     share = sum(together) / sum(alone)
     text = f"{' + '.join(map(per_second, together))} at once, {share:.0%} of what they reach one by one"
     remedy = "They share a PCIe switch, or host memory is too slow for all: several GPUs gain less."
@@ -212,7 +212,7 @@ def links_at_once(system: System) -> Iterator[Finding]:
 
 def hops(system: System) -> Iterator[Finding]:
     first, others = system.backend, [device for device in system.gpus if device != system.backend.device]
-    seconds = [statistics.median(links.hops_s(first, device, _LINKS_S)) for device in others]
+    seconds = [statistics.median(multi_gpu_links.hops_s(first, device, _LINKS_S)) for device in others]
     text = f"{milliseconds(max(seconds))} to move the hidden states of a token to another GPU"
     remedy = "They go through host memory, not directly: check nvidia-smi topo -p2p r, and ACS in the BIOS."
     yield _judged("hops", text, all(cuda.peers(first.device, others)), remedy, seconds)

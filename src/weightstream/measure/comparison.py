@@ -15,14 +15,14 @@ import torch
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.measure import bench
-from weightstream.plan.amounts import human
-from weightstream.plan.lanes import AnyPlan
+from weightstream.plan.multi_device import AnyPlan
 from weightstream.plan.plan import Plan
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Backend
-from weightstream.runtime.stats import of_cache
+from weightstream.plan.units import human
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.streamer.stats import of_cache
+from weightstream.runtime.trace import Experts
 from weightstream.store import limits
-from weightstream.trace import Experts
 
 System = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
 Step = Callable[[], torch.Tensor]  # the same step, over and over

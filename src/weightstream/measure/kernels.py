@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Backend
 
 NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, of elements alone 1.0; a product 4.8]
 _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count

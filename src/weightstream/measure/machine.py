@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from weightstream.store.near import text_of
+from weightstream.store.numa import text_of
 
 _ROOT = Path("/")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"

@@ -21,8 +21,8 @@ from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
 from weightstream.measure.progress import announce, say, told
 from weightstream.plan.manifest import Profile, decode_rate
-from weightstream.runtime import cuda
-from weightstream.runtime.backend import Backend
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Backend
 from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weightstream.errors import InvariantError
-from weightstream.plan.caching import MOST_AHEAD
+from weightstream.plan.expert_cache import MOST_AHEAD
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, Cursor
 

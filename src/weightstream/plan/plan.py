@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
-from weightstream.plan.amounts import human, milliseconds, rate
 from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.schedule import Extent, aligned, allocate, first_fills, refills
+from weightstream.plan.units import human, milliseconds, rate
 
 _LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
 _NUMBERS = (

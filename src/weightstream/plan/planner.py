@@ -17,16 +17,16 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from weightstream.codec.format import MAX_SHARE
-from weightstream.config import OffloadConfig
 from weightstream.errors import PlanError
-from weightstream.given import selects
-from weightstream.plan import caching, cost, placement
-from weightstream.plan.caching import Cached, Counts
-from weightstream.plan.choices import Share
-from weightstream.plan.codes import Sizes, codings, decoding_less
+from weightstream.plan import cost, expert_cache, search
+from weightstream.plan.candidates import Share
+from weightstream.plan.coding import Sizes, codings, decoding_less
+from weightstream.plan.expert_cache import Cached, Counts
 from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
-from weightstream.plan.placement import Candidate
 from weightstream.plan.plan import Plan, buffer_nbytes
+from weightstream.plan.search import Candidate
+from weightstream.settings.arguments import selects
+from weightstream.settings.config import OffloadConfig
 
 _TABLE_NBYTES = 1 << 20
 _LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
@@ -93,7 +93,7 @@ Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
 
 def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
     """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
-    if (plan := placement.search(candidates)) is None:
+    if (plan := search.search(candidates)) is None:
         raise min(refusals, key=itemgetter(0))[1]
     return plan
 
@@ -147,7 +147,7 @@ class Planner:
         """The plans of one way."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
         as_coded = manifest.coded({**way.codes, **way.aside.codes})  # once: there are hundreds of candidates
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
+        profile = expert_cache.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
         placing = replace(self, config=self.config.within(beside)) if way.cached else self
 
@@ -238,8 +238,12 @@ class Planner:
         if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
             return None
         profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = caching.ways(manifest, sizes, profile, budget, *known)
-        return min(found, key=lambda c: caching.device_s(caching.profiled(manifest, c, profile, *known)), default=None)
+        found = expert_cache.ways(manifest, sizes, profile, budget, *known)
+        return min(
+            found,
+            key=lambda c: expert_cache.device_s(expert_cache.profiled(manifest, c, profile, *known)),
+            default=None,
+        )
 
     def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
         """The plan of a manifest without what is cached and mapped, as one of the whole but what is mapped."""
@@ -253,21 +257,21 @@ class Planner:
             budget=self.budget,
             cached=frozenset(cached.sizes),
             slots_nbytes=cached.slots_nbytes,
-            **caching.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
+            **expert_cache.predicted(plan, whole, cached, profile, self.demand.workload, self.counts),
             decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
         )
 
     def _bound_s(self, manifest: Manifest, way: Way, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
         read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile = caching.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
+        profile = expert_cache.profiled(manifest, way.cached, profile, self.demand.workload, self.counts)
         beside = way.cached.nbytes if way.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
         over = sum(way.aside.read.values()) - kept_nbytes
         if way.aside.codes and over <= 0:
             return read_s  # of what is coded, some may stay plain
-        least_s = placement.least_s(way.aside, profile.decoding(way.aside))
+        least_s = search.least_s(way.aside, profile.decoding(way.aside))
         return max(least_s, over / profile.link_bytes_per_s) + read_s
 
     def may_code(self, manifest: Manifest) -> bool:
@@ -289,7 +293,7 @@ class Planner:
         """Alias groups that are worth compressing, where that may be, and the bytes that they take then."""
         if not (self.may_code(manifest) and self.machine.can_decode):
             return {}
-        plain = placement.always_resident(manifest)
+        plain = search.always_resident(manifest)
         if self.config.backend == "prefetch":
             plain |= self._streaming(manifest, self.machine.profile).resident
         most = {a: MAX_SHARE[self.config.codec] * nbytes for a, nbytes in manifest.aliases.items() if a not in plain}
@@ -323,15 +327,15 @@ class Planner:
         """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
         if self.config.backend == "none" and self.budget is not None:
             whole = self._whole_nbytes(way.aside)
-            if whole is not None and not placement.fits(way.aside, whole):
-                yield from placement.candidates(way.aside, self.budget, profile.decoding(way.aside), self.share)
+            if whole is not None and not search.fits(way.aside, whole):
+                yield from search.candidates(way.aside, self.budget, profile.decoding(way.aside), self.share)
                 return
         plan = self._streaming(way.aside, profile.decoding(way.aside))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less = decoding_less(plan, profile)
             plan = cost.predicted(less, profile.decoding(less.manifest))
         if self.config.backend == "none":  # else there are no candidates to be held against
-            plan = replace(plan, step_s=placement.searched_s(plan, profile.decoding(plan.manifest)))
+            plan = replace(plan, step_s=search.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
 
     def _whole_nbytes(self, manifest: Manifest) -> int | None:
@@ -342,19 +346,19 @@ class Planner:
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
         (alone, profile), whole, mapped = self.alone(plan), plan.manifest, plan.mapped
-        times = self._with_cache(cost.predicted(alone, profile), whole, mapped, caching.of_plan(plan))
+        times = self._with_cache(cost.predicted(alone, profile), whole, mapped, expert_cache.of_plan(plan))
         return replace(self._for_demand(self._reading(times, whole, mapped, profile)), budget=plan.budget)
 
     def alone(self, plan: Plan) -> tuple[Plan, Profile]:
         """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
         manifest, aside = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
-        facts = caching.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
-        profile = caching.profiled(manifest, *facts).decoding(aside)
+        facts = expert_cache.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
+        profile = expert_cache.profiled(manifest, *facts).decoding(aside)
         return replace(plan, manifest=aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0), profile
 
     def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
         """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
-        return placement.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
+        return search.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
         """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
@@ -364,11 +368,11 @@ class Planner:
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:
         config, kept = self.config, self.weights.kept
         if config.backend == "prefetch":
-            return placement.place_layers(manifest, config.prefetch, kept=kept, profile=profile)
+            return search.place_layers(manifest, config.prefetch, kept=kept, profile=profile)
         if config.backend == "uva":
             zero_copy = not self.machine.on_cpu and self.machine.maps_host_memory
-            return placement.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
-        return placement.place(manifest, budget=self._whole_nbytes(manifest), profile=profile)
+            return search.place_host_bytes(manifest, config.uva, zero_copy=zero_copy, kept=kept, profile=profile)
+        return search.place(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
         """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
@@ -383,4 +387,4 @@ class Planner:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
         movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
-        return placement.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)
+        return search.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from weightstream.store.ending import finalize
-from weightstream.store.near import Node
+from weightstream.store.numa import Node
 
 _PAGE = mmap.PAGESIZE
 Pin = Callable[[torch.Tensor], None]

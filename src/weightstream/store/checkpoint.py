@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from weightstream.errors import CheckpointError, StoreError
-from weightstream.store.decoded import DecodedMemory, LazyMemory
-from weightstream.store.extent import Extent
+from weightstream.store.file_slice import Extent
 from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
+from weightstream.store.lazy import DecodedMemory, LazyMemory
 from weightstream.store.mapping import FileMapping
 
 _SAVE_AGAIN = "save it as safetensors: load it with transformers, then model.save_pretrained(folder)"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from weightstream.plan.amounts import human
+from weightstream.plan.units import human
 
 _NO_LIMIT = 1 << 62  # version 1 writes the largest multiple of a page below 2**63, version 2 "max"
 

@@ -24,8 +24,8 @@ from weightstream.codec.format import ALIGN_NBYTES, ELEMENTS, MAX_SHARE, Layout
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
 from weightstream.store.atomic import remove_leftovers, replacing
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
-from weightstream.store.decoded import LazyMemory
 from weightstream.store.header import CODED, CODES, coded_text, dtype_name
+from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import Memory
 
 _PAGE_NBYTES = 4096

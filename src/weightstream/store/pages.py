@@ -19,11 +19,11 @@ from functools import partial
 
 import torch
 
-from weightstream.store import heap
+from weightstream.store import malloc
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping, Window
-from weightstream.store.near import Node, settled
+from weightstream.store.numa import Node, settled
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
 _PIECE_NBYTES = 64 << 20  # close() waits for one
@@ -137,7 +137,7 @@ class _Ahead:
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
         self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
-        self._leave_room = finalize(self, heap.room(_ROOM_NBYTES))
+        self._leave_room = finalize(self, malloc.room(_ROOM_NBYTES))
         self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
         self._node = node
 

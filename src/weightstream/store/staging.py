@@ -22,7 +22,7 @@ import torch
 
 from weightstream.errors import InvariantError, StoreError
 from weightstream.store.ending import finalize
-from weightstream.store.near import Node, settled
+from weightstream.store.numa import Node, settled
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
 _Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from weightstream.runtime.backend import Backend, Copy, Event, Side
+from weightstream.runtime.devices.backend import Backend, Copy, Event, Side
 from wrapped.wrappers import Wrapper
 
 _Clock = dict[Side, int]

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 
 from weightstream.plan.manifest import Profile
-from weightstream.runtime.backend import Event, Side
-from weightstream.runtime.cpu import CPU_PROFILE, CpuBackend, CpuStamp
-from weightstream.runtime.streams import Worker
+from weightstream.runtime.devices.backend import Event, Side
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend, CpuStamp
+from weightstream.runtime.devices.host_stream import Worker
 
 
 class QueueBackend(CpuBackend):

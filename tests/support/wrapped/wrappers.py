@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightstream.errors import StoreError
-from weightstream.runtime.backend import Backend, Copy, Event, Side, Stamp
+from weightstream.runtime.devices.backend import Backend, Copy, Event, Side, Stamp
 
 
 class Wrapper:

@@ -1,0 +1,244 @@
+"""A rehearsal of a call of a pipeline: which components it calls, how often, and on what shapes. Knows no plan.
+
+A rehearsal is a call of the pipeline's own code, on the CPU, with stand-ins for its components: each call of one is
+followed on shapes, and answered with zeros of the shapes that it would give. So tokenizers, schedulers and guidance run
+as they do, and tell which component runs when, how often, and on what shapes, for any pipeline and any arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters.diffusers.pipeline import entries_of, inputs_of, is_pipeline, modules_of, plain_of, unlogged
+from weightstream.adapters.modules import device_map
+from weightstream.adapters.tracing import meta_copy, process_states
+from weightstream.adapters.tracing.footprint import Footprint, follow
+from weightstream.adapters.tracing.known_values import is_small
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.ring.timeline import Kind, kind_of
+from weightstream.runtime.streamer.forward_patch import plain_attributes
+from weightstream.runtime.tensors.pytree import tensors_in
+
+_LIMIT_S = 60.0  # of a rehearsal
+_CALL_S = 20.0  # of following one call
+_WAYS = 4  # of calls of the same shapes, whose values differ
+_PROMPT = "a photo"
+_CPU = torch.device("cpu")
+_ON_CPU = property(lambda self: _CPU)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of a component: its kind, and what its work is.
+
+    `cast`: where the pipeline has cast the component before, the same on meta in the other dtype.
+    """
+
+    component: str
+    kind: Kind
+    work: Footprint
+    cast: nn.Module | None = None
+
+
+def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], str]:
+    """The calls of components in one call of the pipeline; and why they end early, if they do.
+
+    Neither the pipeline nor its components nor the arguments change, and no weight is read: they may be on meta.
+    """
+    given = _arguments(pipe, arguments)
+    rehearsal = _Rehearsal()
+    twin = rehearsal.twin(pipe)
+    with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")  # of zeros divided by zeros
+        try:
+            with process_states.OwnDraws(), unlogged():
+                twin(**given)
+        except Exception as error:
+            return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
+    return rehearsal.calls, "" if rehearsal.calls else "it calls none of its components"
+
+
+def _arguments(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the call, with what it cannot do without, and without what would be noticed outside."""
+    takes = inspect.signature(type(pipe).__call__).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (unknown := sorted(given.keys() - takes.keys())):
+        raise ConfigError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: it takes {', '.join(takes)}")
+    named = inputs_of(pipe)
+    found = {"output_type": "pt"} if "output_type" in named else {}
+    if "prompt" in named and not any("prompt" in name for name in given):
+        found["prompt"] = _PROMPT
+    return found | {name: _of_our_own(value) for name, value in given.items() if not name.startswith("callback")}
+
+
+def _of_our_own(value: Any) -> Any:
+    """An argument whose use changes nothing outside, on the CPU."""
+    if isinstance(value, torch.Generator):
+        return torch.Generator()
+    if type(value) in (list, tuple):
+        return type(value)(map(_of_our_own, value))
+    return value.to(_CPU) if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(slots=True)
+class _Alike:
+    """Calls of the same shapes: what is known of them, `by_values` of their masks and ids if those decide."""
+
+    known: dict[Any, tuple[Footprint, Any]]
+    by_values: bool = False
+
+
+class _Rehearsal:
+    """The calls so far, and what was answered to each kind of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._like: dict[Any, _Alike] = {}
+        self._until_s = time.perf_counter() + _LIMIT_S
+
+    def twin(self, pipe: Any) -> Any:
+        """The same pipeline with stand-ins for its components, on the CPU."""
+        found = modules_of(pipe).items()
+        return self._twin(pipe, {id(module): self._stand_in(name, plain_of(module)) for name, module in found})
+
+    def _twin(self, pipe: Any, twins: dict[int, Any]) -> Any:
+        """`twins`: of components, and of pipelines that others hold, by the id of what they stand for."""
+        kind = device_map.plain(type(pipe))
+        members = {"device": _ON_CPU, "_execution_device": _ON_CPU, "__module__": kind.__module__}
+        twin: Any = object.__new__(type(kind.__name__, (kind,), members))
+        twins[id(pipe)] = twin
+        for value in vars(pipe).values():
+            if id(value) not in twins and is_pipeline(value):
+                self._twin(value, twins)
+        twin.__dict__.update({name: twins.get(id(value), value) for name, value in vars(pipe).items()})
+        twin.__dict__["_progress_bar_config"] = {"disable": True}
+        if (scheduler := vars(pipe).get("scheduler")) is not None:
+            twin.__dict__["scheduler"] = copy.deepcopy(scheduler)
+        return twin
+
+    def _stand_in(self, name: str, module: nn.Module) -> Any:
+        """A shallow copy of a component whose calls are answered here; to cast it casts another, on meta."""
+        casts = _Casts(module)
+
+        def answering(entry: str) -> Callable[..., Any]:
+            def answer(_: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._answer(name, casts, entry, args, kwargs)
+
+            answer.__signature__ = inspect.signature(getattr(type(module), entry))  # type: ignore[attr-defined]
+            return answer
+
+        def apply(self: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            self.__dict__.update(casts.cast(change))
+            return self
+
+        kind = device_map.plain(type(module))
+        entries = ("forward", *entries_of(module))
+        members: dict[str, Any] = {entry: answering(entry) for entry in entries}
+        members |= {"device": _ON_CPU, "_apply": apply, "__module__": kind.__module__}
+        twin: Any = object.__new__(type(kind.__name__, (kind,), members))
+        hooks: dict[str, Any] = {key: OrderedDict() for key in meta_copy.hooks_of(module)}
+        hidden = {*entries, "_apply"}
+        plain = plain_attributes(vars(module))
+        own = {key: value for key, value in plain.items() if key not in hidden and "weightstream" not in key}
+        twin.__dict__.update(own | hooks | casts.held())
+        return twin
+
+    def _answer(self, name: str, casts: _Casts, entry: str, args: Any, kwargs: Any) -> Any:
+        if time.perf_counter() > self._until_s:
+            raise UnsupportedError(f"the rehearsal takes more than {_LIMIT_S:.0f} s")
+        module = casts.now
+        work, output = self._known_of(module, entry, args, kwargs)
+        cast = None if module is casts.module else module
+        self.calls.append(Call(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
+        return copy.deepcopy(output)
+
+    def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
+        """The work of a call and its answer: those of one like it, if there was one."""
+        like = self._like.setdefault((id(module), entry, tuple(_signed((args, kwargs)))), _Alike({}))
+        key = tuple(_values((args, kwargs))) if like.by_values else ()
+        if key not in like.known and len(like.known) < _WAYS:
+            asked: list[bool] = []
+            with process_states.no_modes():
+                found = _followed(module, entry, args, kwargs, asked.append)
+            like.by_values |= any(asked)
+            key = tuple(_values((args, kwargs))) if like.by_values else ()
+            like.known[key] = found
+        return like.known.get(key) or next(reversed(like.known.values()))
+
+
+class _Casts:
+    """A component as a pipeline casts it: `now` is the component itself, or the same on meta in another dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = self.now = module
+        self._made: dict[torch.dtype, nn.Module] = {}
+
+    def held(self) -> dict[str, Any]:
+        """What a stand-in has of it."""
+        return {name: dict(vars(self.now)[name]) for name in ("_modules", "_parameters", "_buffers")}
+
+    def cast(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """What a stand-in has of it from now on; `change` is what `nn.Module.to` and its like do to each tensor."""
+        floats = {tensor.dtype for tensor in self.now.parameters() if tensor.is_floating_point()}
+        wanted = {change(torch.empty(0, dtype=dtype, device=_CPU)).dtype for dtype in floats}
+        if len(wanted) != 1 or wanted == floats:
+            return self.held()
+        (dtype,) = wanted
+        if all(tensor.dtype == dtype for tensor in self.module.parameters() if tensor.is_floating_point()):
+            self.now = self.module
+        else:
+            if dtype not in self._made:
+                self._made[dtype] = nn.Module.to(meta_copy.copied(self.module).model, dtype)
+            self.now = self._made[dtype]
+        return self.held()
+
+
+def _followed(
+    module: nn.Module, entry: str, args: Any, kwargs: Any, on_values: Callable[[bool], None]
+) -> tuple[Footprint, Any]:
+    """The work of a call, and what answers it."""
+    outputs: list[Any] = []
+
+    def answer(output: Any) -> None:
+        outputs.append(meta_copy.zeros_for(output))
+
+    work = follow(module, args, kwargs, entry=entry, limit_s=_CALL_S, on_output=answer, on_values=on_values)
+    return work, outputs[0]
+
+
+def _values(values: Any) -> Iterable[Any]:
+    """What tells calls of the same shapes apart: ids and masks."""
+    for tensor in tensors_in(values):
+        if is_small(tensor) and not tensor.is_meta:
+            yield tuple(tensor.flatten().tolist())
+
+
+def _signed(values: Any) -> Iterable[Any]:
+    """What tells calls apart: shapes, and plain values."""
+    for tensor in tensors_in(values):
+        yield tuple(tensor.shape), tensor.dtype
+    args, kwargs = values
+    plain = (bool, int, str, type(None))
+    yield from (value for value in args if isinstance(value, plain))
+    yield from ((key, value) for key, value in sorted(kwargs.items()) if isinstance(value, plain))
+
+
+def runs(calls: Sequence[Call]) -> list[tuple[Call, int]]:
+    """Calls of one kind in a row, and how many."""
+    found: list[tuple[Call, int]] = []
+    for call in calls:
+        last = found[-1] if found else None
+        if last is not None and last[0].work is call.work:
+            found[-1] = call, last[1] + 1
+        else:
+            found.append((call, 1))
+    return found

@@ -1,0 +1,225 @@
+"""What a folder of a pipeline holds: its components, their classes, files and dtypes, and skeletons of them.
+
+Reads configs and headers; no tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from weightstream.adapters.diffusers import private
+from weightstream.adapters.hf.hub import DESCRIBING, PIPELINE, local_path
+from weightstream.errors import CheckpointError, ConfigError
+from weightstream.store.checkpoint import Checkpoint, within
+
+_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+_COMPUTES = ("bfloat16", "float16", "float32", "float64")
+_PASSED_ON = frozenset(("custom_pipeline", "custom_revision", "trust_remote_code"))
+_ELSEWHERE = MappingProxyType(
+    {
+        "device_map": "device= says where a pipeline computes, and device_budget= how much of its weights stay there",
+        "max_memory": "device_budget= says how much of the device the weights may take",
+        "quantization_config": "files are loaded as they are: quantise a component with diffusers and save it, or pass "
+        "a component that is quantised",
+    }
+)
+_Pipeline: Any = diffusers.DiffusionPipeline
+
+
+def folder_of(name: str | Path, variant: str | None, **hub: Any) -> Path:
+    """The folder of a pipeline, got from the hub where it is no path. Raises `CheckpointError`."""
+    if (path := Path(name).expanduser()).is_dir():
+        return path
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
+        raise CheckpointError(f"{name}: no such file or folder")
+    try:
+        found = _Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
+            "check the name, the network and `hf auth login`, or pass a folder"
+        ) from error
+    return Path(found)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((folder / PIPELINE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: {error}; it is of no pipeline") from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: it is no object")
+    return facts
+
+
+def specs_of(folder: Path) -> dict[str, Any]:
+    """The classes of the components that have weights, by their names."""
+    parts = {name: value for name, value in _facts(folder).items() if isinstance(value, list) and len(value) == 2}
+    if others := [name for name in parts if not name.isidentifier()]:
+        raise CheckpointError(f"{folder}: {PIPELINE} has a component {others[0]!r}, which is no name of a folder in it")
+    kinds = {name: _kind(library, kind) for name, (library, kind) in parts.items() if library and kind}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def around(folder: Path, given: Mapping[str, Any]) -> Any:
+    """The pipeline of a folder, with these components; diffusers loads the others, and no pickles."""
+    facts = _facts(folder)
+    if not given.get("trust_remote_code"):
+        _refuse_code(folder, facts)
+    # its own class: the general one does not know of components that may be left out, and would load them again
+    return _class_of(folder, facts).from_pretrained(str(folder), use_safetensors=True, **given)
+
+
+def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for files that diffusers would run; before 0.37 it asks nobody whether it may."""
+    places = [(folder / name, value[0]) for name, value in facts.items() if isinstance(value, list) and value]
+    files = [path / f"{module}.py" for place, module in places for path in (place, folder)]
+    for file in (*files, folder / "None.py"):  # which it takes for that of a custom pipeline where none is asked for
+        if file.is_file():
+            raise CheckpointError(f"{file}: code that diffusers would run; read it, then pass trust_remote_code=True")
+
+
+def _class_of(folder: Path, facts: Mapping[str, Any]) -> Any:
+    """The pipeline's class; that of all pipelines where its code is in a file. Raises `CheckpointError`."""
+    name = facts.get("_class_name")
+    if isinstance(name, list):  # a module in the folder, and a class in it
+        return _Pipeline
+    if not isinstance(name, str):
+        raise CheckpointError(f"{folder}: {PIPELINE} names no _class_name; it is of no pipeline")
+    found = getattr(diffusers, name, None)
+    if not (isinstance(found, type) and issubclass(found, _Pipeline)):
+        raise CheckpointError(f"{folder}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may")
+    return found
+
+
+def call_keywords(path_or_repo_id: str | Path) -> Collection[str]:
+    """What a call of the pipeline takes. Raises `CheckpointError`."""
+    _, folder = local_path(path_or_repo_id, remote_code=False, files=DESCRIBING)
+    return inspect.signature(_class_of(folder, _facts(folder)).__call__).parameters.keys()
+
+
+def check_keywords(folder: Path, given: Iterable[str]) -> None:
+    """Raises `ConfigError` for keywords that a pipeline does not take: diffusers would ignore them."""
+    facts = _facts(folder)
+    kind = _class_of(folder, facts)
+    takes = {*inspect.signature(kind.__init__).parameters, *facts} - {"self", "kwargs", "args"}
+    takes = {name for name in takes if not name.startswith("_")}
+    if elsewhere := [name for name in given if name in _ELSEWHERE]:
+        raise ConfigError(f"{elsewhere[0]}: {_ELSEWHERE[elsewhere[0]]}")
+    if unknown := sorted(set(given) - takes - _PASSED_ON):
+        raise ConfigError(f"{kind.__name__} takes no {', '.join(unknown)}: it takes {', '.join(sorted(takes))}")
+
+
+def _kind(library: str, name: str) -> Any:
+    """A class that loads weights; None: any other class, or one that diffusers must find."""
+    module = getattr(diffusers.pipelines, library, None)
+    if module is None and library in ("diffusers", "transformers"):
+        module = importlib.import_module(library)
+    found = getattr(module, name, None)
+    models = (diffusers.ModelMixin, transformers.PreTrainedModel)
+    return found if isinstance(found, type) and issubclass(found, models) else None
+
+
+def weights_of(folder: Path, variant: str | None) -> Path | None:
+    """The safetensors file of a component, or the index of several; without those of the variant, the plain ones.
+
+    Raises `CheckpointError` for a link to elsewhere.
+    """
+    names = _names_in(folder)
+    tags = [f".{variant}", ""] if variant else [""]
+    for tag in tags:
+        for stem in _STEMS:
+            for name in (
+                f"{stem}{tag}.safetensors",
+                f"{stem}.safetensors{tag}.index.json",
+                f"{stem}.safetensors.index{tag}.json",
+            ):
+                if name in names:
+                    return within(folder, name)
+    return None
+
+
+def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
+    """Raises `CheckpointError` where no component has files of the variant: a typo would load the plain ones."""
+    found = [weights_of(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
+    if any(found) and not any(f".{variant}." in file.name for file in found if file is not None):
+        raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
+
+
+def weights_if_any(folder: Path, variant: str | None) -> Path | None:
+    """The same; None where they are not here. Raises `CheckpointError` where there are weights, but of other names."""
+    is_there = any(name.endswith(".safetensors") for name in _names_in(folder))
+    return required(folder, variant) if is_there else None
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def required(folder: Path, variant: str | None) -> Path:
+    """The same; raises `CheckpointError` where there is none."""
+    if (found := weights_of(folder, variant)) is not None:
+        return found
+    others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
+    remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
+    raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")
+
+
+def dtype_of(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
+    """That to load in: "auto" is that of most floats in the file which a model computes in."""
+    if dtype == "auto":
+        nbytes: Counter[str] = Counter()
+        for entry in checkpoint.entries.values() if checkpoint is not None else ():
+            kind = entry.layout.dtype if entry.layout is not None else entry.dtype
+            nbytes[kind] += (entry.end - entry.begin) * (kind in _COMPUTES)
+        dtype = max(nbytes, key=lambda kind: nbytes[kind]) if any(nbytes.values()) else "bfloat16"
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def common_dtype(files: Mapping[Path, Path | None]) -> torch.dtype:
+    """That of components whose files are not here: the most common one of what others' files and configs tell.
+
+    `files`: of each component's folder the file of its weights.
+    """
+    told: Counter[torch.dtype] = Counter()
+    for folder, file in files.items():
+        if file is not None and file.suffix == ".safetensors":
+            told[dtype_of("auto", Checkpoint.open(file))] += 1
+        elif file is None and (path := folder / "config.json").is_file():
+            facts = json.loads(path.read_bytes())
+            name = str(facts.get("dtype") or facts.get("torch_dtype") or "")
+            if name in _COMPUTES:
+                told[getattr(torch, name)] += 1
+    return max(told, key=lambda dtype: told[dtype]) if told else torch.bfloat16
+
+
+def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_told: bool) -> nn.Module:
+    """A model of diffusers on meta; `is_told`: the dtype is its own, not one that others tell."""
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(kind.load_config(str(folder)))
+    wanted = dtype if is_told else _indexed_dtype(folder, model) or dtype
+    for name, param in model.named_parameters():
+        kept = private.is_kept_in_float32(kind, name)
+        param.data = param.data.to(torch.float32 if kept else wanted)
+    return model.eval()
+
+
+def _indexed_dtype(folder: Path, model: nn.Module) -> torch.dtype | None:
+    """What an index of shards that are not here says of their bytes per weight."""
+    for path in folder.glob("*.index*.json"):
+        facts = json.loads(path.read_bytes())
+        per_weight = facts.get("metadata", {}).get("total_size", 0) / max(1, sum(p.numel() for p in model.parameters()))
+        return torch.float32 if per_weight > 3 else None  # of two bytes there are two
+    return None

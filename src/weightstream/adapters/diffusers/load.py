@@ -1,0 +1,353 @@
+"""Files of pipelines: a folder or a single file of diffusers, made into a pipeline whose weights view the files.
+
+diffusers and transformers build each component and say which tensor goes where. What they read of a file are views of
+its mapped bytes; what they make anew (another dtype, a projection cut in three) is written to the offload folder as
+they set it, one tensor at a time in memory. A sketch is the same pipeline with shapes in place of weights. Knows no
+plan and no device.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from weightstream.adapters.diffusers import private
+from weightstream.adapters.diffusers.folder import (
+    around,
+    check_keywords,
+    check_variant,
+    common_dtype,
+    dtype_of,
+    folder_of,
+    required,
+    skeleton_of,
+    specs_of,
+    weights_if_any,
+)
+from weightstream.adapters.hf.file_backing import Homing
+from weightstream.adapters.hf.hub import (
+    DESCRIBING,
+    check_dtype,
+    is_quantised,
+    local_path,
+    refused_as_checkpoint,
+    skeleton,
+)
+from weightstream.adapters.hf.load import LoadedModel, load_pretrained
+from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import Memory
+
+_LOGGER = logging.getLogger("weightstream")
+_LOADING = threading.RLock()  # what diffusers is told for a load is of the process
+_OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
+_AS_IT_IS = ("low_cpu_mem_usage", "use_safetensors")
+_SKETCHED = (*DESCRIBING, "*.txt", "*.model", "*.jinja")
+_CPU = torch.device("cpu")
+_Gguf: Any = diffusers.GGUFQuantizationConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadedPipeline:
+    """A pipeline whose components are in evaluation mode; the memories that weights view, by component ("": of any);
+    and folders that must outlive it."""
+
+    pipe: Any = None
+    memories: dict[str, tuple[Memory, ...]] = field(default_factory=dict)
+    folders: list[OffloadFolder] = field(default_factory=list)
+
+    def of(self, component: str) -> tuple[Memory, ...]:
+        """The memories that its weights may view."""
+        return self.memories.get(component, self.memories.get("", ()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """Of a load, for all components."""
+
+    dtype: str | torch.dtype
+    variant: str | None
+    offload_folder: Path | None
+    verify: bool
+    decode: Callable[[Collection[str]], bool]
+    device: torch.device
+    may_write: bool
+
+
+def load_pipeline(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    variant: str | None = None,
+    base: str | Path | None = None,
+    offload_folder: Path | None = None,
+    progress: bool | None = None,
+    verify_checksums: bool = True,
+    expect: Callable[[torch.dtype, int], object] = lambda dtype, nbytes: None,
+    decode: Callable[[Collection[str]], bool] = lambda dtypes: False,
+    device: torch.device = _CPU,
+    may_write: bool = True,
+    **kwargs: Any,
+) -> LoadedPipeline:
+    """Loads a pipeline without a second copy of its weights in memory; arguments are those of `load_pretrained`, and
+    of `weightstream.pipeline_from_pretrained`. `expect` is called once, with the dtype that most components have.
+
+    Raises `CheckpointError`, `ConfigError`, `UnsupportedError`, `StoreError`.
+    """
+    check_dtype(dtype)
+    options = _Options(
+        dtype=dtype,
+        variant=variant,
+        offload_folder=offload_folder,
+        verify=verify_checksums,
+        decode=decode,
+        device=device,
+        may_write=may_write,
+    )
+    kwargs = {name: value for name, value in kwargs.items() if not (name in _AS_IT_IS and value)}
+    hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+    path = Path(path_or_repo_id).expanduser()
+    with refused_as_checkpoint(path_or_repo_id, "load", "diffusers"), private.progress_bars(progress):
+        if path.is_file():
+            if path.suffix == ".safetensors":
+                checkpoint = Checkpoint.open(path)
+                expect(dtype_of(dtype, checkpoint), checkpoint.plain_nbytes)
+            return _single_file(path, base, options, hub | kwargs)
+        if base is not None:
+            raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
+        folder = folder_of(path_or_repo_id, variant, **hub)
+        check_keywords(folder, kwargs)
+        check_variant(folder, specs := specs_of(folder), variant)
+        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
+        read = [file for file in files.values() if file is not None and file.suffix in (".safetensors", ".json")]
+        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        expect(common, sum(Checkpoint.open(file).plain_nbytes for file in read))
+        return _assembled(folder, specs, options, kwargs)
+
+
+def sketched(
+    path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", variant: str | None = None
+) -> tuple[Any, dict[str, Checkpoint | None]]:
+    """The pipeline that `load_pipeline` would load, with shapes in place of weights, and the checkpoints of its
+    components, as far as these are on this machine; of quantised components their files, unread.
+
+    Raises as `load_pipeline`.
+    """
+    check_dtype(dtype)
+    path = Path(path_or_repo_id).expanduser()
+    _, folder = local_path(path_or_repo_id, remote_code=False, files=_SKETCHED)
+    if path.is_file():
+        raise UnsupportedError(f"{path}: the plan of a single file is not told ahead: give the pipeline's folder")
+    given: dict[str, Any] = {}
+    checkpoints: dict[str, Checkpoint | None] = {}
+    with refused_as_checkpoint(path_or_repo_id, "build", "diffusers"), private.progress_bars(False):
+        specs = specs_of(folder)
+        check_variant(folder, specs, variant)
+        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
+        common = common_dtype(files) if dtype == "auto" else dtype_of(dtype, None)
+        for name, kind in specs.items():
+            inside, file = folder / name, files[folder / name]
+            if is_quantised(inside):
+                if file is None:
+                    raise UnsupportedError(f"{inside}: the plan of a quantised model needs its files: get them first")
+                quiet: Any = {"verify": False, "decode": lambda dtypes: False, "device": _CPU, "may_write": False}
+                options = _Options(dtype=dtype, variant=variant, offload_folder=None, **quiet)
+                given[name] = _component(kind, inside, options).model
+                checkpoints[name] = None
+                continue
+            checkpoints[name] = None if file is None else Checkpoint.open(file)
+            wanted = common if file is None else dtype_of(dtype, checkpoints[name])
+            if issubclass(kind, transformers.PreTrainedModel):
+                given[name], checkpoints[name] = skeleton(file or inside, dtype=wanted, model_class=kind)
+            else:
+                is_told = file is not None or dtype != "auto"
+                given[name] = skeleton_of(kind, inside, wanted, is_told=is_told)
+        return around(folder, given), checkpoints
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def load_component(
+    kind: Any, folder: Path, offload_folder: Path, *, variant: str | None = None, may_write: bool = True
+) -> LoadedModel:
+    """One component, in the dtype of its files. Raises as `load_pipeline`."""
+    given: dict[str, Any] = {"dtype": "auto", "variant": variant, "offload_folder": offload_folder, "verify": True}
+    options = _Options(**given, decode=lambda dtypes: False, device=_CPU, may_write=may_write)
+    with refused_as_checkpoint(folder, "load", "diffusers"), private.progress_bars(False):
+        return _component(kind, folder, options)
+
+
+def _assembled(folder: Path, specs: Mapping[str, Any], options: _Options, kwargs: dict[str, Any]) -> LoadedPipeline:
+    """The pipeline of a folder, around components that are loaded one by one."""
+    with _components(specs, {name: folder / name for name in specs} | kwargs, options, folder) as (given, found):
+        found.pipe = around(folder, given)
+    return found
+
+
+@contextmanager
+def _components(
+    specs: Mapping[str, Any], given: Mapping[str, Any], options: _Options, folder: Path
+) -> Iterator[tuple[dict[str, Any], LoadedPipeline]]:
+    """These keywords of a pipeline, where a path stands for a component that is loaded, and what they view."""
+    made, found = dict(given), LoadedPipeline()
+    with ExitStack() as on_failure:
+        for name, kind in specs.items():
+            if isinstance(file := made.get(name), str | Path):
+                loaded = _component(kind, Path(file), options, folder / name)
+                made[name], found.memories[name] = loaded.model, (*loaded.mappings, *loaded.lazy)
+                if loaded.folder is not None:
+                    found.folders.append(loaded.folder)
+                    on_failure.callback(loaded.folder.close)
+        yield made, found
+        on_failure.pop_all()
+
+
+def _component(kind: Any, place: Path, options: _Options, described: Path | None = None) -> LoadedModel:
+    """A component of the weights in a folder, or in a single file with its config in the folder `described`."""
+    if issubclass(kind, transformers.PreTrainedModel) and place.is_dir():
+        file, dtype = required(place, options.variant), options.dtype
+        if dtype == "auto" and not is_quantised(place):
+            dtype = dtype_of(dtype, Checkpoint.open(file))  # transformers would go by its config
+        return load_pretrained(
+            file,
+            model_class=kind,
+            dtype=dtype,
+            offload_folder=options.offload_folder,
+            verify_checksums=options.verify,
+            decode=options.decode,
+            device=options.device,
+            may_write=options.may_write,
+        )
+    given: dict[str, Any]
+    if place.is_dir():
+        file, make = required(place, options.variant), kind.from_pretrained
+        variant = options.variant if f".{options.variant}." in file.name else None
+        given = {"variant": variant, "use_safetensors": True, "local_files_only": True}
+    elif not hasattr(kind, "from_single_file"):
+        raise UnsupportedError(f"{place}: {kind.__name__} is not loaded from a single file")
+    else:
+        file, make, given = place, kind.from_single_file, {"config": str(described)}
+    load = _Load(file, options, kind)
+    with load.viewing():
+        model = make(str(place), **given, **load.options)
+        load.finish(model)
+    return load.loaded(model)
+
+
+def _single_file(path: Path, base: str | Path | None, options: _Options, kwargs: dict[str, Any]) -> LoadedPipeline:
+    """The pipeline of one file; what that does not hold is among the keywords."""
+    load = _Load(path, options, None)
+    kind, config = private.pipeline_of(load.checkpoint.entries, path, base)
+    folder = Path(config)
+    if folder.is_dir():
+        check_keywords(folder, kwargs.keys() - set(_OF_THE_HUB))
+    specs = specs_of(folder) if folder.is_dir() else {}
+    with _components(specs, kwargs, options, folder) as (given, found), load.viewing():
+        found.pipe = kind.from_single_file(str(path), config=config, **given, **load.options)
+        for name, part in found.pipe.components.items():
+            if isinstance(part, nn.Module) and name not in found.memories:
+                load.finish(part)
+    loaded = load.loaded(found.pipe)
+    found.memories[""] = *loaded.mappings, *loaded.lazy
+    found.folders += [loaded.folder] if loaded.folder else []
+    return found
+
+
+class _Load:
+    """The load of one model of diffusers, or of a whole pipeline in one file."""
+
+    def __init__(self, file: Path, options: _Options, kind: Any) -> None:
+        self._options, self._kind, self._file = options, kind, file
+        self.checkpoint = private.GgufFile(file) if file.suffix == ".gguf" else Checkpoint.open(file)
+        for note in self.checkpoint.notes:
+            _LOGGER.warning("%s", note)
+        if options.verify:
+            self.checkpoint.verify()
+        self._folder = OffloadFolder(options.offload_folder) if options.may_write else None
+        self._homing = Homing(file.parent, self._memories, self._folder)
+        # what is plain in a GGUF file is in float32 to lose nothing; who computes with it has it in this
+        self._dtype = dtype_of(options.dtype, None if file.suffix == ".gguf" else self.checkpoint)
+        coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]
+        is_cast = any(getattr(torch, layout.dtype) is not self._dtype for layout in coded)
+        self._decodes = bool(coded) and (is_cast or kind is None or options.decode({layout.dtype for layout in coded}))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of diffusers' own load."""
+        found: dict[str, Any] = {"torch_dtype": self._dtype}
+        if self._file.suffix == ".gguf":
+            found["quantization_config"] = _Gguf(compute_dtype=self._dtype)
+        elif self._kind is not None and self._file.parent.is_dir() and is_quantised(self._file.parent):
+            found["device_map"] = {"": str(self._options.device)}  # where its library makes the weights
+        return found
+
+    def loaded(self, model: Any) -> LoadedModel:
+        """What was made, and what it views; the folder goes with it if anything was written there."""
+        folder = self._folder if self._folder is not None and self._folder.mappings else None
+        return LoadedModel(
+            model=model,
+            checkpoint=self.checkpoint,
+            mappings=(*self.checkpoint.mappings, *(folder.mappings if folder else ())),
+            lazy=tuple(self.checkpoint.lazy.values()),
+            folder=folder,
+        )
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        """Inside, diffusers reads views of files, and sets what views them. One load at a time."""
+        with _LOADING:
+            try:
+                with private.loading(self._read, self._set):
+                    yield
+            except BaseException:
+                if self._folder is not None:
+                    self._folder.close()
+                raise
+        if self._folder is not None and not self._folder.mappings:
+            self._folder.close()
+
+    def _memories(self) -> tuple[Memory, ...]:
+        return *self.checkpoint.mappings, *self.checkpoint.lazy.values()
+
+    def _read(self, path: Path) -> dict[str, torch.Tensor] | None:
+        """The tensors of a file that is read; None: of one that is not ours."""
+        found = {mapping.path.resolve(): mapping for mapping in self.checkpoint.mappings}.get(path.resolve())
+        if found is None or not self._homing.is_of_this_thread:
+            return None
+        return {name: self._tensor(name) for name, entry in self.checkpoint.entries.items() if entry.mapping is found}
+
+    def _set(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._homing.home(name, tensor) if self._homing.is_of_this_thread else tensor
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self.checkpoint.tensor(name)
+        if self.checkpoint.entries[name].layout is None:
+            return tensor
+        if self._decodes or private.is_kept_in_float32(self._kind, name):
+            memory = self.checkpoint.lazy.pop(name)  # it goes with the tensor
+            memory.populate(0, memory.nbytes)
+            return self._homing.home(name, tensor)
+        return tensor
+
+    def finish(self, model: Any) -> None:
+        """Every weight has a value, and views files. Raises `CheckpointError`."""
+        if left := [name for name, param in model.named_parameters() if param.is_meta]:
+            raise CheckpointError(f"{self._file}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        for module in model.modules():
+            if isinstance(model, transformers.PreTrainedModel) or getattr(model, "hf_quantizer", None):
+                self._homing.take_all(module)
+        for memory in self.checkpoint.lazy.values():
+            memory.forget()
+        model.eval()

@@ -1,0 +1,1 @@
+"""The adapter for transformers and the Hugging Face Hub."""

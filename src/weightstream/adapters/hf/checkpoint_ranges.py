@@ -1,0 +1,330 @@
+"""Ranges: of which bytes of a checkpoint a tensor consists that transformers stacks, joins or splits as it loads.
+
+transformers' own code is run on tokens in place of weights: each row of a tensor is as many 64-bit numbers as tell it
+from any other row, and a result tells by its numbers where its rows come from. Computed values are no tokens, another
+order within a row or another length of it does not fit: such a tensor has no ranges. It reads no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate, chain, pairwise, product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from weightstream.adapters.hf import private
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.header import torch_dtype
+
+_WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
+# Odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs.
+_FACTOR = 0x1E3779B97F4A7C15
+_INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
+_MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
+
+
+class Range(NamedTuple):
+    """Bytes `begin` to `end` of the tensor `name` of a checkpoint."""
+
+    name: str
+    begin: int
+    end: int
+
+
+class Gathered:
+    """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
+
+    def __init__(self, name: str, ranges: Sequence[Range], made: torch.Tensor, checkpoint: Checkpoint) -> None:
+        self.shape, self.dtype = made.shape, made.dtype
+        self._name, self._ranges, self._checkpoint = name, ranges, checkpoint
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """By `[...]` all of it, which holds nothing until it is read; else what is read now."""
+        whole = self._of(self._ranges)
+        if index is Ellipsis:
+            return whole.view(self.shape)
+        memory = self._checkpoint.lazy.pop(self._name, None)
+        if memory is not None:
+            memory.populate(0, memory.nbytes)
+        return whole.view(self.shape)[index].clone()
+
+    def shard(self, cut: Callable[[torch.Tensor], torch.Tensor], dims: Collection[int]) -> torch.Tensor | None:
+        """What `cut` takes of a tensor of this shape, in pieces along these dimensions, from where it lies; None where
+        that is nothing, or no run of columns of some rows."""
+        if not self.shape or 0 in self.shape:
+            return None
+        is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
+        rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
+        is_cut = not is_flat and len(self.shape) - 1 in dims
+        nbytes = width * self.dtype.itemsize
+        rows = cut(rows.expand(self.shape) if is_cut else rows)  # a view: nothing of that size is made
+        if not rows.numel():
+            return None
+        if is_cut:
+            columns = cut(torch.arange(width).expand(self.shape))
+            first, width = int(columns.flatten()[0]), columns.shape[-1]
+        parts = self._rows((rows if is_flat else rows[..., 0]).flatten(), nbytes)
+        of_row = (first * self.dtype.itemsize, (first + width) * self.dtype.itemsize, nbytes) if is_cut else None
+        return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
+
+    def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[Range]:
+        """Where the rows of these numbers lie."""
+        bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
+        firsts = list(accumulate(((part.end - part.begin) // nbytes for part in self._ranges), initial=0))
+        found: list[Range] = []
+        for start, stop in pairwise(bounds):
+            row, end = int(numbers[start]), int(numbers[stop - 1]) + 1
+            while row < end:
+                index = bisect(firsts, row) - 1
+                part, to = self._ranges[index], min(end, firsts[index + 1])
+                begin = part.begin + (row - firsts[index]) * nbytes
+                found.append(Range(part.name, begin, begin + (to - row) * nbytes))
+                row = to
+        return found
+
+    def _of(self, ranges: Sequence[Range], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
+        return self._checkpoint.gather(self._name, ranges, columns).view(self.dtype)
+
+
+class Decoded:
+    """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._tensor, self._memory = checkpoint.tensor(name), checkpoint.lazy.pop(name)
+        self.shape = self._tensor.shape
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._memory.populate(0, self._memory.nbytes)
+        found = self._tensor[index].clone()
+        self._memory.forget()
+        return found
+
+
+def gather(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    places: Mapping[str, private.Place],
+    mapping: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Gathered], set[str]]:
+    """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
+    checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
+
+    What is made of the same tensors is gathered together, and only if that takes all of their bytes.
+    """
+    converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
+    plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
+    if not plain:
+        return {}, set()
+    shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
+    found = _by_kinds(model, shown, {name: converted[name] for name in shown}, mapping)
+    under_own_names, _ = private.places(model, found)
+    found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
+    left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
+    for part in chain.from_iterable(found.values()):
+        left[part.name] -= part.end - part.begin
+    other_places = {place for name, place in converted.items() if left[name]}
+    used = {name for name, place in converted.items() if place not in other_places}
+    state = model.state_dict()
+    kept = {name: ranges for name, ranges in found.items() if used.issuperset(part.name for part in ranges)}
+    return {name: Gathered(name, ranges, state[name], checkpoint) for name, ranges in kept.items()}, used
+
+
+def as_they_are(model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, private.Place]) -> dict[str, Gathered]:
+    """Likewise, by their names in the checkpoint, those that transformers takes as they are. Those that it may compare,
+    as they are given for the same parameter, are not among them."""
+    found, state = {}, model.state_dict(keep_vars=True)
+    sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
+    for name, (place, is_converted) in places.items():
+        entry = checkpoint.entries[name]
+        is_plain = entry.layout is None and entry.nbytes and not entry.begin % torch_dtype(entry.dtype).itemsize
+        if place is None or is_converted or not is_plain or sources[id(state[place])] > 1:
+            continue
+        made = state[place]
+        if (made.shape, made.dtype) == (torch.Size(entry.shape), torch_dtype(entry.dtype)):
+            found[name] = Gathered(name, [Range(name, 0, entry.nbytes)], made, checkpoint)
+    return found
+
+
+def byte_ranges(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None = None
+) -> dict[str, tuple[Range, ...]]:
+    """Of every tensor of the model that is whole rows of a checkpoint's tensors, their bytes in order.
+
+    Args:
+        model: of transformers, on meta, in the dtypes that it will have.
+        tensors: those of the checkpoint by name; only their shapes and dtypes are looked at.
+        mapping: the `key_mapping` of the load.
+    """
+    sources = _Sources(tensors)
+    tokens: Any = copy.deepcopy(model)
+    for module in tokens.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                made = torch.empty(_token_shape(param.shape), dtype=torch.int64, device="meta")
+                module._parameters[name] = nn.Parameter(made, requires_grad=False)
+    names = {id(module): name for name, module in tokens.named_modules()}
+    wanted = model.state_dict()
+    found: dict[str, tuple[Range, ...]] = {}
+
+    def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+        """Looks at what was made at once, so that tokens of one parameter are in memory at a time."""
+        if param is None or param.is_meta or id(module) not in names:
+            return None
+        full = f"{names[id(module)]}.{name}".lstrip(".")
+        if ranges := sources.ranges(param, wanted[full]):
+            found[full] = ranges
+        return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+
+    with register_module_parameter_registration_hook(on_parameter):
+        private.convert_into(tokens, sources.tokens, torch.int64, mapping)
+    return found
+
+
+class _Made(NamedTuple):
+    """What is converted together: the numbers in the name of what it becomes, and its tensors' names by their own
+    without these numbers."""
+
+    numbers: tuple[str, ...]
+    names: dict[str, str]
+
+
+def _by_kinds(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], mapping: Mapping[str, str] | None
+) -> dict[str, tuple[Range, ...]]:
+    """As `byte_ranges`, of tensors that go to these places. Of many that differ by the numbers of their blocks alone,
+    the first and the last are converted; where these two are alike, those between them are taken to be so, too."""
+    if mapping:  # which may tell blocks apart
+        return byte_ranges(model, tensors, mapping)
+    kinds = _kinds(tensors, places)
+    tried = [made for kind in kinds for made in (kind[0], kind[-1])]
+    found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()})
+    owners = {name: (made, alike) for made in tried for alike, name in made.names.items()}
+    told: dict[int, dict[str, list[Range]]] = {id(made): {} for made in tried}
+    for full, ranges in found.items():
+        made, _ = owners[ranges[0].name]
+        pattern, whose = _without(full, made.numbers), [owners[part.name] for part in ranges]
+        if pattern is None or any(other is not made for other, _ in whose):
+            return byte_ranges(model, tensors)
+        told[id(made)][pattern] = [part._replace(name=alike) for part, (_, alike) in zip(ranges, whose, strict=True)]
+    state = model.state_dict()
+    for kind in (kind for kind in kinds if kind[2:]):
+        first, last = told[id(kind[0])], told[id(kind[-1])]
+        for made, (pattern, parts) in product(kind[1:-1], first.items()):
+            full, example = (_with(pattern, numbers) for numbers in (made.numbers, kind[0].numbers))
+            if first != last or full not in state or not _is_like(state[full], state[example]):
+                return byte_ranges(model, tensors)
+            found[full] = tuple(part._replace(name=made.names[part.name]) for part in parts)
+    return found
+
+
+def _kinds(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> list[list[_Made]]:
+    """Those that are converted together, in lists of which each has the same but for numbers of blocks."""
+    names: dict[str, list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(place, []).append(name)
+    kinds: dict[Any, list[_Made]] = {}
+    for place, of_place in names.items():
+        numbers = tuple(part for part in place.split(".") if part.isdigit())
+        named = {_without(name, numbers): name for name in of_place}
+        if None in named:
+            numbers, named = (), {name: name for name in of_place}
+        about = (
+            _without(place, numbers),
+            *((alike, tensors[name].shape, tensors[name].dtype) for alike, name in named.items()),
+        )
+        kinds.setdefault(about, []).append(_Made(numbers, named))  # type: ignore[arg-type]
+    return list(kinds.values())
+
+
+def _without(name: str, numbers: tuple[str, ...]) -> str | None:
+    """A name with stars in place of its first numbers; None where it has others."""
+    parts = name.split(".")
+    at = [index for index, part in enumerate(parts) if part.isdigit()][: len(numbers)]
+    if tuple(parts[index] for index in at) != numbers:
+        return None
+    for index in at:
+        parts[index] = "*"
+    return ".".join(parts)
+
+
+def _with(pattern: str, numbers: tuple[str, ...]) -> str:
+    """The name of which it is the pattern."""
+    left = iter(numbers)
+    return ".".join(next(left) if part == "*" else part for part in pattern.split("."))
+
+
+def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+class _Sources:
+    """The tensors of a checkpoint as tokens, and how tokens are read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = list(tensors.items())
+        self._firsts: list[int] = []
+        self.tokens: dict[str, _Tokens] = {}
+        end = 0
+        for name, tensor in self._tensors:
+            self._firsts.append(end)
+            self.tokens[name] = _Tokens(end, _token_shape(tensor.shape))
+            end += prod(self.tokens[name].shape) + 1  # a gap: no range goes over the end of a tensor
+
+    def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[Range, ...]:
+        """What these tokens stand for in a tensor like `wanted`; nothing where that is not whole rows."""
+        if made.dtype is not torch.int64 or made.shape != _token_shape(wanted.shape) or not made.numel():
+            return ()
+        numbers = made.detach().reshape(-1) * _INVERSE
+        bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
+        if len(bounds) > _MAX_RANGES:
+            return ()
+        runs = zip(numbers[bounds[:-1]].tolist(), (b - a for a, b in pairwise(bounds)), strict=True)
+        ranges = [found for run in runs if (found := self._range(*run, wanted)) is not None]
+        return tuple(ranges) if len(ranges) == len(bounds) - 1 else ()
+
+    def _range(self, number: int, length: int, wanted: torch.Tensor) -> Range | None:
+        """What a run of consecutive tokens stands for; None where no tensor has them, or its rows are other ones."""
+        at = bisect(self._firsts, number) - 1
+        if at < 0:
+            return None
+        (name, tensor), begin = self._tensors[at], number - self._firsts[at]
+        size = _row_size(wanted.shape)
+        width = min(_WIDTH, size)
+        if begin + length > prod(self.tokens[name].shape) or begin % width or length % width:
+            return None
+        if tensor.dtype is not wanted.dtype or _row_size(tensor.shape) != size:
+            return None
+        nbytes = size * tensor.element_size()
+        return Range(name, begin // width * nbytes, (begin + length) // width * nbytes)
+
+
+class _Tokens:
+    """A tensor of tokens, made as transformers takes it."""
+
+    def __init__(self, first: int, shape: torch.Size) -> None:
+        self.shape = shape
+        self._first = first
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return (torch.arange(self._first, self._first + prod(self.shape)) * _FACTOR).view(self.shape)
+
+
+def _row_size(shape: torch.Size) -> int:
+    return shape[-1] if len(shape) > 1 else 1
+
+
+def _token_shape(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-1], min(_WIDTH, shape[-1]))) if len(shape) > 1 else shape

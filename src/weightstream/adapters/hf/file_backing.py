@@ -1,0 +1,103 @@
+"""Homing: tensors that a library made while it loaded a model come to view files. It knows tensors and files, no model.
+
+What views a mapped file, or memory that is filled from one, stays as it is. Anything else is written to the offload
+folder and views that from then on, one tensor at a time in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from weightstream.errors import UnsupportedError
+from weightstream.runtime.tensors.leaves import Role, Shell, behind
+from weightstream.store import malloc
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import Memory
+
+_TRIM_NBYTES = 32 << 20
+_SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
+
+
+class Homing:
+    """Of one load, by the thread that made this.
+
+    `memories` gives those that a tensor may view as it is; without a `folder` a tensor that would have to be written
+    is refused.
+    """
+
+    def __init__(
+        self,
+        where: object,
+        memories: Callable[[], Iterable[Memory]],
+        folder: OffloadFolder | None,
+    ) -> None:
+        self.refused: UnsupportedError | None = None
+        self._where, self._memories, self._folder = where, memories, folder
+        self._written: set[int] = set()  # addresses in the folder
+        self._thread = threading.get_ident()
+        self._freed_nbytes = 0
+
+    @property
+    def may_write(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
+    @property
+    def num_written(self) -> int:
+        """Tensors that went to the folder."""
+        return len(self._written)
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread loads; others may load what is not ours."""
+        return threading.get_ident() == self._thread
+
+    def home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where it views a file or lazy memory already, else an equal one in a file of the folder.
+
+        Raises `UnsupportedError` where there is no folder.
+        """
+        address = tensor.data_ptr()
+        is_homed = address in self._written or any(m.locate(address) is not None for m in self._memories())
+        if not tensor.numel() or (tensor.is_contiguous() and is_homed):
+            return tensor
+        if self._folder is None:
+            self.refused = UnsupportedError(
+                f"{self._where}: {name} is made anew, as tensors are joined or cast: to plan or pack such a model "
+                "would write them; load it"
+            )
+            raise self.refused
+        self._freed_nbytes += tensor.nbytes
+        if self._freed_nbytes >= _TRIM_NBYTES:
+            malloc.trim()
+            self._freed_nbytes = 0
+        home = self._folder.write(name, tensor)
+        self._written.add(home.data_ptr())
+        return home
+
+    def take(self, name: str, param: torch.Tensor) -> None:
+        """Have a parameter, and what else is behind it, view files."""
+        if not self.is_of_this_thread:
+            return
+        homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
+        is_beside = not isinstance(param, torch.nn.Parameter)
+        for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
+            is_small = tensor.nbytes <= _SMALL_NBYTES and (is_beside or path != name)
+            place = (tensor.data_ptr(), tensor.shape)
+            if place not in homes:
+                homes[place] = tensor.detach().cpu() if is_small else self.home(path, tensor.detach())
+            if homes[place].data_ptr() != tensor.data_ptr():
+                tensor.data = homes[place]
+            for shell in shells:
+                Shell(shell).follow()
+
+    def take_all(self, module: torch.nn.Module) -> None:
+        """The same for the parameters and buffers that a module itself has."""
+        for named in (module._parameters, module._buffers):
+            for name, tensor in named.items():
+                if tensor is not None:
+                    self.take(name, tensor)

@@ -1,0 +1,483 @@
+"""What a path or a repository on the hub is: its folder, its config, the class of the model, and its skeleton.
+
+A skeleton is a transformers model without weights, told from config.json and the headers of shards. Each tensor has the
+shape, strides, dtype and ties that it would have once loaded: a plan of the skeleton is a plan of the model. Reads no
+tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from torch import nn
+
+from weightstream.adapters.hf import private, surplus, tensor_parallel
+from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
+from weightstream.store.checkpoint import SUFFIXES, Checkpoint
+from weightstream.store.header import read_header, torch_dtype
+
+_LOGGER = logging.getLogger("weightstream")
+_INDEX = "model.safetensors.index.json"
+PIPELINE = "model_index.json"
+ADAPTER = "adapter_config.json"
+# what it says, and what the library below it says where there is no network, which is no OSError
+_HUB_ERRORS: tuple[type[Exception], ...] = (*huggingface_hub.errors.HfHubHTTPError.__bases__, OSError, ValueError)
+_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
+DESCRIBING = ("*.json",)
+# methods whose weights stream as they are
+QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
+_LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # as transformers asks for
+_NOT_OF_CONFIGS = frozenset(("attn_implementation", "experts_implementation", "quantization_config"))  # for the load
+_SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
+
+
+def check_dtype(dtype: str | torch.dtype) -> None:
+    """Raises `ConfigError` for what names no dtype that a model can be cast to."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(
+            f"dtype = {dtype!r}: give 'auto', or a floating point dtype of torch or its name, such as 'bfloat16'"
+        )
+
+
+def local_path(
+    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
+) -> tuple[Path, Path]:
+    """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
+
+    Raises `CheckpointError`. Of `files` only those whose names are like one of these are got. Without a network the
+    snapshot in the hub's cache is taken, if there is one.
+    """
+    path, _ = _got(name, remote_code, files, subfolder, hub)
+    return path, path if path.is_dir() else path.parent
+
+
+def _got(
+    name: str | Path, remote_code: bool, files: Collection[str], subfolder: str, hub: Mapping[str, Any]
+) -> tuple[Path, bool]:
+    """The path of `local_path`, and whether it is in the hub's cache while the hub is out of reach."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return _inside(path, subfolder), False
+    if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")) or str(name).endswith("/"):
+        raise CheckpointError(f"{path}: no such file or folder")
+    wanted = [*files, *(["*.py"] if remote_code else [])]
+    about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
+    if subfolder:
+        about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
+    is_cached = False
+    try:
+        found = Path(huggingface_hub.snapshot_download(name, **about, **hub))
+    except _HUB_ERRORS as error:
+        if (cached := _cached(name, subfolder, error, hub)) is None:
+            raise CheckpointError(
+                f"{name!r} is no local folder, and getting it from the hub failed: "
+                f"{' '.join(str(error).split()).rstrip('.')}; check the name, the network and `hf auth login`, or pass "
+                "a folder"
+            ) from error
+        found, is_cached = cached, True
+    return _inside(found, subfolder), is_cached
+
+
+def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
+    """The snapshot in the cache, where an error is that the hub is out of reach. It may lack files, as those were got
+    that somebody needed."""
+    if isinstance(error, huggingface_hub.errors.HfHubHTTPError | ValueError):  # the hub has answered, or is not asked
+        return None
+    place = {key: hub.get(key) for key in ("cache_dir", "revision")}
+    for file in ("config.json", ADAPTER, PIPELINE):
+        inside = f"{subfolder}/{file}" if subfolder else file
+        found = huggingface_hub.try_to_load_from_cache(name, inside, **place)
+        if isinstance(found, str):
+            return Path(found.removesuffix(f"/{inside}"))
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model is: what transformers is told, and what is on this machine."""
+
+    name: str  # a folder, or a repository on the hub
+    hub: Mapping[str, Any]  # keywords of `from_pretrained` that go with it
+    base: str  # the same name, or that of the model that an adapter in a folder of its own belongs to
+    path: Path  # the folder or file of the weights
+    folder: Path  # of config.json
+    adapter: Path | None  # the folder of an adapter that is loaded with the model
+
+    @property
+    def subfolder(self) -> str:
+        """That of the repository or folder which all of it is in."""
+        return str(self.hub.get("subfolder") or "")
+
+    @property
+    def place_of_code(self) -> tuple[str, Mapping[str, Any]]:
+        """The name by which transformers finds code that comes with the model, and keywords that go with it: classes
+        are in modules that are called after it."""
+        return self.base, self.hub
+
+    def files_of(self, config: Any) -> tuple[str | None, tuple[str, ...]]:
+        """What a config, or config.json for None, says of the files of weights: that one has another name, and more of
+        them."""
+        extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
+        return weights_named(self.path, config), tuple(extra)
+
+    def checkpoint(self, config: Any) -> Checkpoint:
+        """The files of the weights that transformers takes; says what they have that an index does not say."""
+        found = Checkpoint.open(self.path, *self.files_of(config))
+        for note in found.notes:
+            _LOGGER.warning("%s", note)
+        return found
+
+
+def find(
+    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
+) -> Source:
+    """A model, and the adapter in its folder, or whose folder it is, if transformers would load that.
+
+    Arguments as of `local_path`. Raises `CheckpointError`.
+    """
+    path, is_cached = _got(name, remote_code, files, subfolder, hub)
+    folder, given = path if path.is_dir() else path.parent, Path(name).expanduser()
+    passed = {} if given.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that has been done
+    passed |= {"subfolder": subfolder} if subfolder else {}
+    passed |= {"local_files_only": True} if is_cached else {}
+    if given.is_file():
+        name = given.parent
+    elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
+        name = given
+    found = Source(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
+    if not (folder / ADAPTER).is_file():
+        return found
+    is_alone = not (folder / "config.json").exists()
+    if path.is_file() and is_alone:
+        return found
+    base = _base_of(folder)
+    if not is_alone and not any(_is_of_model(file) for file in os.listdir(folder)) and not weights_named(folder, None):
+        raise CheckpointError(
+            f"{folder} has an adapter and a config.json, and no weights of a model: load the model that it belongs to"
+            f", {base or 'which adapter_config.json does not name'}, then model.load_adapter({str(folder)!r})"
+        )
+    if not transformers.utils.is_peft_available():
+        if is_alone:
+            raise CheckpointError(f"{folder} is an adapter of {base}: pip install peft loads that model with it")
+        _LOGGER.warning("%s: the adapter in it is not loaded, nor is it by transformers: pip install peft", folder)
+        return found
+    if not is_alone:
+        return replace(found, adapter=folder)
+    if not base:
+        raise CheckpointError(f"{folder} is an adapter, and adapter_config.json does not name the model of it")
+    path, inner = local_path(base, remote_code, files=files, subfolder=subfolder, **hub)
+    return replace(found, base=base, path=path, folder=inner, adapter=folder)
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in a folder belongs to."""
+    base = _facts(folder / ADAPTER).get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
+
+
+def _is_of_model(file: str) -> bool:
+    """Whether a file, by its name, is of the weights of a model, and not of an adapter."""
+    return file.endswith(SUFFIXES) and not file.startswith("adapter_model.")
+
+
+def weights_named(path: Path, config: Any) -> str | None:
+    """The file of weights that the config of a folder names, if it names one; that of config.json for None.
+
+    Raises `CheckpointError`.
+    """
+    if not path.is_dir():
+        return None
+    facts = _facts(path / "config.json") if config is None else vars(config)
+    name = facts.get("transformers_weights")
+    if name is None:
+        return None
+    if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise CheckpointError(
+            f"{path}: transformers_weights = {name!r} in config.json is neither a .safetensors file nor an index"
+        )
+    return name
+
+
+def _inside(folder: Path, subfolder: str) -> Path:
+    """A folder in a folder, and nowhere else. Raises `CheckpointError`."""
+    path = folder / subfolder
+    if subfolder and (not path.is_dir() or not path.resolve().is_relative_to(folder.resolve())):
+        raise CheckpointError(f"{folder}: no folder {subfolder!r} in it")
+    return path
+
+
+def config_and_class(
+    source: Source, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
+    """The config of a model, or the one `given`, and the class of the model that it describes.
+
+    What the config has of `options` is taken out of these and set there, as transformers does. Raises as
+    `load_pretrained`.
+    """
+    folder = source.folder
+    config = _checked(folder, _read_config(source, remote_code) if given is None else copy.deepcopy(given))
+    cls = _class_of(config, model_class, remote_code, source)
+    kind: Any = cls.config_class or object
+    if given is None and not isinstance(config, kind) and not isinstance(config.get_text_config(), kind):
+        if model_class is None:
+            raise CheckpointError(
+                f"{folder}: config.json is of model_type {config.model_type!r}, and its architecture {cls.__name__} is "
+                f"of {kind.model_type!r}; pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
+            )
+        config = _checked(folder, kind.from_pretrained(folder))
+    _override(config, {} if options is None else options)
+    if not isinstance(config, kind):
+        whole, config = config, config.get_text_config()
+        if (quantization := getattr(whole, "quantization_config", None)) is not None:
+            config.quantization_config = quantization  # as transformers' Auto classes hand it on
+    config.name_or_path = source.base  # a class may look there for files, as it is made
+    return config, cls
+
+
+def is_pipeline(path_or_repo_id: str | Path) -> bool:
+    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
+    path = Path(path_or_repo_id).expanduser()
+    if path.exists() or isinstance(path_or_repo_id, Path):
+        return (path / PIPELINE).is_file()
+    try:
+        if isinstance(huggingface_hub.try_to_load_from_cache(str(path_or_repo_id), PIPELINE), str):
+            return True
+        return huggingface_hub.file_exists(str(path_or_repo_id), PIPELINE)
+    except _HUB_ERRORS:  # who gets its files next says what is wrong
+        return False
+
+
+def is_quantised(folder: Path) -> bool:
+    """Whether config.json says so."""
+    facts = _facts(folder / "config.json")
+    return bool(facts.get("quantization_config") or facts.get("compression_config"))
+
+
+def _override(config: Any, options: dict[str, Any]) -> None:
+    """Set what the config has of these, and take it out of them; a dict of a part goes into that part."""
+    for name in [name for name in options if hasattr(config, name) and name not in _NOT_OF_CONFIGS]:
+        value, part = options.pop(name), getattr(config, name)
+        if isinstance(value, dict) and isinstance(part, transformers.PreTrainedConfig):
+            value = type(part)(**{**part.to_dict(), **value})
+        setattr(config, name, value)
+
+
+def _read_config(source: Source, remote_code: bool) -> Any:
+    name, about = source.place_of_code if remote_code else (str(source.folder), {})
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote_code, **about)
+    except (OSError, ValueError, KeyError) as error:
+        folder = source.folder
+        raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
+
+
+def _elsewhere(folder: Path) -> str:
+    """Who loads it, if it is of diffusers, or may be."""
+    try:
+        kind = json.loads((folder / "config.json").read_bytes()).get("_class_name")
+    except FileNotFoundError:
+        return (
+            "no config.json there. A single file with a pipeline of diffusers is loaded by "
+            "weightstream.pipeline_from_pretrained; of a transformers model give the folder with its config.json"
+        )
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return kind and (
+        f"a component of a pipeline of diffusers, {kind}: weightstream.pipeline_from_pretrained loads the pipeline; or "
+        "load the component with diffusers and give it to weightstream.offload()"
+    )
+
+
+def _checked(folder: Path, config: Any) -> Any:
+    """The config, unless it is of a method of quantisation that is not supported."""
+    quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    if quantization:
+        config.quantization_config = quantization
+        refuse_quantised(folder, quantization, QUANTISED)
+    return config
+
+
+def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
+    """Raise `UnsupportedError` unless its method is one of these, and the libraries that it needs are there."""
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    found = facts.get("quant_method", "unknown")
+    method = str(getattr(found, "value", found))
+    if method not in supported:
+        raise UnsupportedError(
+            f"{what}: quantised with {method}, which is not supported ({', '.join(sorted(supported))} are); use the "
+            "unquantised model, or load it with its library and give it to offload()"
+        )
+    if missing := [name for name in _LIBRARIES.get(method, ()) if importlib.util.find_spec(name) is None]:
+        raise UnsupportedError(f"{what}: quantised with {method}: pip install {' '.join(missing)}")
+
+
+def _class_of(config: Any, model_class: Any, remote_code: bool, source: Source) -> Any:
+    if model_class is None:
+        model_class = _named_class(config, remote_code, source.folder)
+    if hasattr(model_class, "config_class"):
+        return model_class
+    return private.class_behind(model_class, config, source.place_of_code if remote_code else None)
+
+
+def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
+    """The class, or the Auto class that stands for it, of the first architecture that is known."""
+    names = config.architectures or []
+    if not names:
+        raise CheckpointError(f"{folder}: config.json names no architectures; pass model_class=")
+    code = {auto: str(ref) for auto, ref in (getattr(config, "auto_map", None) or {}).items() if "AutoModel" in auto}
+    brought = {ref.rpartition(".")[2]: auto for auto, ref in reversed(code.items())}
+    for name in names if remote_code else ():
+        if name in brought:
+            return getattr(transformers, brought[name])
+    for name in names:
+        kind = getattr(transformers, name, None)
+        is_of_a_kind = getattr(kind, "config_class", None) is not None  # the base of all classes is not
+        if isinstance(kind, type) and (is_of_a_kind or hasattr(kind, "_model_mapping")):
+            return kind
+    if remote_code and len(brought) == 1:  # under another name than the config's
+        return getattr(transformers, *brought.values())
+    remedy = "pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
+    if code and not remote_code:
+        remedy = f"pass trust_remote_code=True to run the code with it that has {', '.join(brought)}, or model_class="
+    raise CheckpointError(
+        f"{folder}: config.json names the architecture {', '.join(map(repr, names))}, and transformers "
+        f"{transformers.__version__} has no class of this name; {remedy}"
+    )
+
+
+@contextlib.contextmanager
+def refused_as_checkpoint(name: object, verb: str, library: str = "transformers") -> Iterator[None]:
+    """Whatever a library makes of a config or a keyword that it cannot use is a `CheckpointError`."""
+    try:
+        yield
+    except (WeightstreamError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{name}: {library} cannot {verb} it: {type(error).__name__}: {error}") from error
+
+
+def skeleton(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    model_class: type | None = None,
+    trust_remote_code: bool = False,
+    model_config: Any = None,
+    distributed_config: Any = None,
+) -> tuple[Any, Checkpoint | None]:
+    """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
+
+    The checkpoint is None where its weights are not all on this machine: a folder needs no more than its config.json,
+    and of a repository on the hub only JSON files are got. So it is where a `distributed_config` leaves shards of them,
+    which are in no file as they are. Raises `CheckpointError`, `UnsupportedError`, `ConfigError`.
+    """
+    check_dtype(dtype)
+    source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
+    with refused_as_checkpoint(path_or_repo_id, "build"):
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config)
+        checkpoint = source.checkpoint(config) if is_whole(source.path, config) else None
+        loaded = dtype_of(dtype, config, checkpoint, source.path)
+        model = build(cls, config, loaded, distributed_config)
+        if checkpoint is not None:
+            _compare(source.folder, model, checkpoint)
+        if source.adapter is not None:
+            private.add_adapter(model, source.adapter, loaded)
+    return model.eval(), checkpoint if distributed_config is None else None
+
+
+def is_whole(path: Path, config: Any = None) -> bool:
+    """Whether the weights of a folder or file are all there; those that its config.json names for None."""
+    names, name = os.listdir(path) if path.is_dir() else [path.name], weights_named(path, config)
+    index = name or _INDEX
+    if name is not None and not (path / name).is_file():
+        return False
+    if path.is_dir() and index.endswith(".json") and index in names and (name or "model.safetensors" not in names):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
+            return set(json.loads((path / index).read_bytes())["weight_map"].values()) <= set(names)
+    return name is not None or not path.is_dir() or any(_is_of_model(file) for file in names)
+
+
+def dtype_of(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None, path: Path) -> torch.dtype:
+    """The dtype that transformers would load: of "auto" the config's, else that which an index tells, else that of the
+    first floats in the first file, by their names."""
+    first: dict[str, torch.dtype] = {}
+    if checkpoint is not None:
+        index: Any = checkpoint.index
+        entries = read_header(checkpoint.mappings[0])[0]  # also those that another file has again
+        first = {name: torch_dtype(entries[name].dtype) for name in sorted(entries)}
+    else:  # the index may be here without the files
+        index = _facts(path / _INDEX)
+    metadata = (index or {}).get("metadata")
+    return private.loaded_dtype(dtype, config, metadata if isinstance(metadata, dict) else None, first)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """A JSON file, or nothing where it cannot be read: who needs it next says what is wrong."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def build(cls: Any, config: Any, dtype: torch.dtype, distributed_config: Any = None) -> Any:
+    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded in `dtype`; with a
+    `distributed_config` its shards."""
+    model = private.build_on_meta(cls, config, dtype)
+    kept = private.kept_dtype(model, dtype)
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                wanted = kept(f"{prefix}.{name}") or param.dtype
+                module._parameters[name] = made.setdefault(id(param), _loaded(param, wanted))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+            elif buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    if distributed_config is not None:
+        tensor_parallel.shard(model, distributed_config)
+    private.tie(model)
+    return model
+
+
+def _loaded(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if param.is_meta and param.is_contiguous() and param.dtype is dtype:
+        return param
+    return nn.Parameter(torch.empty(param.shape, dtype=dtype, device="meta"), requires_grad=param.requires_grad)
+
+
+def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
+    """Warns where the headers hold another number of weights than the model: dtypes may differ, and names."""
+    once: set[int] = set()
+    wanted = 0
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in once or name in checkpoint.entries:
+            wanted += tensor.numel()
+        once.add(id(tensor))
+    sizes = {name: prod(entry.shape) for name, entry in checkpoint.entries.items()}
+    held = sum(sizes.values())
+    if held != wanted:
+        held -= sum(sizes[name] for name in private.unused_names(model, sizes))
+        if layers := surplus.layers(model.state_dict(), private.unexpected_names(model, sizes)):
+            _LOGGER.warning("%s: %s", folder, layers)
+    if held != wanted:
+        _LOGGER.warning(
+            "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",
+            *(folder, held, type(model).__name__, wanted),
+        )

@@ -1,0 +1,273 @@
+"""Quantised weights that their library would unpack where they are: each module unpacks its own while it runs.
+
+compressed-tensors unpacks a whole model at its first forward, transformers unpacks float8 as it loads where no kernel
+is there, and diffusers' layerwise casting gives a module other weights around each of its forwards. Here the packed
+tensors stay the parameters, and so what is held and moved; beside them, from the begin of a forward to its end, are
+those that the library's own functions make of them. Knows no plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters.hf import gptq, private
+from weightstream.errors import UnsupportedError
+from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.tensors.pytree import tensors_in
+
+Undo = Callable[[], None]
+Unpacked = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
+_CASTING = "layerwise_casting"  # a hook of diffusers
+_UNPACKS = "_weightstream_unpacks"  # of a forward
+
+
+def unpack_late(model: nn.Module, device: torch.device) -> Undo:
+    """Have every module of the model unpack its own weights, on the device that it is going to compute on.
+
+    Returns what undoes it.
+    """
+    gptq.refuse_kernels(model, device)
+    has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # it may ask the hub
+    with ExitStack() as undo:
+        for module in model.modules():
+            _without_kernels(module, device, has_kernels)
+            for found in (
+                _whole_model(module),
+                _compressed(module),
+                _cast(module),
+                _packed_for_cpu(module, device),
+                gptq.without_caches(module),
+            ):
+                if found is not None:
+                    undo.callback(found)
+        return undo.pop_all().close
+
+
+@contextmanager
+def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, these are the module's, before what it has under the same names."""
+    module.__dict__.update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            module.__dict__.pop(name, None)  # another thread may have been faster
+
+
+# -- compressed-tensors ------------------------------------------------------------------------------------------------
+
+
+def _whole_model(module: nn.Module) -> Undo | None:
+    """Keep the library from unpacking all modules below this one."""
+    handle = module.__dict__.get("ct_decompress_hook")
+    hooks = module._forward_pre_hooks
+    if handle is None or handle.id not in hooks:
+        return None
+    hook = hooks.pop(handle.id)
+    copied = forward_patch.copied_as(module, "_forward_pre_hooks", lambda now: OrderedDict({handle.id: hook, **now}))
+
+    def undo() -> None:
+        copied()
+        hooks[handle.id] = hook
+
+    return undo
+
+
+def _compressed(module: nn.Module) -> Undo | None:
+    status = module.__dict__.get("quantization_status")
+    if status is None or status.name != "COMPRESSED":
+        return None
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.utils import get_direct_state_dict
+
+    scheme: Any = module.quantization_scheme
+    decompress = BaseCompressor.get_value_from_registry(scheme.format.value).decompress
+    # The host asks for the shape: of a tensor on a GPU it would wait for it, which a graph cannot.
+    sizes = module._parameters.get("weight_shape")
+    shape = {} if sizes is None else {"weight_shape": torch.Size(sizes.tolist())}
+    return _unpacking(
+        module, lambda self, _: {"weight": decompress(get_direct_state_dict(self) | shape, scheme)["weight"]}
+    )
+
+
+def _unpacking(module: nn.Module, unpacked: Unpacked) -> Undo:
+    """Have `unpacked(module, input)` make its weights, by name, in each of its forwards."""
+    lock = threading.RLock()  # what it shows is for one forward
+
+    def run(self: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with lock, _showing(self, unpacked(self, next(tensors_in((args, kwargs))))):
+            return forward(*args, **kwargs)
+
+    return forward_patch.wrap_forward(module, run)
+
+
+# -- fine-grained float8 and mxfp4 of transformers ---------------------------------------------------------------------
+
+
+class UnpackingForward:
+    """The forward of a module that the library cannot run packed: copies and pickles of the module have one, too."""
+
+    __name__ = _UNPACKS
+
+    def __init__(self, module: nn.Module, unpacked: Unpacked, given: Callable[..., Any] | None = None) -> None:
+        self._module, self._unpacked, self._given = module, unpacked, given
+        self._lock = threading.RLock()  # what it shows is for one forward
+        self.__wrapped__ = given or MethodType(type(module).forward, module)  # whose signature this one has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
+            if self._given is not None:
+                return self._given(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnpackingForward, (self._module, self._unpacked, self._given)
+
+
+def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Callable[[], bool]) -> None:
+    """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
+    packed, so this is not undone."""
+    given = module.__dict__.get("forward")
+    is_done = getattr(given, "__name__", "") == _UNPACKS
+    if private.has_mxfp4(module) and not is_done:
+        module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, given)
+        return
+    is_linear, are_experts = private.needs_fp8_kernels(module)
+    if is_done or not (is_linear or are_experts) or has_kernels():
+        return
+    if are_experts and device.type == "meta":
+        return  # nobody knows where they are going to compute
+    if are_experts:
+        raise UnsupportedError(
+            f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
+            "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
+        )
+    module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, given)
+
+
+def _mxfp4_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return private.mxfp4_unpacked(module)
+
+
+def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return {"weight": private.fp8_unpacked(module, x.dtype)}
+
+
+# -- layerwise casting of diffusers ------------------------------------------------------------------------------------
+
+
+def _cast(module: nn.Module) -> Undo | None:
+    registry = module.__dict__.get("_diffusers_hook")
+    hook = None if registry is None else registry.get_hook(_CASTING)
+    if hook is None:
+        return None
+    shown = ExitStack()
+
+    def before(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        shown.close()  # of a forward that failed
+        for part in module.modules():
+            named = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            cast = {name: tensor.to(hook.compute_dtype) for name, tensor in named if tensor.is_floating_point()}
+            shown.enter_context(_showing(part, cast))
+        return args, kwargs
+
+    def after(module: nn.Module, output: Any) -> Any:
+        shown.close()
+        return output
+
+    functions = hook.fn_ref
+    given = functions.pre_forward, functions.post_forward
+    functions.pre_forward, functions.post_forward = before, after
+
+    def undo() -> None:
+        shown.close()
+        functions.pre_forward, functions.post_forward = given
+
+    return undo
+
+
+# -- bitsandbytes ------------------------------------------------------------------------------------------------------
+
+
+def _packed_for_cpu(module: Any, device: torch.device) -> Undo | None:
+    """Bring 4-bit weights in the order in which CPUs with AVX-512 read them, as the first forward there does; on any
+    other device they would be read wrong."""
+    is_read_so = getattr(module, "support_avx512bf16_for_cpu", False)
+    if not is_read_so or getattr(module.weight, "quant_state", None) is None:
+        return None
+    from bitsandbytes import functional
+
+    weight = module.weight
+    if device.type != "cpu":
+        if _is_packed(weight):
+            found = functional._convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
+            weight.data, weight.quant_state = found
+        return None
+    if module.training:  # packs once it does not train
+        module.support_avx512bf16_for_cpu = False
+        return lambda: setattr(module, "support_avx512bf16_for_cpu", True)
+    kind, unread = type(weight), dict[str, Any]()
+    if not _is_packed(weight):
+        unread |= vars(weight.quant_state)  # the library rounds scales as it packs, in a first forward
+        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+
+    def saved(weight: Any) -> Any:
+        """A weight for the library to save: it would put this one back in order. Before a first forward as it was."""
+        data, state = weight.detach().as_subclass(torch.Tensor), copy.copy(weight.quant_state)
+        if unread:
+            data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+            vars(state).clear()
+            vars(state).update(unread)
+        made = torch.Tensor._make_subclass(kind, data, False)
+        own = {name: value for name, value in vars(weight).items() if not name.startswith("_weightstream")}
+        made.__dict__.update(own)
+        made.quant_state = state
+        return made
+
+    def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        weight = self._parameters["weight"]
+        self._parameters["weight"] = saved(weight)
+        try:
+            type(self)._save_to_state_dict(self, destination, prefix, keep_vars)
+        finally:
+            self._parameters["weight"] = weight
+
+    def copied(parameters: dict[str, Any]) -> dict[str, Any]:
+        return parameters | {"weight": saved(parameters["weight"])} if unread else parameters
+
+    def run(self: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if unread and self is module:  # not a copy
+            unread.clear()
+        return forward(*args, **kwargs)
+
+    def undo() -> None:
+        for each in undone:
+            each()
+        if unread:
+            was = saved(module.weight)
+            module.weight.data = was.data
+            vars(module.weight.quant_state).clear()
+            vars(module.weight.quant_state).update(unread)
+            unread.clear()
+
+    undone = (
+        forward_patch.put(module, "_save_to_state_dict", MethodType(save, module)),
+        forward_patch.copied_as(module, "_parameters", copied),
+        forward_patch.wrap_forward(module, run),
+    )
+    return undo
+
+
+def _is_packed(weight: Any) -> bool:
+    return bool(getattr(weight.quant_state, "packing_format_for_cpu", False))

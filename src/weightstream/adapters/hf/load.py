@@ -1,0 +1,495 @@
+"""LoadedModel: a transformers model whose parameters view mapped files. It knows transformers, not plans or devices.
+
+transformers loads the model by its own `from_pretrained`, with the name that the caller gave; mapped tensors stand in
+for those that it would read from files. So everything else that it does with a folder is done: generation settings,
+adapters, a class's own `from_pretrained`. Tensors that it keeps as they are stay views of the checkpoint. Those it
+would stack or join from whole parts of files (experts fused) are made ready for it: as memory that holds nothing until
+it is read, and whose bytes have a known place in the files. Those it makes all the same (projections transposed,
+another dtype) are caught one by one, as it registers them: each is written to the offload folder and replaced by a view
+of that file, one at a time in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from weightstream.adapters.hf import private, surplus, tensor_parallel
+from weightstream.adapters.hf.checkpoint_ranges import Decoded, Gathered, as_they_are, gather
+from weightstream.adapters.hf.file_backing import Homing
+from weightstream.adapters.hf.hub import (
+    DESCRIBING,
+    Source,
+    build,
+    check_dtype,
+    config_and_class,
+    dtype_of,
+    find,
+    is_pipeline,
+    is_quantised,
+    is_whole,
+    refuse_quantised,
+    refused_as_checkpoint,
+    skeleton,
+)
+from weightstream.adapters.hf.lazy_dequant import unpack_late
+from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
+from weightstream.plan.units import human
+from weightstream.settings.config import OffloadConfig, no_such_option
+from weightstream.store import malloc
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.lazy import LazyMemory
+from weightstream.store.mapping import FileMapping, Memory
+
+_LOGGER = logging.getLogger("weightstream")
+# The hook, and what transformers is told for a load, are of the process. Code of a model may load another one.
+_LOADING = threading.RLock()
+_OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
+_CPU = torch.device("cpu")
+_ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
+_DECIDED = "weightstream decides this itself; leave it out"
+_ADAPTER = "load the model without it, then model.load_adapter(folder), which takes it"
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("state_dict", "device_map", "max_memory", "tp_plan", "tp_size"), _DECIDED)
+    | dict.fromkeys(("adapter_name", "adapter_kwargs"), _ADAPTER)
+    | {
+        "gguf_file": "weightstream reads safetensors alone; leave it out",
+        "variant": "give the path of the file in place of the folder's: model.<variant>.safetensors, or its index, "
+        "model.safetensors.index.<variant>.json",
+        "output_loading_info": "the model alone is returned, and weights that are missing are an error; leave it out",
+        "code_revision": "code is of the same revision as the weights: leave it out, or give a folder",
+    }
+)
+_PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
+    (
+        *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
+        *("key_mapping", "kernel_config", "low_cpu_mem_usage", "quantization_config", "use_kernels", "use_safetensors"),
+        "weights_only",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in evaluation mode, the files its parameters view, and the folder that must outlive it.
+
+    Parameters that are coded in the file, or lie in it in parts, view `lazy`, and hold zeros until that is populated.
+    """
+
+    model: Any
+    checkpoint: Checkpoint
+    mappings: tuple[FileMapping, ...]
+    lazy: tuple[LazyMemory, ...]
+    folder: OffloadFolder | None
+
+
+def load_pretrained(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    offload_folder: Path | None = None,
+    model_class: type | None = None,
+    trust_remote_code: bool = False,
+    progress: bool | None = None,
+    verify_checksums: bool = True,
+    expect: Callable[[torch.dtype, int], object] = lambda dtype, nbytes: None,
+    decode: Callable[[Collection[str]], bool] = lambda dtypes: False,
+    device: torch.device = _CPU,
+    may_write: bool = True,
+    model_config: Any = None,
+    allow_missing: bool = False,
+    distributed_config: Any = None,
+    **kwargs: Any,
+) -> LoadedModel:
+    """Loads a transformers model without a second copy of its weights in memory.
+
+    `expect` is called with the model's dtype and bytes before any is read. Weights that transformers converts are
+    written to a folder in `offload_folder`; None: where temporary files go. So are those that the file holds
+    compressed, if `decode` says so of their dtypes, and those that a `quantization_config` quantises, one by one on
+    `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
+    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
+    the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
+
+    Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    """
+    check_dtype(dtype)
+    _refuse(kwargs)
+    if (given := kwargs.get("quantization_config")) is not None:
+        refuse_quantised("quantization_config", given, _ON_THE_FLY)
+    hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+    source = find(path_or_repo_id, trust_remote_code, **hub)
+    path = source.path
+    if path.is_dir() and is_pipeline(path):
+        raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
+    checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
+    offload = OffloadFolder(offload_folder)
+    with refused_as_checkpoint(path_or_repo_id, "load"):
+        given = dict(kwargs)
+        config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
+        _refuse_unknown(cls, kwargs)
+        if source.files_of(config) != source.files_of(model_config):
+            checkpoint = source.checkpoint(config)
+        if verify_checksums:
+            checkpoint.verify()
+        loaded = dtype_of(dtype, config, checkpoint, path)
+        expect(loaded, checkpoint.plain_nbytes)
+        options = {"config": config, "dtype": loaded, **kwargs, **source.hub}
+        options |= {} if distributed_config is None else {"distributed_config": distributed_config}
+        options |= {"trust_remote_code": True} if trust_remote_code else {}
+        # a class reads its own config, and all keywords are of generation, too; an Auto class drops those of the config
+        is_concrete = model_config is None and hasattr(model_class, "config_class")
+        of_generation = {key: given[key] for key in given.keys() - kwargs.keys()} if is_concrete else {}
+        load = _Load(source, checkpoint, offload, cls, options, of_generation, may_write, allow_missing)
+        with _LOADING, private.progress_bar(progress):
+            within = _INNERMOST.set(load)
+            try:
+                model = load.run(decode, device)
+            finally:
+                _INNERMOST.reset(within)
+        model.eval()
+    mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
+    kept = offload if offload.mappings else None
+    if kept is None:
+        offload.close()
+    return LoadedModel(model=model, checkpoint=checkpoint, mappings=mappings, lazy=lazy, folder=kept)
+
+
+def described(
+    path_or_repo_id: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    model_config: Any = None,
+    distributed_config: Any = None,
+) -> tuple[Any, Checkpoint | None]:
+    """What `hub.skeleton` gives; of a quantised checkpoint the model itself, whose tensors view files that nobody has
+    read: what is made of its tensors its library alone knows.
+
+    Raises what both of them do, and `UnsupportedError` where a quantised one is not on this machine.
+    """
+    source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
+    if not is_quantised(source.folder):
+        about: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_config": model_config}
+        return skeleton(path_or_repo_id, dtype=dtype, distributed_config=distributed_config, **about)
+    _refuse_shards(path_or_repo_id, distributed_config is not None)
+    if not is_whole(source.path):
+        raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
+    options["model_config"] = model_config
+    model = load_pretrained(source.path, **options, verify_checksums=False, may_write=False).model
+    unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
+    return model, None
+
+
+def _refuse_shards(where: object, is_sharded: bool) -> None:
+    """Raises `UnsupportedError` for shards of a quantised model."""
+    if is_sharded:
+        raise UnsupportedError(f"{where}: a quantised model is not sharded: leave out distributed_config")
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for keywords of transformers that are not taken here, and says why."""
+    reasons = {name: _REFUSED[name] for name in sorted(given.keys() & _REFUSED.keys())}
+    if given.get("use_safetensors") is False:
+        reasons["use_safetensors"] = "weightstream reads safetensors alone; leave it out"
+    if reasons:
+        named = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
+        raise ConfigError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()))
+
+
+def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for keywords that neither transformers nor the model's class takes."""
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    takes = parameters.keys() | _PASSED_ON
+    for name, value in given.items():
+        if name in ("load_in_8bit", "load_in_4bit"):
+            raise ConfigError(f"{name}: pass quantization_config=BitsAndBytesConfig({name}={value!r})")
+        if name not in takes:
+            known = sorted({*OffloadConfig.names(), *takes} - {"self", "config"})
+            raise ConfigError(no_such_option(name, value, dict(zip(known, known, strict=True))))
+
+
+_INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread", default=None)
+
+
+class _ReadEarly(Exception):
+    """Code read weights that have no values yet."""
+
+
+class _Load:
+    """One load: what transformers makes goes to the folder."""
+
+    def __init__(
+        self,
+        source: Source,
+        checkpoint: Checkpoint,
+        folder: OffloadFolder,
+        cls: Any,
+        options: dict[str, Any],
+        for_generation: Mapping[str, Any],
+        may_write: bool,
+        allow_missing: bool,
+    ) -> None:
+        self._source, self._allow_missing = source, allow_missing
+        # an adapter that is put in, or a class's own load, may read weights
+        self._is_read = source.adapter is not None or private.has_own_load(cls)
+        self._reading: private.Reading | None = None
+        self._for_generation = for_generation
+        self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
+        self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
+        self._homing = Homing(self._where, self._memories, folder if may_write else None)
+
+    def run(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
+        """The model; what the file holds coded is written to the folder in plain form where that is wanted, or where
+        code reads weights as the model is made."""
+        try:
+            return self._make(wants_plain, device)
+        except _ReadEarly:  # zeros: all of it is made again, of weights that have their values
+            self._is_read = True
+            self._checkpoint.lazy.clear()
+        return self._make(wants_plain, device)
+
+    def _make(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
+        is_sharded = "distributed_config" in self._options
+        if self._options.get("quantization_config") or getattr(self._options["config"], "quantization_config", None):
+            _refuse_shards(self._where, is_sharded)
+            return self._quantised(device)
+        if is_sharded:
+            return self._sharded()
+        dtypes = {layout.dtype for layout in self._coded.values()}
+        decode = bool(self._coded) and (self._is_read or wants_plain(dtypes))
+        checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
+        skeleton = build(self._cls, config, self._options["dtype"])
+        mapping = self._options.get("key_mapping")
+        places, conversions = private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = self._gather(skeleton, places)
+        stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
+        if decode:
+            self._tell_of_decoding()
+        elif self._coded:
+            self._populate_what_is_read(skeleton, places)
+        sources = {name: self._tensor(name, decode) for name in checkpoint.entries if name not in used}
+        try:
+            with register_module_parameter_registration_hook(self._on_parameter):
+                sources |= stacks
+                stacks.clear()
+                model = self._build(sources)
+        finally:
+            malloc.trim()
+        if used:
+            private.remember_conversions(model, conversions)
+        for memory in checkpoint.lazy.values():
+            memory.forget()
+        if (num := self._homing.num_written - len(self._coded) * decode) > 0:
+            _LOGGER.warning(
+                "transformers converted %d tensors: %s written to %s for this process only; "
+                "`weightstream pack` keeps what it converts, in the dtype of config.json",
+                *(num, human(self._folder.nbytes), self._folder.path),
+            )
+        return model
+
+    def _sharded(self) -> Any:
+        """The model with one rank's shards: rows and columns stay in the file, also those that are joined of several
+        tensors; what was coded, or is another computation, is written to the folder, one by one."""
+        checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
+        skeleton = build(self._cls, config, self._options["dtype"])
+        mapping = self._options.get("key_mapping")
+        places, conversions = private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = self._gather(skeleton, places)
+        names = [name for name in checkpoint.entries if name not in used and name not in self._coded]
+        tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names}
+        tensors |= {name: Decoded(checkpoint, name) for name in self._coded} | gathered
+        tensors |= {} if self._is_read else as_they_are(skeleton, checkpoint, places)
+        try:
+            with (
+                tensor_parallel.on_host(self._cls),
+                register_module_parameter_registration_hook(self._on_parameter),
+            ):
+                model = self._build(tensors)
+        finally:
+            malloc.trim()
+        if used:
+            private.remember_conversions(model, conversions)
+        if num := self._homing.num_written:
+            about = num, human(self._folder.nbytes), self._folder.path
+            _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
+        return model
+
+    def _quantised(self, device: torch.device) -> Any:
+        """The model of a quantised checkpoint: its library makes tensors of those in the file, which these view.
+
+        Of one that is not, the library quantises each weight on the device.
+        """
+        if self._coded:
+            raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
+        self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
+        gathered, used, conversions = self._gathered_fp8()
+        sources = {name: self._tensor(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
+        then = self._homing.take_all if self._homing.may_write else lambda module: None
+        with (
+            register_module_parameter_registration_hook(self._on_parameter),
+            private.keeping_quantised(self._checkpoint.metadata),
+            private.quantising_on(device, then),
+            private.kernels_for(device, then),
+        ):
+            sources |= {name: tensor[...] for name, tensor in gathered.items()}
+            model = self._build(sources)
+        if used:
+            private.remember_conversions(model, conversions)
+        if num := self._homing.num_written:
+            _LOGGER.warning(
+                "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
+                "process only; save_pretrained keeps them",
+                *(num, human(self._folder.nbytes), self._folder.path),
+            )
+        return model
+
+    def _gathered_fp8(self) -> tuple[dict[str, Gathered], set[str], list[Any]]:
+        """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales; and what
+        transformers converts."""
+        config = copy.deepcopy(self._options["config"])
+        given = self._options.get("quantization_config")
+        if given or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
+            return {}, set(), []
+        skeleton = build(self._cls, config, self._options["dtype"])
+        with private.keeping_quantised(self._checkpoint.metadata):
+            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
+        mapping = self._options.get("key_mapping")
+        places, conversions = private.places(skeleton, self._checkpoint.entries, mapping)
+        return *self._gather(skeleton, places), conversions
+
+    def _gather(self, skeleton: Any, places: Mapping[str, private.Place]) -> tuple[dict[str, Gathered], set[str]]:
+        """As `gather`; nothing where weights may be read before they are gathered."""
+        if self._is_read:
+            return {}, set()
+        return gather(skeleton, self._checkpoint, places, self._options.get("key_mapping"))
+
+    def _tensor(self, name: str, decode: bool) -> torch.Tensor:
+        """What transformers is given as a tensor of the checkpoint."""
+        tensor = self._checkpoint.tensor(name)
+        if decode and name in self._coded:
+            memory = self._checkpoint.lazy.pop(name)  # it goes with the tensor
+            memory.populate(0, memory.nbytes)
+        return self._homing.home(name, tensor)
+
+    def _tell_of_decoding(self) -> None:
+        _LOGGER.warning(
+            "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
+            "there in place of %s, since %s",
+            *(self._where, len(self._coded), self._folder.path),
+            human(sum(layout.raw_nbytes for layout in self._coded.values())),
+            human(sum(layout.nbytes for layout in self._coded.values())),
+            "an adapter is loaded with them"
+            if self._source.adapter is not None
+            else "code of the model may read them while it is loaded"
+            if self._is_read
+            else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
+            "codec='compressed'; and neither codec='none' nor uva)",
+        )
+
+    def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, private.Place]) -> None:
+        """What transformers casts, makes something of, or compares with what it may be tied to must hold its values."""
+        state = skeleton.state_dict(keep_vars=True)
+        sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
+        for name, layout in self._coded.items():
+            place, is_converted = places[name]
+            if place is not None:
+                is_cast = str(state[place].dtype) != f"torch.{layout.dtype}"
+                self._checkpoint.tensor(name)
+                if is_cast or is_converted or sources[id(state[place])] > 1:
+                    memory = self._checkpoint.lazy[name]
+                    memory.populate(0, memory.nbytes)
+
+    def _build(self, tensors: dict[str, Any]) -> Any:
+        """Has transformers make the model of these; the dict is empty then."""
+        allowed = self._options.get("ignore_mismatched_sizes", False)
+        index: Any = self._checkpoint.index
+        self._reading = private.Reading(
+            self._source.base,
+            self._source.subfolder,
+            getattr(self._options["config"], "transformers_weights", None),
+            [str(mapping.path) for mapping in self._checkpoint.mappings],
+            index and {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
+            tensors,
+        )
+        try:
+            model = self._loaded()
+        except Exception as error:
+            self._refuse_zeros(error)
+            raise
+        self._refuse_zeros()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        if left := [name for name, tensor in named if tensor.is_meta]:
+            raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        info = self._reading.info
+        if info is None:  # the class reads its files itself
+            return model
+        if info.mismatched_keys and not allowed:
+            shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info.mismatched_keys)]
+            raise CheckpointError(
+                f"{self._where}: {len(shapes)} shapes differ: {'; '.join(shapes[:8])}; "
+                "the config is of another model, or pass ignore_mismatched_sizes=True"
+            )
+        if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
+            _LOGGER.warning("%s: %s", self._where, layers)
+        if missing := sorted(info.missing_keys):
+            names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+            text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
+            if not self._allow_missing:
+                prefix = self._cls.base_model_prefix
+                buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))
+                unexpected = sorted(info.unexpected_keys)
+                advice = surplus.remedy(missing, unexpected, prefix, buffers=buffers, is_mapped=is_mapped)
+                raise CheckpointError(f"{text}; {advice}")
+            _LOGGER.warning("%s: they have random values", text)
+        return model
+
+    def _loaded(self) -> Any:
+        """What the class's `from_pretrained` returns."""
+        reading: Any = self._reading
+        with (
+            private.sequential_loading(),
+            private.warnings_of_transformers() as report,
+            private.set_generation(self._cls, self._for_generation),
+            reading(),
+        ):
+            try:
+                return self._cls.from_pretrained(self._source.name, **self._options)
+            except UnsupportedError:
+                raise
+            except RuntimeError as error:
+                if self._homing.refused is not None:
+                    raise self._homing.refused from error
+                raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
+
+    def _refuse_zeros(self, error: Exception | None = None) -> None:
+        """Raise `_ReadEarly` where code read weights that have no values yet, or wrote to them."""
+        if not self._is_read and any(memory.was_read_early for memory in self._checkpoint.lazy.values()):
+            raise _ReadEarly from error
+
+    def _on_parameter(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        is_elsewhere = self._reading is None or self._reading.is_elsewhere or _INNERMOST.get() is not self
+        if param is not None and not is_elsewhere and not param.is_meta and private.is_loaded(param):
+            self._homing.take(name, param)
+
+    def _memories(self) -> tuple[Memory, ...]:
+        return *self._checkpoint.mappings, *self._checkpoint.lazy.values()
+
+    @property
+    def _where(self) -> Path:
+        return self._checkpoint.mappings[0].path.parent

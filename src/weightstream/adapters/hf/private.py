@@ -1,0 +1,579 @@
+"""Every name of transformers that it does not promise to keep, and no other file spells one. Knows no weights or plans.
+
+A test of each (tests/adapters/hf/test_private.py) says which one a new version has lost. transformers is imported where
+it is called: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from weightstream.adapters.hf import gptq
+from weightstream.runtime.tensors.undo import Undo
+
+SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
+LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
+GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
+WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; of a static one, a tensor
+STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
+FP8 = "transformers.integrations.finegrained_fp8"
+_MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
+BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
+
+
+Place = tuple[str | None, bool]  # the tensor of a model that a name goes to, if any, and whether it is converted
+
+
+def is_loaded(param: torch.nn.Parameter) -> bool:
+    """Whether this parameter has its values; those that are missing in the file are yet to get random ones."""
+    return bool(getattr(param, LOADED, False))
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[Undo]:
+    """At the end what was added has undone its changes, though an interrupt cuts that short."""
+    undo = Undo()
+    try:
+        try:
+            yield undo
+        finally:
+            undo()
+    finally:
+        undo()  # what is left of it
+
+
+@contextlib.contextmanager
+def sequential_loading() -> Iterator[None]:
+    """Without it transformers makes tensors ahead of the one that it registers, in threads, without bound."""
+    before = {key: value for key, value in os.environ.items() if key == SEQUENTIAL}
+    with undone() as undo:
+        undo.add(os.environ.update, before)
+        undo.add(os.environ.pop, SEQUENTIAL, None)
+        os.environ[SEQUENTIAL] = "1"
+        yield
+
+
+@contextlib.contextmanager
+def warnings_of_transformers() -> Iterator[list[str]]:
+    """Collects what transformers logs: its load report alone names the keys it could not convert."""
+    report: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    handlers, level = logger.handlers, logger.level
+    with undone() as undo:
+        undo.add(setattr, logger, "handlers", handlers)
+        undo.add(logger.setLevel, level)
+        logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
+        logger.setLevel(min(level, logging.WARNING))
+        yield report
+
+
+@contextlib.contextmanager
+def progress_bar(wanted: bool | None) -> Iterator[None]:
+    """Whether transformers draws a bar; None: as it is set."""
+    from transformers.utils import logging as control
+
+    shown = control.is_progress_bar_enabled()
+    switch = {False: control.disable_progress_bar, True: control.enable_progress_bar}
+    with undone() as undo:
+        undo.add(switch[shown])
+        switch[shown if wanted is None else wanted]()
+        yield
+
+
+def places(
+    model: Any, names: Iterable[str], mapping: Mapping[str, str] | None = None
+) -> tuple[dict[str, Place], list[Any]]:
+    """Where each name of a checkpoint goes, and what transformers converts or renames as it loads these."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    state, transforms = model.state_dict(), _conversions(model, mapping)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    found: dict[str, Place] = {}
+    for name in sorted(names):
+        place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
+    return found, [transform for transform in transforms if transform.was_used()]
+
+
+def remember_conversions(model: Any, conversions: list[Any]) -> None:
+    """Have the model saved as one that transformers has loaded, converting what it converts."""
+    model._weight_conversions = conversions
+
+
+def _conversions(model: Any, mapping: Mapping[str, str] | None = None) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    about = {"key_mapping": mapping, "hf_quantizer": getattr(model, "hf_quantizer", None)}
+    found: list[Any] = get_model_conversion_mapping(model, **about)
+    return found
+
+
+def fp8_quantizer(quantization: Any) -> Any | None:
+    """What loads a checkpoint of this `quantization_config`, if that is in fine-grained float8 and stays so."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    about = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+    is_kept = about.get("quant_method") == "fp8" and not about.get("dequantize")
+    return AutoHfQuantizer.from_config(about, pre_quantized=True) if is_kept else None
+
+
+def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
+    """Give a plain model on meta the modules that a quantised checkpoint is loaded into."""
+    quantizer.preprocess_model(model=model, dtype=dtype)
+    model.hf_quantizer = quantizer
+
+
+@contextlib.contextmanager
+def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
+    """Inside, float8 and mxfp4 are loaded as they are, kernels or not, and torchao finds what the header of a file says
+    of its tensors: transformers reads that from files alone."""
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+    from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
+
+    def without_kernels(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.quantization_config.dequantize = True  # as modules of the plain model are wanted
+
+    def packed(self: Any, model: Any, **kwargs: Any) -> Any:
+        self.quantization_config.dequantize = False
+        return super(Mxfp4HfQuantizer, self).postprocess_model(model, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for kind, name, value in (
+            (TorchAoHfQuantizer, "metadata", dict(metadata)),
+            (FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None),
+            (Mxfp4HfQuantizer, "validate_environment", without_kernels),
+            (Mxfp4HfQuantizer, "postprocess_model", packed),
+            (Mxfp4Dequantize, "convert", _keep_mxfp4),
+        ):
+            stack.enter_context(set_inside(kind, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class, or an object, has this attribute."""
+    before = {key: found for key, found in vars(owner).items() if key == name}
+
+    def put_back() -> None:
+        for found in before.values():
+            setattr(owner, name, found)
+        if not before and name in vars(owner):
+            delattr(owner, name)
+
+    with undone() as undo:
+        undo.add(put_back)
+        setattr(owner, name, value)
+        yield
+
+
+def _keep_mxfp4(
+    op: Any, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **kwargs: Any
+) -> dict[str, Any]:
+    """In place of what unpacks experts: their module gets the packed tensors, under their names in the file."""
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    module, name = get_module_from_name(model, full_layer_name)
+    module.__dict__.setdefault(_MXFP4, {})[name] = module._parameters.pop(name).dtype
+    for part in ("blocks", "scales"):
+        found = input_dict[f"{name}_{part}"]
+        packed = torch.nn.Parameter(found[0] if isinstance(found, list) else found, requires_grad=False)
+        setattr(packed, LOADED, True)
+        module.register_parameter(f"{name}_{part}", packed)
+    setattr(module, LOADED, True)
+    if kwargs.get("missing_keys") is not None:
+        kwargs["missing_keys"].discard(full_layer_name)
+    return {}
+
+
+def has_mxfp4(module: torch.nn.Module) -> bool:
+    """Whether they are experts that were loaded packed."""
+    return _MXFP4 in module.__dict__
+
+
+def mxfp4_unpacked(module: Any) -> dict[str, torch.Tensor]:
+    """Their weights as transformers would have unpacked them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return {
+        name: convert_moe_packed_tensors(
+            getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"), dtype=dtype
+        )
+        for name, dtype in module.__dict__[_MXFP4].items()
+    }
+
+
+@contextlib.contextmanager
+def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, what transformers quantises is on this device meanwhile; `then` is called with each module."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+
+    class There(ConversionOps):  # type: ignore[misc]
+        def __init__(self, op: Any) -> None:
+            self.op = op
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            made: dict[str, Any] = self.op.convert(
+                tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), input_dict), **kwargs
+            )
+            if not made:  # it is set already
+                then(get_module_from_name(kwargs["model"], kwargs["full_layer_name"])[0])
+            return made
+
+        @property
+        def reverse_op(self) -> Any:
+            return self.op.reverse_op
+
+    def get(given: Any) -> Callable[[Any], Any]:
+        return lambda quantizer: There(given(quantizer))
+
+    kinds = {
+        kind: kind.__dict__["get_quantize_ops"]
+        for kind in AUTO_QUANTIZER_MAPPING.values()
+        if "get_quantize_ops" in kind.__dict__
+    }
+    with contextlib.ExitStack() as stack:
+        for kind, given in kinds.items():
+            stack.enter_context(set_inside(kind, "get_quantize_ops", get(given)))
+        yield
+
+
+@contextlib.contextmanager
+def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Inside, gptqmodel takes its kernels for this device, though the weights are loaded on the CPU. Each module whose
+    kernel wants its tensors in another order brings them into it on the device; `then` is called with it."""
+    from transformers.quantizers.quantizer_awq import AwqQuantizer
+    from transformers.quantizers.quantizer_gptq import GptqHfQuantizer
+
+    before, after = "_process_model_before_weight_loading", "_process_model_after_weight_loading"
+
+    def choosing(given: Any) -> Callable[..., Any]:
+        def process(self: Any, model: Any, **kwargs: Any) -> Any:
+            own = self.__dict__.get("optimum_quantizer", self.quantization_config)
+            with contextlib.ExitStack() as stack:
+                if device.type == "cpu" and own.backend in ("auto", None):
+                    stack.enter_context(set_inside(own, "backend", "torch"))
+                made = given(self, model, **kwargs | {"device_map": {"": device}})
+            gptq.refuse_kernels(model, device)
+            return made
+
+        return process
+
+    def ordering(given: Any) -> Callable[..., Any]:
+        def process(self: Any, model: Any, **kwargs: Any) -> Any:
+            modules = [module for module in model.modules() if gptq.is_of_gptqmodel(module)]
+            loaded = {m: {name: t for name, t in m._buffers.items() if t is not None} for m in modules}
+            for module in modules:
+                if "qzeros" in loaded[module]:  # it may add to them in place, and so to pages of a file
+                    module._buffers["qzeros"] = loaded[module]["qzeros"].clone()
+            with contextlib.ExitStack() as stack:
+                for kind in {type(module) for module in modules}:
+                    there = gptq.ordered_on(device, kind.post_init, loaded, then)
+                    stack.enter_context(set_inside(kind, "post_init", there))
+                return given(self, model, **kwargs)
+
+        return process
+
+    with contextlib.ExitStack() as stack:
+        for kind in (AwqQuantizer, GptqHfQuantizer):
+            stack.enter_context(set_inside(kind, before, choosing(getattr(kind, before))))
+            stack.enter_context(set_inside(kind, after, ordering(getattr(kind, after))))
+        yield
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether transformers has loaded it so."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+def needs_fp8_kernels(module: Any) -> tuple[bool, bool]:
+    """Whether it is a linear layer of fine-grained float8, and whether it is experts of that."""
+    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
+    return "FP8Linear" in kinds and module.weight.element_size() == 1, "FP8Experts" in kinds
+
+
+def has_fp8_kernels(device: torch.device) -> bool:
+    """Whether transformers finds what computes with it on a device; it may ask the hub."""
+    from transformers.integrations.finegrained_fp8 import load_finegrained_fp8_kernel
+
+    if device.type != "cuda" or torch.get_device_module(device).get_device_capability(device) < (8, 9):
+        return False
+    try:
+        load_finegrained_fp8_kernel()
+    except ImportError:
+        return False
+    return True
+
+
+def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as transformers would have unpacked it."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    found: torch.Tensor = Fp8Dequantize(None)._dequantize_one(module.weight, module.weight_scale_inv, dtype)
+    return found
+
+
+def unused_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
+    return [name for name, (place, _) in places(model, names)[0].items() if place is None]
+
+
+def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of them that transformers reports as unexpected: a class knows of some that it leaves out."""
+    known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return [name for name in unused_names(model, names) if not any(pattern.search(name) for pattern in known)]
+
+
+def convert_into(
+    model: Any, tensors: Mapping[str, Any], dtype: torch.dtype, mapping: Mapping[str, str] | None = None
+) -> None:
+    """Have transformers set these tensors of a checkpoint, or what it makes of them, in a model on meta.
+
+    A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
+    """
+    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model, mapping))
+    takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
+    more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
+    # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96
+    with sequential_loading(), progress_bar(False), set_inside(WeightConverter, "__deepcopy__", _sparing()):
+        convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
+
+
+def _sparing() -> Callable[[Any, Any], Any]:
+    """How a converter is copied: a copy that has collected nothing was not kept, and is as good as another."""
+    spares: dict[int, Any] = {}
+
+    def copied(converter: Any, memo: Any) -> Any:
+        spare = spares.get(id(converter))
+        if spare is None or spare.collected_tensors:
+            spare = spares[id(converter)] = copy.copy(converter)
+            for name in ("collected_tensors", "layer_targets", "operations"):
+                setattr(spare, name, copy.deepcopy(getattr(converter, name), memo))
+        return spare
+
+    return copied
+
+
+def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The model as `from_pretrained` builds it before it loads a tensor."""
+    from transformers.utils import ContextManagers
+
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            part.dtype = dtype
+    with ContextManagers(cls.get_init_context(dtype, False, False, None)):
+        return cls(config)
+
+
+def loaded_dtype(
+    dtype: str | torch.dtype, config: Any, index: Mapping[str, Any] | None, first: Mapping[str, torch.dtype]
+) -> torch.dtype:
+    """The dtype that `from_pretrained` loads: `index` is the metadata of an index, if there is one, and `first` has the
+    dtypes of the first file, in the order in which it is read."""
+    from transformers.modeling_utils import _get_dtype
+
+    tensors = {name: torch.empty(0, dtype=kind, device="meta") for name, kind in first.items()}
+    found: torch.dtype = _get_dtype(dtype, None, copy.deepcopy(config), index, tensors, True)[1]
+    return found
+
+
+def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | None) -> Any:
+    """The class that an Auto class loads for a config. `code`: the folder or repository whose code is trusted, and
+    keywords that go with it; None: none is."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto import auto_factory
+
+    is_known = type(config) in auto._model_mapping
+    own = auto_factory._get_model_class(config, auto._model_mapping) if is_known else None
+    reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if reference and code is not None and (own is None or own.__module__.startswith("transformers.")):
+        cls = get_class_from_dynamic_module(reference, code[0], **code[1])
+        if own is None:
+            auto.register(type(config), cls, exist_ok=True)
+        cls.register_for_auto_class(auto_class=auto)
+        return auto_factory.add_generation_mixin_to_remote_model(cls)
+    if own is not None:
+        return own
+    with torch.device("meta"):  # says what it does not know, or that it is not trusted
+        return type(auto.from_config(config, trust_remote_code=code is not None))
+
+
+def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
+    """Give a model on meta the modules that an adapter in a folder adds as it is loaded, in this dtype."""
+    from peft import PeftConfig, inject_adapter_in_model
+
+    before = {id(param) for param in model.parameters()}
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    inject_adapter_in_model(config, model, "default", low_cpu_mem_usage=True)
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in before:
+                made = torch.empty(param.shape, dtype=dtype, device="meta")
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+
+
+class Reading:
+    """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
+
+    transformers looks for the files of `name`, in `subfolder`, or of the file there that the config names: it gets
+    `files`, and with them `index`, the metadata of their index. `info` tells of the load once it is done; it is None
+    where a class reads its files itself. `is_elsewhere` while it loads other files, such as those of an adapter.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        subfolder: str,
+        named: str | None,
+        files: list[str],
+        index: Mapping[str, Any] | None,
+        tensors: dict[str, Any],
+    ) -> None:
+        self.info: Any = None
+        self.is_elsewhere = False
+        self._place, self._files, self._index, self._tensors = (_folder(name, subfolder), named), files, index, tensors
+        self._model: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, transformers loads so."""
+        from transformers import modeling_utils
+
+        thread, kind = threading.get_ident(), modeling_utils.PreTrainedModel
+        find, load, finish = (
+            modeling_utils._get_resolved_checkpoint_files,
+            kind._load_pretrained_model,
+            kind._finalize_model_loading,
+        )
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            folder = _folder(
+                str(kwargs.get("pretrained_model_name_or_path")),
+                (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
+            )
+            place = folder, kwargs.get("transformers_explicit_filename")
+            # a class's own load may ask for other files of the folder
+            is_other = kwargs.get("variant") or kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False
+            is_ours = threading.get_ident() == thread and place == self._place and not is_other
+            return (self._files, self._index) if is_ours else find(*args, **kwargs)
+
+        def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            if checkpoint_files is self._files:
+                self._model = model
+                return load(model, self._tensors, checkpoint_files, _reporting(load_config), **kwargs)
+            before, self.is_elsewhere = self.is_elsewhere, True
+            try:
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+            finally:
+                self.is_elsewhere = before
+
+        def finished(model: Any, load_config: Any, loading_info: Any) -> Any:
+            if model is not self._model:
+                return finish(model, load_config, loading_info)
+            self.info = finish(model, _reporting(load_config), loading_info)
+            return self.info
+
+        with (
+            set_inside(modeling_utils, "_get_resolved_checkpoint_files", found),
+            set_inside(kind, "_load_pretrained_model", staticmethod(loaded)),
+            set_inside(kind, "_finalize_model_loading", staticmethod(finished)),
+        ):
+            try:
+                yield
+            finally:
+                # An exception that a library keeps, such as one of an import that failed, keeps the frames that lead to
+                # it, and what they know.
+                self._tensors.clear()
+                self._model = None
+
+
+def _folder(name: str, subfolder: str) -> str:
+    """A folder, however it is spelled, or a repository's name."""
+    path = os.path.join(name, subfolder)
+    return os.path.realpath(path) if os.path.isdir(path) else path
+
+
+def _reporting(load_config: Any) -> Any:
+    """Shapes that differ are reported, not raised: an error of ours names all of them."""
+    return dataclasses.replace(load_config, ignore_mismatched_sizes=True)
+
+
+def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Tells of a parameter's name the dtype that transformers loads it in whatever it is told; None: it has none."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not kept:
+        return lambda name: None
+    pattern, _, of_group = build_glob_alternation(list(kept))
+
+    def told(name: str) -> torch.dtype | None:
+        match = pattern.search(name)
+        return kept[of_group[match.lastgroup]] if match else None
+
+    return told
+
+
+def has_own_load(cls: Any) -> bool:
+    """Whether a class has a `from_pretrained` of its own."""
+    from transformers import PreTrainedModel
+
+    return getattr(cls.from_pretrained, "__func__", None) is not PreTrainedModel.from_pretrained.__func__
+
+
+@contextlib.contextmanager
+def set_generation(cls: Any, given: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a model of this class that is loaded has these keywords for its generation settings, too."""
+    adjust = getattr(cls, "adjust_generation_fn", None)
+    if not given or adjust is None:
+        yield
+        return
+
+    def adjusted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return adjust(model, *args, **{**given, **kwargs})
+
+    with set_inside(cls, "adjust_generation_fn", adjusted):
+        yield
+
+
+def tie(model: Any) -> None:
+    """Make tied parameters one, as at the end of a load."""
+    model.tie_weights(recompute_mapping=False)
+
+
+def decoding(model: Any, num_tokens: int) -> AbstractContextManager[None]:
+    """What `generate` runs a step of so many new tokens in: experts compute one token by another function."""
+    enter = getattr(model, "_optimize_model_for_decode", nullcontext) if num_tokens == 1 else nullcontext
+    found: AbstractContextManager[None] = enter()
+    return found
+
+
+def forget_hooks(module: torch.nn.Module) -> None:
+    """Of a copy without hooks: transformers is to put there again those by which it gathers hidden states."""
+    vars(module).pop("_output_capturing_hooks_installed", None)

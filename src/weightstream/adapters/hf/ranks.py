@@ -1,0 +1,243 @@
+"""Ranks: the processes that share one model by tensor parallelism, and what they agree on.
+
+Their plans need not be equal to be right. But the slowest rank sets the step, and one that refuses would leave the
+others waiting in a collective. So all plan with the least that any of them has, and a refusal is told to all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed, nn
+
+from weightstream import errors
+from weightstream.errors import ConfigError, OffloadError
+from weightstream.plan.planner import Machine
+from weightstream.settings.config import OffloadConfig
+
+NAMES = ("distributed_config", "tp_plan", "tp_size")  # of keywords that ask for tensor parallelism
+_IMAGINING = threading.RLock()  # the group is of the process
+_PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
+_OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_EXPERTS = "enable_expert_parallel"  # without a size of its own up to transformers 5.17
+_TOLD = "_weightstream_is_told"  # to all ranks
+_RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
+_FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
+
+
+class _Refusal(NamedTuple):
+    """What a rank tells in place of what it was asked for."""
+
+    rank: int
+    kind: str
+    text: str
+
+
+class Ranks:
+    """The processes of a group; `num_here` processes of the job are on this machine, whose memory they share."""
+
+    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.num, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives here, in their order; raises the error of one that refused in place of that."""
+        found: list[Any] = [None] * self.num
+        distributed.all_gather_object(found, value, group=self._group)
+        refusals = (given for given in found if isinstance(given, _Refusal))
+        if not isinstance(value, _Refusal) and (refusal := next(refusals, None)) is not None:
+            kind = getattr(errors, refusal.kind, OffloadError)
+            raise _told(kind(f"rank {refusal.rank} refused: {refusal.text}"))
+        return found
+
+    def least(self, number: int) -> int:
+        """The least that any rank gives here. Cheap enough for each step."""
+        on_host = "cpu:" in distributed.get_backend_config(self._group)
+        found = torch.tensor(int(number), device="cpu" if on_host else torch.accelerator.current_accelerator())
+        distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
+        return int(found)
+
+    def common(self, reason: str | None) -> str | None:
+        """Why not all ranks can: what the first of them says that cannot, with its name if not all say so."""
+        reasons = self.gather(reason)
+        told = (f"on rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None)
+        return reason if len(set(reasons)) == 1 else next(told)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What raises inside on one rank raises on all that `gather` or `confirm` inside."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_told(error):
+                _told(error).add_note(f"on rank {self.rank} of {self.num}")
+                self.gather(_Refusal(self.rank, type(error).__name__, str(error)))
+            raise
+
+    def confirm(self) -> None:
+        """Come to this point with all ranks; raises where one of them refused before."""
+        self.gather(None)
+
+    def apart(self, uuid: str, device: object) -> None:
+        """Come to this point with all ranks; raises `ConfigError` on all of them where any two have one device."""
+        every = self.gather(uuid)
+        shared = [str(rank) for rank, found in enumerate(every) if every.count(found) > 1]
+        if shared:
+            raise ConfigError(
+                f"ranks {', '.join(shared)} have one device, on rank {self.rank} {device}: give device='cuda', or none"
+            )
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Put the sum of what each rank gives here in place of it."""
+        distributed.all_reduce(tensor, group=self._group)
+
+    def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
+        """Settings and a machine that all plan with: the least that any has, the slowest link and sums, other speeds as
+        the first measured them, and an equal share of the host's memory."""
+        every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
+        budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
+        least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
+        least |= {name: bool(least[name]) for name in ("maps_host_memory", "fetches_rows")}
+        rates = {name: min(getattr(found.profile, name) for found in machines) for name in _RATES}
+        profile = replace(machines[0].profile, **rates)
+        agreed = replace(machine, profile=profile, **least)
+        return _divided(config.within(min(budgets, default=None)), agreed, self.num_here)
+
+
+def alike(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
+    """What so many processes would agree on, all of them on one such machine."""
+    budget = config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu)
+    return _divided(config.within(budget), machine, num)
+
+
+def _divided(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
+    """For each of so many processes an equal share of the host's memory, which may be the device's."""
+    names = ("host_free_nbytes", *(("free_nbytes", "total_nbytes") if machine.on_cpu else ()))
+    shares = {name: getattr(machine, name) // num for name in names}
+    return config.within(config.device_budget, 1 / num), replace(machine, **shares)
+
+
+def _told(error: Exception) -> Exception:
+    """The error, marked as one that all ranks know of."""
+    vars(error)[_TOLD] = True
+    return error
+
+
+def _is_told(error: BaseException | None) -> bool:
+    """Whether all ranks know of it, or of one that led to it."""
+    return error is not None and (_TOLD in vars(error) or _is_told(error.__cause__ or error.__context__))
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Inside, other ranks wait for what this one computes and could not hear of an error: `together` passes it on."""
+    try:
+        yield
+    except Exception as error:
+        _told(error)
+        raise
+
+
+def together(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """As `Ranks.together`; nothing for one process."""
+    return nullcontext() if ranks is None else ranks.together()
+
+
+def least(ranks: Ranks | None, number: int) -> int:
+    """As `Ranks.least`."""
+    return number if ranks is None else ranks.least(number)
+
+
+def common(ranks: Ranks | None, reason: str | None) -> str | None:
+    """As `Ranks.common`."""
+    return reason if ranks is None else ranks.common(reason)
+
+
+def num_processes() -> int:
+    """Of this job."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def ranks_of(model: nn.Module) -> Ranks | None:
+    """Those that hold a model's shards; None: it has none."""
+    if num_processes() == 1:
+        return None
+    from torch.distributed.tensor import DTensor  # half a second
+
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    if all(mesh.size() == 1 for mesh in meshes):
+        return None
+    (mesh, *others) = meshes
+    return Ranks(mesh.get_group() if mesh.ndim == 1 and not others else None)
+
+
+def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
+    """Whether a `distributed_config` wants several processes. Raises `ConfigError` for what none of them can do."""
+    if wanted is None:
+        return False
+    others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
+    if not others and getattr(wanted, _EXPERTS, False):
+        others = [_EXPERTS]
+    if others:
+        raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
+    if wanted.tp_size == 1:
+        return False
+    if config.stripes:
+        raise ConfigError("each process of tensor parallelism has one GPU: leave out gpus and device_map")
+    return True
+
+
+@contextmanager
+def imagined(num: int) -> Iterator[bool]:
+    """Inside, this process is the first of so many; none of the others runs, and nothing is exchanged. Where the
+    processes of a job talk to each other already, which it tells, these are they.
+
+    Raises `ConfigError` where they are not so many.
+    """
+    with _IMAGINING:
+        if (of_job := num_processes()) not in (1, num):
+            raise ConfigError(f"distributed_config: tp_size = {num}, and {of_job} processes run")
+        if distributed.is_initialized():
+            yield True
+            return
+        distributed.init_process_group("fake", rank=0, world_size=num)
+        try:
+            yield False
+        finally:
+            distributed.destroy_process_group()
+
+
+def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
+    """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
+    it wants one process.
+
+    Where nobody has, it lets them talk to each other, of tensors in host memory, too: what streams is there between
+    steps. Raises `ConfigError`.
+    """
+    if not is_wanted(wanted, config):
+        return None
+    assert wanted is not None
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is not None and "LOCAL_RANK" in os.environ:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if not distributed.is_initialized():
+        if "RANK" not in os.environ:
+            raise ConfigError(
+                f"distributed_config: tp_size = {wanted.tp_size} needs as many processes: start them with "
+                f"torchrun --nproc-per-node {wanted.tp_size} script.py"
+            )
+        named = "gloo" if kind is None else f"cpu:gloo,{kind.type}:{distributed.get_default_backend_for_device(kind)}"
+        distributed.init_process_group(named, timeout=_PATIENCE)
+    if distributed.get_world_size() != wanted.tp_size:
+        raise ConfigError(
+            f"distributed_config: tp_size = {wanted.tp_size}, and {distributed.get_world_size()} processes run"
+        )
+    return Ranks()

@@ -1,0 +1,101 @@
+"""The static cache that captured decode steps run on: for which models, of what shapes, and what its layers tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from weightstream.adapters.hf import private
+from weightstream.errors import UnsupportedError
+
+_COUNT, _LENGTH = private.STATIC_WINDOW_COUNT, private.WINDOW_COUNT
+_TELLS = "get_seq_length"  # what windows tell is a number
+
+
+def unsuited(model: Any) -> str | None:
+    """Why a decode step of this model is more than kernels on a static cache of attention; None: it is not."""
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+
+    if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
+        return f"{type(model).__name__} does not work with a static cache alone"
+    layers = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=2).layers
+    others = {type(layer).__name__ for layer in layers} - {StaticLayer.__name__, StaticSlidingWindowLayer.__name__}
+    return f"the cache has layers of other kinds than attention: {', '.join(sorted(others))}" if others else None
+
+
+def is_static(cache: Any) -> bool:
+    from transformers.cache_utils import StaticCache
+
+    return type(cache) is StaticCache
+
+
+def tell_lengths_at(cache: Any, device: torch.device) -> None:
+    """Layers on other devices tell their length there from now on: positions and masks are made of it."""
+    layers = getattr(cache, "layers", None)
+    for layer in layers if isinstance(layers, list) else ():
+        own = getattr(layer, "__dict__", {})
+        if isinstance(own.get(_LENGTH), torch.Tensor) and _TELLS not in own:  # else this was done before
+            length = layer.get_seq_length()
+            if length is own[_LENGTH] and length.device != device:
+                own[_TELLS] = partial(_at, length, device)  # not of the layer, which would be a cycle
+
+
+def _at(length: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return length.to(device, non_blocking=True)
+
+
+def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
+    """The cache of so many positions that captured steps have in place of a dynamic one, on meta, that holds so many
+    already; None: they are not captured."""
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+    if type(cache) is not DynamicCache or unsuited(model) is not None:
+        return None
+    found = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
+    for index, layer in enumerate(cache.layers):
+        found.update(layer.keys, layer.values, index)
+    for layer in found.layers:
+        if _COUNT in vars(layer):
+            setattr(layer, _COUNT, num_filled)
+    return found
+
+
+@contextmanager
+def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
+    """During a capture: sliding windows do not tell their length, and copy nothing from the host.
+
+    What they have counted, which is yielded, is put back: nothing has run yet.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError("the model computes with the length of a sliding window in Python")
+
+    counts = [getattr(window, _COUNT) for window in windows]
+    for window in windows:
+        update = partial(_on_device, window.update)
+        vars(window).update(get_seq_length=refuse, get_mask_sizes=refuse, update=update)
+    try:
+        yield counts
+    finally:
+        for window, count in zip(windows, counts, strict=True):
+            del window.get_seq_length, window.get_mask_sizes, window.update
+            setattr(window, _COUNT, count)
+
+
+def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _MadeOnDevice():
+        return update(*args, **kwargs)
+
+
+class _MadeOnDevice(TorchFunctionMode):
+    """Makes `torch.tensor([…])` of kernels: it copies from pageable memory, which no capture allows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            return torch.stack([torch.full((), value, **kwargs) for value in args[0]])
+        return func(*args, **(kwargs or {}))

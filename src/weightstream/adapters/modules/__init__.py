@@ -1,0 +1,1 @@
+"""How the modules of a model are cut into units and placed on devices."""

@@ -1,0 +1,221 @@
+"""What tools that know accelerate find on an offloaded model: `device`, `hf_device_map`, `_hf_hook`. Knows no weights.
+
+All three say where the model computes, not where weights live. Tools ask to learn where inputs go and that the model is
+not to be moved. A "cpu" or "disk" in the map tells them more: that weights are on the meta device and that accelerate's
+hooks hold the true ones, so that saving, adapters and generation would go ways that are wrong here.
+
+They live in a class made for the instance, as a copy or a pickle of the model must not have them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.errors import OffloadError
+from weightstream.runtime.tensors.undo import Undo
+
+logger = logging.getLogger("weightstream")
+
+_BASE = "_weightstream_base"
+_NESTED = 16  # changes of one member, at most, that are undone in turn
+_KEPT = frozenset(("__new__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", _BASE))
+
+
+class Placement:
+    """Stands where accelerate keeps its hook. Without one, `generate` adds its own to the encoder of a model."""
+
+    io_same_device = False  # asked for by tools: inputs and outputs of an encoder are on the device as it is
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        raise OffloadError(
+            f"{type(module).__name__} is offloaded by weightstream; accelerate has no hook on it to remove: "
+            "call model.weightstream.remove(). A pipeline is offloaded as a whole: weightstream.offload_pipeline(pipe)"
+        )
+
+
+Recast = Callable[[Callable[[], object]], None]  # runs what casts a model, while that does not stream
+
+
+def attach(
+    model: nn.Module,
+    device: torch.device,
+    recast: Recast | None = None,
+    devices: Mapping[str, torch.device] | None = None,
+) -> Callable[[], None]:
+    """Give them to every transformers or diffusers model in `model`; returns what takes them away.
+
+    `recast`: by which `model` itself may be cast; without it that is refused. `devices`: of its modules, by name, where
+    it computes on several.
+    """
+    undo = Undo()
+    for module in model.modules():
+        if _is_pretrained(module):
+            members = _members(type(module), device, recast if module is model else None)
+            if devices is not None and module is model:
+                members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
+            undo.add(place(module, members))
+    return undo
+
+
+def place(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
+    """Give an instance a class of its own with these members; returns what undoes it.
+
+    A class that was assigned to the instance meanwhile stays, and where it was derived from ours that is plain again.
+    """
+    kind = type(owner)
+    owner.__class__ = placed = derived(kind, members)
+
+    def undo() -> None:
+        if type(owner) is placed:
+            owner.__class__ = kind
+        placed.leave()
+
+    return undo
+
+
+def is_there(module: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether arguments of `to()` name where a model computes, and the dtype that it has, if any."""
+    given = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
+    for value in given:
+        if isinstance(value, torch.dtype):
+            if value != module.dtype:
+                return False
+        elif isinstance(value, str | int | torch.device):
+            wanted = torch.device(value)
+            if wanted.type != device.type or wanted.index not in (None, device.index):
+                return False
+        else:
+            return False
+    return bool(given)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return hasattr(module, "save_pretrained") and isinstance(getattr(type(module), "device", None), property)
+
+
+def _dtype_in(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that arguments of `to()` name, where they name nothing else but where a model computes."""
+    given = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
+    dtypes = [value for value in given if isinstance(value, torch.dtype)]
+    others = [value for value in given if not isinstance(value, torch.dtype)]
+    return dtypes[0] if dtypes and (not others or is_there(None, device, others, {})) else None
+
+
+def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str, Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_there(self, device, args, kwargs):
+            logger.debug("%s computes on %s already: to() changes nothing", base.__name__, device)
+            return self
+        dtype = _dtype_in(device, args, kwargs)
+        if recast is None or dtype is None:
+            return base.to(self, *args, **kwargs)
+        recast(lambda: base.to(self, dtype))
+        return self
+
+    def cuda(self: Any, index: int | None = None) -> Any:
+        return to(self, "cuda" if index is None else f"cuda:{index}")
+
+    def casting(dtype: torch.dtype) -> Callable[[Any], Any]:
+        return lambda self: to(self, dtype)
+
+    def compile_repeated_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args or not hasattr(self, "weightstream"):
+            base.compile_repeated_blocks(self, *args, **kwargs)
+        else:
+            self.weightstream.compile("blocks", **kwargs)
+
+    return {
+        **({"compile_repeated_blocks": compile_repeated_blocks} if hasattr(base, "compile_repeated_blocks") else {}),
+        "to": to,
+        "cuda": cuda,
+        "float": casting(torch.float32),
+        "half": casting(torch.float16),
+        "bfloat16": casting(torch.bfloat16),
+        "device": property(lambda self: device),
+        "hf_device_map": {"": _told(device)},
+        "_hf_hook": Placement(device),
+    }
+
+
+def _told(device: torch.device) -> Any:
+    """A number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not."""
+    return device if device.index is None else device.index
+
+
+def derived(base: Any, members: Mapping[str, Any]) -> Any:
+    """A class for one instance of `base`, with these members: what is copied or pickled of that is of `base`."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:  # `type(model)(config)` is another, plain model
+        if cls is placed:
+            return base(*args, **kwargs)
+        return base.__new__(cls) if base.__new__ is object.__new__ else base.__new__(cls, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        made: Any = base.__reduce_ex__(self, 0)  # later ones insist on the object's own class
+        return made[0], tuple(base if arg is placed else arg for arg in made[1]), *made[2:]
+
+    own = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        _BASE: base,
+    }
+    placed = _meta_of(base)(base.__name__, (base,), {**own, **members})
+    return placed
+
+
+def _meta_of(base: Any) -> Any:
+    """The class of a class for one instance of `base`: to change the class of the instance changes `base`."""
+    before: dict[str, deque[Any]] = {}  # of what was set here, what `base` itself had
+    absent = object()
+
+    def is_placed(cls: Any) -> bool:
+        return _BASE in vars(cls)
+
+    def set_member(cls: Any, name: str, value: Any) -> None:
+        if not is_placed(cls) or (name.startswith("__") and name.endswith("__")):
+            type.__setattr__(cls, name, value)
+            return
+        before.setdefault(name, deque(maxlen=_NESTED)).append(vars(base).get(name, absent))
+        setattr(base, name, value)
+
+    def delete_member(cls: Any, name: str) -> None:
+        if not is_placed(cls) or not before.get(name):
+            type.__delattr__(cls, name)
+            return
+        given = before[name].pop()  # who patches a class for a while finds nothing to put back in this one
+        if given is absent:
+            delattr(base, name)
+        else:
+            setattr(base, name, given)
+
+    def leave(cls: Any) -> None:
+        """No instance is to be different from one of `base` any more: there may be classes derived from this."""
+        for name in [name for name in vars(cls) if name not in _KEPT]:
+            type.__delattr__(cls, name)
+
+    members = {
+        # diffusers' `from_pipe` takes over a component whose type is among those that it expects: equal is enough
+        "__eq__": lambda cls, other: other is cls or (is_placed(cls) and other is base),
+        "__hash__": lambda cls: hash(base) if is_placed(cls) else type.__hash__(cls),
+        "__setattr__": set_member,
+        "__delattr__": delete_member,
+        "leave": leave,
+    }
+    return type("Placed", (type(base),), members)
+
+
+def plain(kind: type) -> Any:
+    """The class that it was derived from, if it was."""
+    return vars(kind).get(_BASE, kind)

@@ -1,0 +1,260 @@
+"""Experts of transformers: modules that hold stacks of matrices, of which ids on the device name those to be used.
+
+Found by structure. transformers' own functions compute, with a stand-in for the module or with itself, so the bits are
+their own.
+
+[Note: grouped in place of batched]
+`generate()` decodes with batched_mm, which copies the matrices of each id: for a few sequences that is most of a step.
+Where all that is used lies in place, grouped_mm reads it there. On a device where both give the same bits it runs
+instead. Nobody promises that, so the first call of each shape runs both on random states, with ids that come once and
+several times, and one expert's product at a time in the output, where no sum hides it. What is found holds for the
+process, as kernels and the order of their sums are chosen by shapes and settings. That is so where torch has a kernel
+for groups of bfloat16; elsewhere it multiplies group by group, by sizes that the host has to ask for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weightstream.adapters.hf import private
+from weightstream.codec.format import TILE
+from weightstream.runtime.devices import cuda
+
+logger = logging.getLogger("weightstream")
+
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
+_BY_ROW = "batched_mm"  # the implementation that copies the matrices that it uses; generate() decodes with it
+_IN_PLACE = "grouped_mm"  # it touches no matrix but those that it uses
+_FUSED = "w13_weight"  # of vLLM's experts
+_EQUAL: dict[Any, bool] = {}  # [Note: grouped in place of batched]
+_ROUNDS = 8
+_WAYS = ("forward", "_compiled_call_impl")  # that an instance may have for its own
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
+
+
+class _StandIn:
+    """In place of a module: these attributes are others, all else is the module's."""
+
+    def __init__(self, module: Any, others: Mapping[str, Any]) -> None:
+        self.__dict__.update(others, _weightstream_module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_weightstream_module"], name)
+
+
+def _unwatched(module: nn.Module) -> nn.Module:
+    """A module of the same tensors that runs the forwards of its classes, without hooks."""
+    found: nn.Module = object.__new__(type(module))
+    found.__dict__.update({name: value for name, value in vars(module).items() if name not in _WAYS})
+    found.__dict__ |= {name: type(hooks)() for name, hooks in vars(module).items() if name in _HOOKS}
+    found._modules = {name: None if child is None else _unwatched(child) for name, child in module._modules.items()}
+    return found
+
+
+class _Named(Exception):
+    """Experts were called with these ids."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+
+def _name(*args: Any, **kwargs: Any) -> None:
+    raise _Named((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
+
+
+class Experts:
+    """How the forward of one module of experts reads single matrices of its stacks."""
+
+    def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
+        self._module, self._names, self._block = module, names, block
+        self._of_class = type(module).forward
+        self._repeats: bool | None = None  # whether the block told the ids that the experts were given; None: untried
+
+    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
+        """As `runtime.weights.Picks`."""
+        module, implementation = self._module, self._module.config._experts_implementation
+        of_class: Callable[..., Any] = self._of_class
+        plain = getattr(forward, "__func__", None) is of_class and getattr(forward, "__self__", None) is module
+        if implementation not in (_BY_ROW, _IN_PLACE) or not plain:
+            return None  # or somebody has put another forward in its place
+        given = dict(zip(_TAKEN, args, strict=False)) | kwargs
+        ids, stacks = given.get("top_k_index"), {name: module._parameters.get(name) for name in self._names}
+        read = {id(stack) for stack in stacks.values() if stack is not None}  # one that is computed is no parameter
+        if not isinstance(ids, torch.Tensor) or len(read) < len(stacks) or not rows.readings.keys() <= read:
+            return None
+        by_row, places = implementation == _BY_ROW, rows.places(ids.numel())
+        kind = self._kind(given["hidden_states"], ids, stacks.values()) if by_row else None
+        may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
+        if by_row and not may_group and ids.numel() <= rows.most:
+            return partial(self._select, of_class, stacks, rows, given)
+        return partial(self._place, of_class, kind, rows, given) if places else None
+
+    def _select(
+        self,
+        of_class: Callable[..., Any],
+        stacks: Mapping[str, Any],
+        rows: Any,
+        given: Mapping[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = rows.select(given["top_k_index"])
+        self._look_ahead(rows, given)
+        others = {name: found[id(stack)] for name, stack in stacks.items() if id(stack) in found}
+        return of_class(_StandIn(self._module, others), *args, **kwargs)
+
+    def _place(
+        self, of_class: Callable[..., Any], kind: Any, rows: Any, given: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        rows.place(given["top_k_index"])
+        self._look_ahead(rows, given)
+        module = self._module
+        grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
+        if kind is not None and kind not in _EQUAL and not rows.capturing():
+            with _disable_current_modes():  # who watches the call would see others, and some that wait for the device
+                _EQUAL[kind] = _is_equal(partial(of_class, module), partial(of_class, grouped), given)
+        return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
+
+    def _look_ahead(self, rows: Any, given: Mapping[str, Any]) -> None:
+        if rows.look_ahead is None or self._module.training:  # some blocks add noise to what they are given then
+            return
+        hidden, ids = given["hidden_states"], given["top_k_index"]
+        if self._repeats is None and not rows.capturing():
+            with torch.no_grad(), _disable_current_modes():  # it waits for the device, and the model does not
+                told = self.guess(hidden)
+                self._repeats = told is not None and told.shape == ids.shape and bool((told == ids).all())
+            if not self._repeats:
+                logger.debug("what %s will be given is not told ahead", type(self._module).__name__)
+        rows.look_ahead(hidden)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether its block, run up to the experts, gave the ids that these were given."""
+        return bool(self._repeats) and not self._module.training
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
+        """The ids that the block would give its experts for these states of tokens."""
+        if self._block is None:
+            return None
+        inside: dict[str, Any] = {}
+        for name, child in self._block.named_children():
+            routes = any(p.ndim and len(p) == self._module.num_experts for p in child.parameters())
+            inside[name] = _name if child is self._module else _unwatched(child) if routes else _as_is
+        try:
+            type(self._block).forward(_StandIn(self._block, inside), states.unsqueeze(0))
+        except _Named as named:
+            return named.ids
+        except Exception:  # of a block that is called otherwise
+            logger.debug("a block of experts does not run without them", exc_info=True)
+        return None
+
+    def _kind(self, hidden: torch.Tensor, ids: torch.Tensor, stacks: Iterable[Any]) -> Any:
+        """What kernels are chosen by; None where groups are not worth a trial, or more than kernels would run in it."""
+        if len(ids) < 2 or not cuda.multiplies_groups(hidden.device):
+            return None
+        inner = (module for module in self._module.modules() if module is not self._module)
+        has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+        if has_hooks or {hidden.dtype, *(stack.dtype for stack in stacks)} != {torch.bfloat16}:
+            return None
+        shapes = hidden.shape, ids.shape, *(stack.shape for stack in stacks)
+        return type(self._module), hidden.device, shapes, cuda.product_settings()
+
+    def why_whole(self) -> str | None:
+        """Why their stacks are read whole whatever is asked for; None: they need not be."""
+        module, kind = self._module, type(self._module).__name__
+        given = module.config._experts_implementation
+        if "forward" in vars(module):
+            return f"their forward is not that of {kind}"
+        if given not in (_BY_ROW, _IN_PLACE):
+            return f'experts_implementation "{given}" reads whole stacks: set "{_BY_ROW}"'
+        if any(prod(module._parameters[name].shape[1:]) % TILE for name in self._names):
+            return f"their matrices are not multiples of {TILE} weights"
+        return None
+
+
+def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+    """Whether both give the same bits, of random states: [Note: grouped in place of batched]."""
+    hidden, ids, scores = (given[name] for name in _TAKEN)
+    generator = torch.Generator(hidden.device).manual_seed(len(ids))
+    try:
+        for turn in range(_ROUNDS):
+            states = torch.randn(hidden.shape, generator=generator, device=hidden.device).to(hidden.dtype)
+            again = torch.randint(ids.numel(), ids.shape, generator=generator, device=ids.device)
+            one = torch.zeros_like(scores)
+            one[:, turn % scores.shape[1]] = 1
+            taken = states, ids if turn % 2 else ids.flatten()[again], one
+            found, other = batched(*taken), grouped(*taken)
+            if not found.any() or not torch.equal(found.view(torch.uint8), other.view(torch.uint8)):
+                return False  # of zeros alone nothing is known
+    except Exception:  # a function that takes no such states: what was to run does
+        logger.debug("experts are not tried in groups", exc_info=True)
+        return False
+    return True
+
+
+def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return states
+
+
+def picks_of(module: nn.Module, block: nn.Module | None = None) -> Experts | None:
+    """Of experts, how they read single matrices; None for any other module. `block` holds them, and what routes.
+
+    Stacks of one byte a weight go to a kernel, with the ids (`FP8Experts`): nothing may stand in for these.
+    """
+    num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
+    if not isinstance(num, int) or not hasattr(type(module), "_apply_gate"):
+        return None
+    stacks = {name: param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)}
+    is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks.values())
+    is_indexed = is_stacked and all(param.dtype.itemsize > 1 for param in stacks.values())
+    return Experts(module, list(stacks), block) if is_indexed and hasattr(config, "_experts_implementation") else None
+
+
+def why_whole(model: nn.Module) -> str | None:
+    """Why each step reads all experts of a model, in a line; None: it need not, or there are none.
+
+    Experts are told by their name here: nothing but the line depends on it.
+    """
+    found: dict[str, list[str]] = {}
+    every: list[str] = []
+    for name, module in model.named_modules():
+        if not _are_experts(name, module) or any(name.startswith(f"{outer}.") for outer in every):
+            continue
+        every.append(name)
+        if reason := _why_whole(module):
+            found.setdefault(reason, []).append(name)
+    if not found:
+        return None
+    reason, names = max(found.items(), key=lambda item: len(item[1]))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"each step reads all experts of {names[0]}{more}: {reason}"
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    last, kind = name.rpartition(".")[2].lower(), type(module).__name__
+    is_named = last == "experts" or ("Experts" in kind and "shared" not in last)
+    return is_named and any(True for _ in module.parameters())
+
+
+def _why_whole(module: nn.Module) -> str | None:
+    kind = type(module).__name__
+    if private.has_mxfp4(module):
+        return f"{kind} unpacks whole stacks of mxfp4"
+    if (picks := picks_of(module)) is not None:
+        return picks.why_whole()
+    if any(name.endswith(_FUSED) for name, _ in module.named_parameters()):
+        return f"kernels of vLLM take whole stacks from {kind}, inside of its operator: none are cached yet"
+    packed = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.dtype.itemsize == 1})
+    if packed:
+        return f"{kind} gives its kernels whole stacks of {' and '.join(packed)}"
+    return f"{kind} does not take rows of stacks by ids, as {_BY_ROW} of transformers does"

@@ -1,0 +1,116 @@
+"""Any `nn.Module`: which of its modules are units. Found by structure; knows no architecture.
+
+Blocks are the repeated children of a ModuleList, Sequential or ModuleDict, the inner ones where they hold most of the
+outer. Outside of blocks the largest subtrees without blocks are units, and a model without blocks falls to its leaf
+modules. A module whose own tensors surround other units gets a unit of just those, which encloses the others. One
+without a forward is never called, so it is no unit where it has children: these are looked into.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from torch import nn
+
+from weightstream.adapters.modules.moe import picks_of
+from weightstream.runtime.tensors.leaves import leaves
+from weightstream.runtime.weights.alias_groups import Scope, UnitModule
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+Grain = Literal["block", "half", "matrix"]
+GRAINS: tuple[Grain, ...] = ("block", "half", "matrix")
+
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward reads weights of their children
+
+
+def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module] | None = None) -> list[UnitModule]:
+    """The units of a model in declared order: blocks; their children, such as attention and MLP ("half"); or every
+    module with tensors of its own ("matrix").
+
+    `blocks` are those that the caller knows; default: `find_blocks`. A unit that is a block, or part of one, carries
+    the block's index.
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
+    cut = {"block": {id(block) for block in called(blocks)}, "half": _halves(blocks), "matrix": set[int]()}[grain]
+    layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
+    unique: dict[int, UnitModule] = {}
+    for unit in _units("", model, cut, whole=bool(cut)):
+        unit.layer = layers.get(id(unit.module))
+        unique.setdefault(id(unit.module), unit)
+    return list(unique.values())
+
+
+def called(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The same with the children of those that have no forward in place of these."""
+    found: list[nn.Module] = []
+    for module in modules:
+        is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+        children = [child for child in module.children() if _holds_tensors(child)]
+        found += [module] if is_called or not children else called(children)
+    return found
+
+
+def _halves(blocks: list[nn.Module]) -> set[int]:
+    """The ids of the blocks' children, and of blocks that have none."""
+    halves = (m for block in blocks for m in [c for c in block.children() if _holds_tensors(c)] or [block])
+    return {id(module) for module in called(halves)}
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return any(True for m in module.modules() for _ in leaves(m))
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model in declared order: children of a container that has at least two of one class."""
+    found: set[int] = set()
+    for container in model.modules():
+        if isinstance(container, _CONTAINERS):
+            children = [c for c in container.children() if _nbytes(c)]
+            repeated = Counter(type(c) for c in children)
+            found |= {id(c) for c in children if repeated[type(c)] > 1}
+    by_id = {id(m): m for m in model.modules()}
+    for outer in [key for key in by_id if key in found]:
+        inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
+        if not inner:
+            continue
+        below = {id(d) for m in inner for d in m.modules() if d is not m}
+        if 2 * sum(_nbytes(m) for m in inner if id(m) not in below) > _nbytes(by_id[outer]):
+            found.discard(outer)  # its own blocks hold most of it
+        else:
+            found -= {id(module) for module in inner}
+    return [module for module in by_id.values() if id(module) in found]
+
+
+def row_tables(model: nn.Module) -> set[int]:
+    """The ids of tensors that only embeddings hold: a step reads a few of their rows."""
+    tables: set[int] = set()
+    others: set[int] = set()
+    for module in model.modules():
+        by_row = isinstance(module, nn.Embedding) and module.max_norm is None
+        for leaf in leaves(module):  # of any other kind than the plain one more may be read
+            (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
+    return tables - others
+
+
+def _units(
+    name: str, module: nn.Module, blocks: set[int], whole: bool, parent: nn.Module | None = None
+) -> Iterator[UnitModule]:
+    if not _holds_tensors(module):
+        return
+    children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
+    is_called = called([module]) == [module]
+    split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
+    split |= not is_called
+    if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
+        yield UnitModule(name=name, module=module, picks=picks_of(module, parent))
+        return
+    if any(True for _ in leaves(module)):
+        yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
+    for child_name, child in children:
+        yield from _units(child_name, child, blocks, whole, module)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(leaf.tensor.nbytes for m in module.modules() for leaf in leaves(m))

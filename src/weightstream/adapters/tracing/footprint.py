@@ -1,0 +1,418 @@
+"""Footprint: what a forward computes and allocates, told from shapes alone. It runs no kernel and reads no weight.
+
+The forward runs once in a copy on meta. A dispatch mode sees every operator, hooks say whose it is, and weak references
+tell when the memory of a result is free again. In inference mode composite operators arrive whole: a linear layer and
+fused attention are one kernel each, as on a GPU, and the others are taken apart here. An operator that was seen with
+the same shapes before is not run again: the layers of a model are alike, and meta kernels are slow Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters.hf import private, static_cache
+from weightstream.adapters.hf.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
+from weightstream.adapters.tracing import global_state, meta_copy, op_cost, process_states
+from weightstream.adapters.tracing.known_values import UNKNOWN, KnownValues
+from weightstream.adapters.tracing.op_cost import Launch
+from weightstream.adapters.tracing.op_timing import Trial
+from weightstream.errors import UnsupportedError
+from weightstream.plan.manifest import Op, Workload, mean
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.streamer.read_watch import OperatorMode
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.weights.alias_groups import UnitModule
+
+logger = logging.getLogger("weightstream")
+
+_CPU = torch.device("cpu")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Footprint:
+    """What one step of a model takes beside its weights.
+
+    `cache_nbytes` is the cache of all positions; `activation_nbytes` the most that is alive beside weights and cache,
+    in this step or in a prompt as long as the context. `calls` are the modules that ran, each with the call that it
+    ran in (-1: none), and `ops` the kernels, each with the call that launched it and the number of calls until then.
+    `launches` are the different ones among these, each with its number. `reads` are weights, each with the call that
+    read them, `returned` the bytes of tensors that each call returned. `captured` is what the same step runs in a CUDA
+    graph, where that is not the same.
+    """
+
+    activation_nbytes: int
+    cache_nbytes: int
+    calls: tuple[tuple[nn.Module, int], ...]
+    ops: tuple[tuple[int, int, Op], ...]
+    launches: tuple[tuple[Launch, int], ...] = ()
+    reads: tuple[tuple[int, torch.Tensor], ...] = ()
+    returned: tuple[int, ...] = ()
+    captured: Footprint | None = None
+
+    def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
+        """The same with what some launches took in a trial."""
+        known = {id(run.op): replace(run.op, device_s=t.device_s) for run, t in trials.items() if run.op is not None}
+        ops = tuple((call, num_calls, known.get(id(op), op)) for call, num_calls, op in self.ops)
+        peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
+        most = max(self.activation_nbytes, max(peaks, default=0) - self.cache_nbytes)
+        return replace(self, ops=ops, launches=(), activation_nbytes=most)
+
+    def states_nbytes(self, units: Sequence[UnitModule]) -> int:
+        """The most that a call of a repeated block among these units returned."""
+        blocks = {id(unit.module) for unit in units if unit.layer is not None}
+        calls = zip(self.calls, self.returned, strict=True)
+        return max((nbytes for (module, _), nbytes in calls if id(module) in blocks), default=0)
+
+    def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
+        """The units in the order in which they ran, each as often as it did."""
+        return tuple(unit for unit, _ in self._positions(units))
+
+    def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
+
+        An op counts for the innermost unit around it; outside of all, for the one before (`after`), which of what comes
+        before the first is the last one.
+        """
+        by_unit: list[list[list[Op]]] = [[] for _ in units]
+        for unit, ops in self._positions(units):
+            by_unit[unit].append(ops)
+        return tuple(map(mean, by_unit))
+
+    def outside(self, units: Sequence[UnitModule]) -> list[torch.Tensor]:
+        """The weights of units that were read while no unit that has them ran: by a parent, for one."""
+        index = {id(module): unit for unit in units for module in (unit.module, *unit.also)}
+        held = {id(unit): {id(leaf.tensor) for leaf in unit.leaves()} for unit in units}
+        every = set().union(*held.values()) if held else set()
+        shown: list[frozenset[int]] = []  # call -> the units around it
+        for module, caller in self.calls:
+            around = shown[caller] if caller >= 0 else frozenset[int]()
+            unit = index.get(id(module))
+            shown.append(around if unit is None else around | {id(unit)})
+        found = {}
+        for call, tensor in self.reads:
+            around = shown[call] if call >= 0 else frozenset[int]()
+            if id(tensor) in every and not any(id(tensor) in held[unit] for unit in around):
+                found[id(tensor)] = tensor
+        return list(found.values())
+
+    def _positions(self, units: Sequence[UnitModule]) -> list[tuple[int, list[Op]]]:
+        index = {id(module): i for i, unit in enumerate(units) for module in (unit.module, *unit.also)}
+        positions: list[tuple[int, list[Op]]] = []
+        around: list[int] = []  # call -> the position of the innermost unit around it
+        for module, caller in self.calls:
+            around.append(around[caller] if caller >= 0 else -1)
+            if id(module) in index:
+                around[-1] = len(positions)
+                positions.append((index[id(module)], []))
+        opened = list(accumulate((id(module) in index for module, _ in self.calls), initial=0))
+        early = []
+        for call, num_calls, op in self.ops if positions else ():
+            position = around[call] if call >= 0 else -1
+            if position >= 0:
+                positions[position][1].append(op)
+            elif opened[num_calls]:
+                positions[opened[num_calls] - 1][1].append(replace(op, after=True))
+            else:
+                early.append(replace(op, after=True))
+        for _, ops in positions[-1:]:
+            ops += early
+        return positions
+
+
+def follow(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Any = None,
+    *,
+    entry: str = "forward",
+    limit_s: float = math.inf,
+    device: torch.device = _CPU,
+    on_output: Callable[[Any], None] = lambda _: None,
+    on_values: Callable[[bool], None] = lambda _: None,
+) -> Footprint:
+    """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
+
+    `entry`: the method that is called. `device`: where it computes, whose random state is put back. `on_output` is
+    given what the call returns, on meta, and may keep no tensor of it; `on_values` whether the way of the call depends
+    on values of its arguments, of integers and masks.
+
+    Raises:
+        UnsupportedError: what the model computes depends on other values, it cannot be copied without its weights, or
+            its Python alone takes longer than `limit_s` seconds.
+    """
+
+    def once(start: Callable[..., _Forward], _: nn.Module, given: Any, named: Any) -> list[_Forward]:
+        told = zip(tensors_in((args, kwargs or {})), tensors_in((given, named)), strict=True)
+        forward = start(given, named, entry, known := KnownValues(told))
+        on_values(known.was_asked)
+        on_output(forward.output)
+        return [forward]
+
+    return _followed(model, once, (args, kwargs or {}), limit_s, device)
+
+
+def observe(model: nn.Module, workload: Workload) -> Footprint:
+    """Follow a step of a language model on shapes alone; its weights may be on meta, and are neither read nor copied.
+
+    Args:
+        model: a causal language model of transformers.
+        workload: the step; a model without a cache is given the whole context in each.
+
+    Raises:
+        UnsupportedError: what the model computes depends on values, or it takes other inputs than token ids.
+    """
+    return _followed(model, partial(_steps, workload))
+
+
+def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
+    """The prompt; and the step behind it, where there is a cache, also as it is captured."""
+
+    def forward(num_tokens: int, **more: Any) -> _Forward:
+        ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
+        return start((), {"input_ids": ids, **more})
+
+    takes = takes_ids(model)
+    config: Any = model.config
+    config.pad_token_id = None  # some models look for it in the ids
+    options = options_of(takes)
+    prompt = forward(max(workload.context, workload.tokens), **options)
+    caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
+    past, steps = workload.context - workload.tokens, [prompt]
+    if caches and past > 0:
+        prompt.output = None
+        for cache in caches.values():
+            shorten(cache, past)
+        static = [static_cache.static(model, c, workload.context, past) for c in caches.values()]
+        with private.decoding(model, workload.tokens):
+            steps.append(forward(workload.tokens, **options, **caches))
+            if workload.tokens == 1 and None not in static:
+                with suppress(Exception):  # of a step that cannot be followed nothing is known, nor can it be captured
+                    steps[-1].captured = forward(1, **options, **dict(zip(caches, static, strict=True)))
+    steps[-1].cache_nbytes = sum(aligned(op_cost.nbytes_of(t)) for cache in caches.values() for t in cached(cache))
+    return steps
+
+
+def _followed(
+    model: nn.Module,
+    steps: Callable[..., list[_Forward]],
+    values: tuple[Any, ...] = (),
+    limit_s: float = math.inf,
+    device: torch.device = _CPU,
+) -> Footprint:
+    """What the last of some forwards of a copy on meta did, and the most memory that one of them took.
+
+    `steps(start, copy, *values)` makes them: `start(args, kwargs)` is one. What one fails with, and what copying does,
+    becomes an `UnsupportedError`.
+    """
+    storages = meta_copy.Storages()
+    until_s = time.perf_counter() + limit_s
+
+    def run() -> Footprint:
+        with torch.no_grad():
+            made = meta_copy.copied(model, *values, storages=storages)
+            with torch.inference_mode():
+                start = partial(_Forward, made.model, made.weights, until_s, storages)
+                try:
+                    return _footprint(steps(start, made.model, *made.values), made)
+                finally:
+                    meta_copy.untie(made)
+
+    found, failed = None, ""
+    try:
+        global_state.refuse(model, values)
+        with global_state.without(storages, model), process_states.kept(device):
+            found = copy_context().run(run)
+    except UnsupportedError as error:
+        failed = str(error)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
+    if storages.are_kept():  # all that the copy had is gone now, an error's frames too
+        logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
+    if found is None:
+        raise UnsupportedError(failed)
+    return found
+
+
+def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprint:
+    last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
+    nums = Counter(id(op) for _, _, op in last.ops)
+    calls = [(made.originals.get(id(module), module), caller, nbytes) for module, caller, nbytes in last.calls]
+    summed = [
+        (call, call + 1, op_cost.sum_of(nbytes))
+        for call, (module, _, nbytes) in enumerate(calls)
+        if id(module) in made.summed
+    ]
+    return Footprint(
+        activation_nbytes=max(0, peak_nbytes - last.cache_nbytes),
+        cache_nbytes=last.cache_nbytes,
+        calls=tuple((module, caller) for module, caller, _ in calls),
+        ops=(*last.ops, *summed),
+        returned=tuple(nbytes for _, _, nbytes in calls),
+        captured=_footprint([last.captured], made) if last.captured is not None else None,
+        launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
+        reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),
+    )
+
+
+class _Forward(OperatorMode):
+    """One forward on meta tensors: who called whom, what was launched, and how much memory was alive."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Collection[int],
+        until_s: float,
+        storages: meta_copy.Storages,
+        args: Any,
+        kwargs: dict[str, Any],
+        entry: str = "forward",
+        known: KnownValues | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = weights
+        self._known = known if known is not None else KnownValues()
+        self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
+        self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
+        self.calls: list[tuple[nn.Module, int, int]] = []  # with the bytes that they returned
+        self.ops: list[tuple[int, int, Op]] = []
+        self.launches: dict[Any, Launch] = {}
+        self.memory = _Memory((*model.parameters(), *model.buffers()), storages)
+        self._draws = process_states.Draws()
+        self.cache_nbytes = 0
+        self.captured: _Forward | None = None  # the same step, with another cache
+        self._call = -1
+        self._until_s = until_s
+        for tensor in (*tensors_in((args, kwargs)), *cached(cache_in(kwargs))):
+            self.memory.hold(tensor)
+        with ExitStack() as hooks, self:
+            for module in model.modules():
+                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
+                hooks.callback(module.register_forward_hook(self._leave).remove)
+            self.output = (model if entry == "forward" else getattr(model, entry))(*args, **kwargs)
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.calls.append((module, self._call, 0))
+        self._call = len(self.calls) - 1
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        _, caller, _ = self.calls[self._call]
+        self.calls[self._call] = module, caller, sum(map(op_cost.nbytes_of, tensors_in(output)))
+        self._call = caller
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = self._known.answer(func, args, kwargs)
+        if output is UNKNOWN:
+            output = self._run(func, args, kwargs)
+            self._known.follow(func, args, kwargs, output)
+        return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
+            if (storage := _memory_of(tensor)) in self._weights:
+                self.reads[self._call, storage] = None
+        if time.perf_counter() > self._until_s:
+            raise UnsupportedError("to follow it takes too long")
+        real = [tensor for tensor in given if not tensor.is_meta]
+        writes = func._schema.is_mutable and func.overloadpacket is not torch.ops.aten.detach_
+        if kwargs.get("generator") is not None or (writes and any(_memory_of(t) not in self._made for t in real)):
+            raise UnsupportedError(f"{func} changes what is no copy")
+        if len(real) == len(given) and _device_of(kwargs) != "meta":
+            if process_states.draws(func) and not process_states.takes_generator(func) and _is_composite(func):
+                with self:  # what it is made of takes a generator
+                    return func.decompose(*args, **kwargs)
+            with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
+                output = self._draws.run(func, args, kwargs)
+            for tensor in tensors_in(output):
+                self._made[_memory_of(tensor)] = tensor.untyped_storage()
+            return output
+        func, args, kwargs = op_cost.simpler(func, args, kwargs)
+        if _is_composite(func) and not op_cost.is_kernel(func, args, kwargs):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func.is_view:
+            return func(*args, **kwargs)
+        key = func, _signed(args), _signed(tuple(kwargs.items()))
+        seen = self.launches.get(key)
+        if seen is not None and (seen.is_repeatable or seen.is_in_place):
+            output = seen.repeat(args)
+        else:
+            output = op_cost.run(func, args, kwargs)
+            seen = self.launches[key] = Launch(func, args, kwargs, output)
+        for tensor in tensors_in(output):
+            self.memory.hold(tensor)
+        if seen.op is not None:
+            self.ops.append((self._call, len(self.calls), seen.op))
+            self.memory.touch(seen.workspace_nbytes)
+            seen.alive_nbytes = max(seen.alive_nbytes, self.memory.live_nbytes)
+        return output
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _device_of(kwargs: dict[str, Any]) -> str:
+    device = kwargs.get("device")
+    return "" if device is None else torch.device(device).type
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
+class _Memory:
+    """The bytes of storages that are alive, weights apart, in blocks as PyTorch's allocator on CUDA takes them."""
+
+    def __init__(self, weights: Iterable[torch.Tensor], storages: meta_copy.Storages) -> None:
+        self._storages = storages  # of all forwards
+        self._held: dict[int, weakref.ref[Any]] = {}
+        self.live_nbytes = self.peak_nbytes = 0
+        for weight in weights:
+            self.hold(weight, counts=False)
+
+    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
+        storage, key = tensor.untyped_storage(), _memory_of(tensor)
+        nbytes = aligned(storage.nbytes()) * counts
+        if not tensor.is_meta or key in self._held:
+            return
+
+        def drop(_: Any) -> None:
+            self.live_nbytes -= nbytes
+            del self._held[key]
+
+        self._storages.note(tensor)
+        self._held[key] = weakref.ref(storage, drop)
+        self.live_nbytes += nbytes
+        self.touch()
+
+    def touch(self, nbytes: int = 0) -> None:
+        """That many bytes more are there for a moment."""
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + aligned(nbytes))
+
+
+def _signed(value: Any) -> Any:
+    """What an operator may look at in an argument, to be compared."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_signed, value))
+    return type(value), value

@@ -1,0 +1,190 @@
+"""A copy of a model on meta: a forward of it computes shapes alone, and changes nothing that the model has.
+
+The copy has modules, settings and caches of its own, and no hooks. What lies outside is looked after in
+`surroundings`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weightstream.adapters.hf import private, tensor_parallel
+from weightstream.errors import UnsupportedError
+from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.tensors.leaves import leaves
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.tensors.thread_state import unseen
+
+_HOOKS = "_diffusers_hook"  # of caches, above all
+_AROUND = "_weightstream_around"
+_COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
+
+
+class Storages:
+    """The storages of tensors on meta, by `_cdata`, as long as anything refers to them."""
+
+    def __init__(self) -> None:
+        self._alive = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It is one of them from now on."""
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = storage
+        return tensor
+
+    def __contains__(self, storage: object) -> bool:
+        return storage in self._alive
+
+    def __bool__(self) -> bool:
+        return bool(self._alive)
+
+    def are_kept(self) -> bool:
+        """Whether anything still refers to one of them, cycles of garbage apart."""
+        return bool(self) and bool((gc.collect(), self)[1])
+
+
+@unseen
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The storage of a tensor on meta, by `_cdata`; None of any other tensor."""
+    if not tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # it wraps others
+        return None
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor on meta with the same shape, strides and dtype; a parameter stays one."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Where a module keeps its hooks, by the name of the attribute."""
+    return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
+
+
+def forwards_of(module: nn.Module) -> list[Any]:
+    """The forwards that a module has of its own: on the instance, and what ours runs in its place."""
+    own = vars(module)
+    found = own.get("forward"), getattr(own.get(_AROUND), "patched", None)
+    return [forward for forward in found if forward is not None]
+
+
+def is_hooked(module: nn.Module, forward: Any) -> bool:
+    """Whether it is that of the module's class, with hooks of diffusers around it or what a shard needs, and nothing
+    else."""
+    if tensor_parallel.is_of_shard(forward):
+        return True
+    inner = forward
+    while _HOOKS in vars(module) and not isinstance(inner, MethodType) and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    kinds = {getattr(kind, "forward", None) for kind in type(module).__mro__}
+    return inner is not forward and getattr(inner, "__func__", None) in kinds
+
+
+class _Copies(TorchFunctionMode):
+    """Inside, a copy of a tensor is what `of` makes."""
+
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._of(args[0]) if func in _COPIED else func(*args, **(kwargs or {}))
+
+
+def zeros_for(output: Any) -> Any:
+    """A copy of what a call on meta gave, with zeros on the CPU in place of its tensors."""
+
+    def zeros(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    memo: dict[int, Any] = {id(tensor): zeros(tensor) for tensor in tensors_in(output)}
+    with torch.inference_mode(False), _Copies(zeros):
+        return copy.deepcopy(output, memo)
+
+
+class Copied(NamedTuple):
+    """A copy of a model on meta: which module of the model stands behind each of it, by id, and which weights behind
+    a storage, by `_cdata`; copies of the values that came along; and modules of the model, by id, of which ranks add up
+    what they give."""
+
+    model: nn.Module
+    originals: dict[int, nn.Module]
+    weights: dict[int, list[torch.Tensor]]
+    values: tuple[Any, ...]
+    summed: frozenset[int]
+
+
+def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> Copied:
+    """What model and values share, such as a cache, is one in the copies too. A shard is a plain tensor, as large as it
+    is on this rank, and its module talks to no other: that changes no shape of a layer. Raises what `copy.deepcopy`
+    does. `storages` are told of every tensor that is made."""
+    noted = Storages() if storages is None else storages
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return noted.note(_shape_of(tensor))
+
+    memo: dict[int, Any] = {}
+    weights: dict[int, list[torch.Tensor]] = {}
+    modules, hooked, summed = list(model.modules()), list[nn.Module](), set[int]()
+    for module in modules:
+        outers = list[torch.Tensor]()
+        for leaf in leaves(module):
+            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # what wraps others is plain here
+            is_shard = bool(leaf.shells) and tensor_parallel.is_shard(outer)
+            made = memo.setdefault(
+                id(outer), nn.Parameter(shape_of(leaf.tensor), requires_grad=False) if is_shard else shape_of(outer)
+            )
+            weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
+        memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
+        if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
+            hooked.append(module)  # whether a cache of diffusers leaves out blocks depends on values: here none does
+            memo |= dict.fromkeys(map(id, wraps))
+            if any(map(tensor_parallel.is_of_shard, wraps)) and tensor_parallel.adds_up(module, outers):
+                summed.add(id(module))
+        memo[id(vars(module).get(_HOOKS))] = None
+        memo |= {id(value): None for value in vars(module).values() if tensor_parallel.is_of_processes(value)}
+    memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
+    with _Copies(shape_of), forward_patch.copying_as_it_runs():
+        made, given = copy.deepcopy((model, values), memo)
+    for module in modules:
+        twin = memo.get(id(module), module)
+        if twin is module or any(_is_shared(value, vars(twin).get(name)) for name, value in vars(module).items()):
+            raise UnsupportedError(f"{type(module).__name__} or what it holds is its own copy")
+    for module in made.modules():
+        private.forget_hooks(module)
+        vars(module).pop(_HOOKS, None)
+    for module in hooked:
+        for name in ("forward", _AROUND):
+            vars(memo[id(module)]).pop(name, None)
+    originals = {id(memo[id(module)]): module for module in modules}
+    return Copied(made, originals, weights, given, frozenset(summed))
+
+
+def _is_shared(value: Any, made: Any) -> bool:
+    """Whether a forward of the copy could change a value of the model, as its class makes no copies of it."""
+    makes_none = hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref)
+    return made is value and makes_none and not isinstance(value, Enum)
+
+
+def untie(made: Copied) -> None:
+    """Nothing of a copy is needed any more: methods of a module that it holds itself are cycles, and are broken."""
+    for module in list(made.model.modules()):
+        if id(module) in made.originals:  # others are not ours: a forward may have brought them
+            own = vars(module)
+            for name in [name for name, value in own.items() if getattr(value, "__self__", None) is module]:
+                del own[name]

@@ -1,0 +1,182 @@
+"""Launch: what one operator costs a GPU, told from its shapes: arithmetic, bytes, workspace. It knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from weightstream.adapters.hf import private
+from weightstream.plan.manifest import Op, Rate
+from weightstream.runtime.tensors.pytree import tensors_in
+
+_aten = torch.ops.aten
+_ATTENTION = _aten.scaled_dot_product_attention
+_HALF = frozenset((torch.bfloat16, torch.float16))
+_FREE = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach_))
+_IN_PLACE = frozenset(  # they change values alone
+    getattr(_aten, name)
+    for name in ("add_", "sub_", "mul_", "div_", "masked_fill_", "copy_", "index_copy_", "index_put_")
+)
+_BY_ROW = frozenset(  # of their first argument, a table, they touch as much as the other ones name
+    getattr(_aten, name)
+    for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
+)
+# Small ones take as long as so many kernels of a norm, of 1.45 us [H200, in graphs: attention of one row 5.8, with a
+# mask, of which a bias is made, 11.2, topk of 128 8.4].
+_LEAST = MappingProxyType({_ATTENTION: 4.0, _aten.topk: 6.0, _aten.sort: 6.0})
+_MASKED = 8.0
+_SUMMED = 4.0  # 6 to 7 us up to 64 KiB [two H200s, NVLink]
+_GROUPED = frozenset(("aten::_grouped_mm", private.GROUPED_MM))
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor is but for its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _spec(tensor: torch.Tensor) -> Spec:
+    return Spec(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+class Launch:
+    """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
+
+    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing.
+    `is_in_place`: so may its first argument, of which it changes values alone. `call` runs it on other tensors.
+    `alive_nbytes`: the most that is alive right behind it.
+    """
+
+    __slots__ = ("_call", "_made", "alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
+        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
+        changes: bool = func._schema.is_mutable
+        parts = output if isinstance(output, tuple) else (output,)
+        self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
+        self.is_in_place = func.overloadpacket in _IN_PLACE and output is given[0]
+        self._made = [_spec(tensor) for tensor in made]
+        self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
+        self.op: Op | None = None
+        self.workspace_nbytes = self.alive_nbytes = 0
+        runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
+        if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
+            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(nbytes_of, given)))
+            self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
+
+    def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
+        """What runs it on tensors that `tensor` makes; None where it matters what these hold, or which they are."""
+        func, (args, kwargs) = self._call
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if func.overloadpacket is _ATTENTION:
+            draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        if not self.is_repeatable or draws or self.op is None or func.namespace != "aten":
+            return None
+        args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
+        return partial(func, *args, **kwargs)
+
+    def repeat(self, args: Any) -> Any:
+        """What it returns for such arguments, without running it."""
+        if self.is_in_place:
+            return args[0]
+        made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._made)
+        return made if len(made) > 1 else made[0]
+
+
+def simpler(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """What the two most frequent composite operators come to, a kernel and a view; all else as it is."""
+    if func is _aten.to.dtype and len(args) == 2 and not kwargs and args[0].dtype is not args[1]:
+        return _aten._to_copy.default, args[:1], {"dtype": args[1]}
+    if func is _aten.reshape.default:
+        with suppress(RuntimeError):  # its strides may not let it be a view
+            args[0].view(args[1])
+            return _aten.view.default, args, kwargs
+    return func, args, kwargs
+
+
+def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a GPU runs this composite operator as one kernel."""
+    if func.overloadpacket is not _ATTENTION:
+        return func.overloadpacket in (_aten.linear, _aten.rms_norm)
+    query, _, value = args[:3]
+    if kwargs.get("enable_gqa"):
+        return query.dtype in _HALF and _mask(args) is None and query.shape[-1] == value.shape[-1] <= 256
+    return query.dim() == 4 and query.dtype is not torch.float64
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator on meta tensors, or says what it returns on a GPU where meta kernels differ."""
+    if func.overloadpacket is _ATTENTION:
+        query, _, value = args[:3]
+        if _mask(args) is None and query.shape[-1] == value.shape[-1]:
+            return torch.empty_like(query)
+        shape = query.shape
+        return query.new_empty(shape[0], shape[2], shape[1], value.shape[-1]).transpose(1, 2)
+    if func.name() in _GROUPED and args[1].dim() == 3:
+        return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+    return func(*args, **kwargs)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, those that several elements share once."""
+    shape = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * prod(size for size, step in shape if step or not size)
+
+
+def sum_of(nbytes: int) -> Op:
+    """What it takes to add up a tensor that each of several processes has."""
+    return Op(rate="ranks", nbytes=nbytes, least=_SUMMED)
+
+
+def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
+    packet = func.overloadpacket
+    rate: Rate = "half" if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF else "single"
+    nbytes = nbytes_read + sum(map(nbytes_of, tensors_in(output)))
+    if packet is _ATTENTION:
+        query, key, value = args[:3]
+        causal = len(args) > 5 and args[5] and query.shape[-2] == key.shape[-2]
+        products = query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        mask = _mask(args)
+        least = _MASKED if mask is not None and mask.dtype is torch.bool else _LEAST[packet]
+        kind: Rate = "attention" if rate == "half" else rate
+        return Op(rate=kind, flops=(1 if causal else 2) * products, nbytes=nbytes, least=least)
+    if packet is _aten.linear:
+        return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes)
+    if func.name() in _GROUPED and args[1].dim() == 3:
+        (rows, _), (groups, inner, columns) = args[0].shape, args[1].shape
+        idle = max(0, groups - rows) * inner * columns * args[1].element_size()  # no row goes to these
+        return Op(rate=rate, flops=2 * rows * inner * columns, nbytes=nbytes - idle)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=output)
+        return Op(rate=rate, flops=flops, nbytes=nbytes, stacked=packet is _aten.bmm and 1 in output.shape[1:])
+    if packet is _aten.index and args[0].dim() == 3 and len(args[1]) == 1:
+        return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
+    if packet in _BY_ROW:
+        others = nbytes_read - nbytes_of(args[0])
+        return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
+    return Op(nbytes=nbytes, least=_LEAST.get(packet, 1.0))
+
+
+def _mask(args: Any) -> torch.Tensor | None:
+    return args[3] if len(args) > 3 else None
+
+
+def _workspace_nbytes(args: Any) -> int:
+    """Fused attention keeps a float per row while it runs, and makes a bias of the query's type of a mask."""
+    query, mask = args[0], _mask(args)
+    rows: int = query[..., 0].numel()
+    return 4 * rows + (0 if mask is None else mask.numel() * query.element_size())

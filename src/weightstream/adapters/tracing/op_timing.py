@@ -1,0 +1,159 @@
+"""A trial: the operators of a model's call, each run a few times on the device, with the shapes that they have there.
+
+Rates tell the time of a product in general; a trial tells that of this one. It takes half a second at most, in rounds
+over all operators, as a GPU lowers its clock under such work as the model's own. Weights are neither read nor needed:
+the operands are random numbers in one piece of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from weightstream.adapters.tracing.op_cost import Launch, Spec
+from weightstream.plan.manifest import Profile
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.backend import Backend, Side, Stamp
+from weightstream.runtime.weights.alias_groups import span
+
+logger = logging.getLogger("weightstream")
+
+_LEAST_S = 3e-6  # of an operator's work: the least kernel and the stamps around it take about as long
+_LEAST_SHARE = 0.001  # of the call, that all launches of an operator take
+_TRIAL_S, _ROUNDS = 0.5, 200
+_SETTLED = 3  # rounds that are not counted
+_LAUNCH_S = 30e-6  # of an operator, with the stamp behind it; more than any host takes
+_WIDTH = 4096  # of the products that go before each round
+_SEED = 7
+
+
+class Trial(NamedTuple):
+    """What an operator took: seconds by the device's clock, and bytes of device memory beside operands and result."""
+
+    device_s: float
+    workspace_nbytes: int
+
+
+def measured(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
+    """Trials of the launches that matter; each comes with how often it is in the call.
+
+    Those that cannot be run here, or for which memory is short, are left out.
+    """
+    known = [(launch, launch.op, num) for launch, num in launches if launch.op is not None]
+    least_s = _LEAST_SHARE * sum(op.seconds(profile) * num for _, op, num in known)
+    worth = [k for k, op, num in known if op.work_s(profile) >= _LEAST_S and op.seconds(profile) * num >= least_s]
+    operands = _Operands(backend.device)
+    for launch in worth:
+        launch.call(operands.note)
+        operands.rewind()
+    with torch.inference_mode(), torch.autocast(backend.device.type, enabled=False):
+        try:
+            found = {launch: _runnable(launch, operands, backend) for launch in worth}
+            works = {launch: work for launch, work in found.items() if work is not None}
+            if not works:
+                return {}
+            with backend.pinning:
+                seconds = _rounds(backend, [work for work, _ in works.values()], operands)
+            workspaces = [nbytes for _, nbytes in works.values()]
+            return dict(zip(works, map(Trial, seconds, workspaces), strict=True))
+        except RuntimeError as error:  # memory, above all
+            logger.debug("operators are not tried: %s", error)
+            return {}
+
+
+def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> tuple[Callable[[], Any], int] | None:
+    """What runs it, where that is possible, and its workspace; its kernels are loaded then."""
+    try:
+        work = launch.call(operands.take)
+        if work is None:
+            return None
+        work()
+        return work, cuda.workspace_nbytes(backend.device, work) if backend.device.type == "cuda" else 0
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        logger.debug("an operator is not tried: %s", error)
+        return None
+    finally:
+        operands.rewind()
+
+
+def _rounds(backend: Backend, works: Sequence[Callable[[], Any]], operands: _Operands) -> list[float]:
+    """The seconds of each, from the later rounds.
+
+    Products go before each round, as long as it takes to launch the round: else short operators would wait for the
+    host. They keep a GPU as warm, and its clock as low, as the model's own.
+    """
+    rounds: list[list[float]] = []
+    until_s = time.perf_counter() + _TRIAL_S
+    ahead = operands.products()
+    while len(rounds) < _ROUNDS and (len(rounds) <= _SETTLED or time.perf_counter() < until_s):
+        begin = backend.stamp(Side.COMPUTE)
+        ahead()
+        one_s = max(1e-6, backend.seconds(begin, _synchronized(backend)) or 0.0)
+        for _ in range(math.ceil(_LAUNCH_S * len(works) / one_s)):
+            ahead()
+        stamps = [backend.stamp(Side.COMPUTE)]
+        for work in works:
+            work()
+            stamps.append(backend.stamp(Side.COMPUTE))
+        backend.synchronize()
+        rounds.append([backend.seconds(a, b) or 0.0 for a, b in pairwise(stamps)])
+    return [median(seconds) for seconds in zip(*rounds[_SETTLED:], strict=True)]
+
+
+def _synchronized(backend: Backend) -> Stamp:
+    stamp = backend.stamp(Side.COMPUTE)
+    backend.synchronize()
+    return stamp
+
+
+class _Operands:
+    """Tensors of any shape over the same random bytes; those of one operator side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = torch.Generator(device).manual_seed(_SEED)  # not the user's
+        self._sizes: Counter[tuple[torch.dtype, int]] = Counter()
+        self._pools: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._taken: Counter[torch.dtype] = Counter()
+
+    def rewind(self) -> None:
+        """The operator has all that it takes."""
+        self._taken.clear()
+
+    def note(self, spec: Spec) -> torch.Tensor:
+        """So many elements are to be taken later; nothing is made yet."""
+        key = self._next(spec)
+        self._sizes[key] = max(self._sizes[key], span(spec.shape, spec.stride))
+        return torch.empty(0, device="meta")
+
+    def take(self, spec: Spec) -> torch.Tensor:
+        """Floats are random, all else is zeros, which are in range wherever they name a place."""
+        key = self._next(spec)
+        if key not in self._pools:
+            self._pools[key] = self._filled(self._sizes[key], spec.dtype)
+        return self._pools[key].as_strided(spec.shape, spec.stride)
+
+    def _next(self, spec: Spec) -> tuple[torch.dtype, int]:
+        self._taken[spec.dtype] += 1
+        return spec.dtype, self._taken[spec.dtype]
+
+    def products(self) -> Callable[[], Any]:
+        """A product that takes a GPU about 0.2 ms."""
+        width = _WIDTH if self._device.type == "cuda" else 1
+        left, right = (self._filled(width**2, torch.bfloat16).view(width, width) for _ in range(2))
+        return partial(torch.mm, left, right)
+
+    def _filled(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return torch.zeros(num, dtype=dtype, device=self._device)
+        made = torch.empty(num, dtype=torch.float32 if dtype.itemsize < 2 else dtype, device=self._device)
+        return made.normal_(generator=self._random).to(dtype)

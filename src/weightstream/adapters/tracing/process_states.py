@@ -1,0 +1,143 @@
+"""States of the process that a forward may change though nobody asked for it: random generators, the default dtype.
+
+Operators draw from generators of their own while a call is followed. Python's and numpy's generators, `manual_seed` and
+`set_default_dtype` have no such way: what a forward did to them is undone if no other thread ran meanwhile, which might
+have used them as well.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weightstream.runtime.streamer.read_watch import OperatorMode
+from weightstream.runtime.tensors.pytree import tensors_in
+
+_THREAD_CLOCK = 6  # the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED
+_LIFE_NS = 40_000  # of a thread that starts and ends; to read the clocks takes less
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Inside, this thread may change them. `device`: the one whose generator it may change, besides the CPU's."""
+    others = _OtherThreads()  # before the states are read, as threads may run in between
+    states = [(read, write, read()) for read, write in _states(device)]
+    try:
+        yield
+    finally:
+        changed = [(write, before) for read, write, before in states if read() != before]
+        if changed and not others.may_have_run():
+            for write, before in changed:
+                write(before)
+
+
+def _states(device: torch.device) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """How to read each, as a value that can be compared, and how to write it."""
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield (
+            (lambda: pickle.dumps(numpy.random.get_state())),
+            lambda state: numpy.random.set_state(pickle.loads(state)),
+        )
+    yield (lambda: _bytes(torch.get_rng_state())), lambda state: torch.set_rng_state(_tensor(state))
+    if device.type == "cuda":
+        module = torch.get_device_module(device)
+        yield (lambda: _bytes(module.get_rng_state(device))), lambda state: module.set_rng_state(_tensor(state), device)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+class _OtherThreads:
+    """The CPU time that the other threads of the process had so far, in ns."""
+
+    def __init__(self) -> None:
+        self._of_each = _cpu_times()
+        own, all_, own_later = time.thread_time_ns(), time.process_time_ns(), time.thread_time_ns()
+        self._least, self._most = all_ - own_later, all_ - own  # also of those that have ended
+
+    def may_have_run(self) -> bool:
+        """Whether one of them had any CPU time since then; True where that is not known."""
+        now = _OtherThreads()
+        ended = now._most - self._least >= _LIFE_NS
+        return self._of_each is None or now._of_each != self._of_each or ended
+
+
+def _cpu_times() -> dict[int, int] | None:
+    """That of each thread that is there; None where that is not known."""
+    try:
+        threads = {int(name) for name in os.listdir("/proc/self/task")} - {threading.get_native_id()}
+        return {thread: time.clock_gettime_ns((~thread << 3) | _THREAD_CLOCK) for thread in threads}
+    except OSError:  # one has ended meanwhile
+        return None
+
+
+class Draws:
+    """Generators of one's own, in place of the default ones of each device."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator; what it draws at random comes from here, unless it was given a generator."""
+        if not draws(func) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        given = next(tensors_in((args, kwargs)), None)
+        generator = self._of(torch.device(kwargs.get("device") or ("cpu" if given is None else given.device)))
+        if func is torch.ops.aten.native_dropout.default:  # it takes no generator
+            tensor, share, is_training = args
+            kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(
+                1 - share * bool(is_training), generator=generator
+            )
+            return tensor * kept / max(1 - share, 1e-9), kept
+        return func.overloadpacket(*args, **kwargs | ({"generator": generator} if takes_generator(func) else {}))
+
+    def _of(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
+
+
+class OwnDraws(OperatorMode):
+    """Inside, operators of this thread that draw at random leave the default generators alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = Draws()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._draws.run(func, args, kwargs or {})
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode of this thread is in force."""
+    return _disable_current_modes()
+
+
+def draws(func: Any) -> bool:
+    """Whether an operator may draw from a default generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def takes_generator(func: Any) -> bool:
+    packet = func.overloadpacket
+    schemas = (getattr(packet, name)._schema for name in packet.overloads())
+    return any(argument.name == "generator" for schema in schemas for argument in schema.arguments)

@@ -1,0 +1,1 @@
+"""The calls that users make, and what each of them puts together."""

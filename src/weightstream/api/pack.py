@@ -1,0 +1,203 @@
+"""Packing: which tensors of a checkpoint go where in a pack, and under which names. Knows models, not file formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.hub import ADAPTER, find, is_pipeline, is_quantised
+from weightstream.adapters.hf.load import LoadedModel, load_pretrained
+from weightstream.adapters.modules.partition import find_units
+from weightstream.codec import coding
+from weightstream.codec.format import ELEMENTS
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.plan.search import always_resident
+from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
+from weightstream.settings.config import OffloadConfig
+from weightstream.store import pack as store
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.header import dtype_name
+from weightstream.store.mapping import Memory
+
+_SMALL_NBYTES = 4096  # of what is beside quantised weights: a unit of whole pages needs no file of its own
+_Key = tuple[int, tuple[int, ...]]
+
+
+def pack(
+    path_or_repo_id: str,
+    out: Path,
+    *,
+    codec: str = "none",
+    verify: bool = False,
+    trust_remote_code: bool = False,
+    variant: str | None = None,
+    progress: bool = False,
+    advance: Callable[[int, int], None] = lambda total, nbytes: None,
+) -> list[store.Shard]:
+    """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
+
+    `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
+    done. Raises as `load_pretrained` and `store.growing` do.
+    """
+    how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # it is checked there
+    if is_pipeline(path_or_repo_id):
+        from weightstream.adapters.diffusers import folder as pipeline_folder  # needs diffusers
+
+        folder = pipeline_folder.folder_of(path_or_repo_id, variant)
+        with store.growing(_place(out.expanduser(), folder)) as grown:
+            return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how, variant))
+    if variant is not None:
+        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant")
+    found = find(path_or_repo_id, trust_remote_code)
+    source, folder = found.path, found.folder
+    if (adapter := found.adapter or (folder if (folder / ADAPTER).is_file() else None)) is not None:
+        raise UnsupportedError(
+            f"{adapter}: {ADAPTER} is of an adapter, which a pack cannot have: pack the model without it and load it "
+            "with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then pack that"
+        )
+    may_write = how.may_write(folder)
+    with store.growing(_place(out.expanduser(), folder)) as grown:
+        loaded = load_pretrained(
+            source,
+            offload_folder=grown,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+            may_write=may_write,
+        )
+        shards = _packed(loaded, grown, how)
+        store.copy_beside(folder, grown, deep=True)
+        _describe(grown / "config.json", loaded.model.config)
+    return shards
+
+
+def _describe(path: Path, config: Any) -> None:
+    """Have a pack's config.json describe the pack's own files: it names no other file of weights, and it has the dtype,
+    which transformers would otherwise take from the first tensor of the first file."""
+    facts = json.loads(path.read_bytes())
+    told = {key: value for key, value in facts.items() if key != "transformers_weights"}
+    if told.get("dtype", told.get("torch_dtype")) is None and config.dtype is not None:
+        told["dtype"] = str(config.dtype).removeprefix("torch.")
+    if told != facts:
+        path.write_text(json.dumps(told, indent=2))
+
+
+class _How(NamedTuple):
+    """How tensors are packed."""
+
+    codec: str
+    verify: bool
+    advance: Callable[[int, int], None]
+
+    def may_write(self, folder: Path) -> bool:
+        """Whether a model may be made of tensors that no file holds; raises `UnsupportedError` where it may not be
+        packed so."""
+        if not is_quantised(folder):
+            return True
+        if self.codec != "none":
+            raise UnsupportedError(
+                f"{folder}: quantised weights are packed as they are: leave out codec={self.codec!r}"
+            )
+        return False
+
+
+def _pipeline(
+    folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None
+) -> Iterator[store.Shard]:
+    """Packs each component of a pipeline, under the names without a variant, and copies what is beside them."""
+    from weightstream.adapters.diffusers import load
+
+    for name, kind in specs.items():
+        (grown / name).mkdir()
+        may_write = how.may_write(folder / name)
+        loaded = load.load_component(kind, folder / name, grown, variant=variant, may_write=may_write)
+        stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
+        yield from _packed(loaded, grown / name, how, stem)
+        store.copy_beside(folder / name, grown / name)
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in specs and not path.name.startswith("."):
+            (grown / path.name).mkdir()
+            store.copy_beside(path, grown / path.name)
+    store.copy_beside(folder, grown)
+
+
+def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[store.Shard]:
+    """Writes the files of one model into a folder."""
+    *streamed, rest = streaming_order(loaded)
+    candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
+    nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
+    told = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
+    mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
+    dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
+    device = _device(dtypes if how.codec != "none" else ())
+    layouts = store.choose(candidates, how.codec, mappings, device, told)
+    units = [unit for unit in (*streamed, rest) if unit]
+    shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
+    store.write(folder, shards, mappings, told, stem)
+    for shard in shards if how.verify else ():
+        shard.verify(folder / shard.name, mappings, told)
+    if loaded.folder is not None:
+        loaded.folder.close()
+    return shards
+
+
+def _place(out: Path, folder: Path) -> Path:
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link to {out.readlink()}: name the folder itself")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
+    if Path.cwd().is_relative_to(out.resolve()):
+        raise ConfigError(f"{out} is or holds the folder that this runs in: name a new one")
+    return out.resolve()
+
+
+def _device(dtypes: Collection[str]) -> torch.device:
+    """A GPU with kernels for these dtypes, else the CPU."""
+    device = torch.accelerator.current_accelerator()
+    has_kernels = device is not None and all(coding.why_not(device, dtype) is None for dtype in dtypes)
+    return device if device is not None and has_kernels else torch.device("cpu")
+
+
+def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
+    """The weights by unit, in the ring's order; last, together, what is too small to stream and what is not used.
+
+    A tensor that views the checkpoint keeps its name there; one that transformers made has the model's, the first of
+    tied ones. A quantised checkpoint is kept tensor by tensor, whatever its library makes of them.
+    """
+    model, checkpoint = loaded.model, loaded.checkpoint
+    as_it_is = private.is_quantised(model)
+    state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if as_it_is else model.state_dict()
+    names = _names(checkpoint, state)
+    left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
+    by_alias = groups(model)
+    plan = manifest(merge_tied(find_units(model), by_alias), by_alias)
+    streamed = by_alias.keys() - always_resident(plan)
+    units: list[dict[str, torch.Tensor]] = []
+    for unit in plan.units:
+        members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
+        found = (names.get(_key(m.tensor), "") for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
+        units.append({name: left.pop(name) for name in found if name in left})
+    is_theirs = hasattr(model, "base_model_prefix")  # of transformers, which leaves out what a class does not use
+    names_unused = private.unused_names(model, checkpoint.entries) if is_theirs and not as_it_is else []
+    unused = {name: checkpoint.tensor(name) for name in names_unused}
+    return [*units, left | unused]
+
+
+def _names(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[_Key, str]:
+    """What a tensor is called, by where it is; those of the checkpoint go first."""
+    entries = [entry for entry in checkpoint.entries.values() if entry.begin < entry.end]
+    names = {(checkpoint.bytes(entry).data_ptr(), entry.shape): entry.name for entry in entries}
+    for name, tensor in state.items():
+        if tensor.numel():
+            names.setdefault(_key(tensor), name)
+    return names
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    """What tied weights have in common, and a tensor with the entry of the checkpoint that it views."""
+    return tensor.data_ptr(), tuple(tensor.shape)

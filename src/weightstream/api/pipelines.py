@@ -1,0 +1,493 @@
+"""`offload_pipeline()`: all components of a diffusers pipeline in one budget. Chooses parts; moves no bytes."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weightstream.adapters.diffusers import pipeline
+from weightstream.adapters.diffusers.dry_run import Call
+from weightstream.errors import (
+    ConfigError,
+    InvariantError,
+    OffloadError,
+    PlanError,
+    UnsupportedError,
+    WeightstreamError,
+)
+from weightstream.inputs import planner_inputs
+from weightstream.inputs.builder import Assembly, Beyond, Given, assembled
+from weightstream.inputs.pipeline_planning import (
+    Parts,
+    Shared,
+    budget_of,
+    check_given,
+    heaviest,
+    known_of,
+    plan_of_call,
+    plan_of_shares,
+    rehearsed,
+    shared_out,
+    told,
+)
+from weightstream.inputs.planner_inputs import Kernels
+from weightstream.plan.candidates import Share
+from weightstream.plan.pipeline import PipelinePlan
+from weightstream.plan.units import human
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.devices.opening import opened
+from weightstream.runtime.devices.warmup import preloading
+from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.timeline import Kind
+from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.streamer.stats import Stats
+from weightstream.runtime.streamer.streamer import Streamer
+from weightstream.runtime.tensors.leaves import leaves_of, storage_of
+from weightstream.runtime.tensors.thread_state import restored
+from weightstream.runtime.trace import Trace
+from weightstream.runtime.weights.alias_groups import shared_between
+from weightstream.settings.arguments import dtype_given, settled
+from weightstream.settings.config import OffloadConfig
+from weightstream.store.ending import finalize
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.mapping import Memory
+
+logger = logging.getLogger("weightstream")
+
+
+def offload_pipeline(
+    pipe: Any,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: int | str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    config: OffloadConfig | None = None,
+    **settings: Any,
+) -> Any:
+    """Stream the weights of all components of a diffusers pipeline through one budget, bit for bit.
+
+    Components run one after another, so they have one ring of device memory in turn; what the budget leaves beside
+    that holds weights of the component that runs most often.
+
+    Args:
+        pipe: a pipeline whose components are loaded. It stays the same object.
+        device: where it computes; default: the current CUDA GPU, else the CPU.
+        device_budget: bytes of device memory for the weights of all components; activations come on top. Default: what
+            is free, less the most activations that a component takes, and headroom.
+        example_inputs: keywords of a call as it will be, such as `{"prompt": …, "height": 768, "num_inference_steps":
+            20}`. The call is rehearsed on shapes; default: a call with a prompt alone.
+        config: every setting; keyword arguments go over it, as for `offload`.
+
+    Returns:
+        The pipeline; what streams it is at `pipe.weightstream`, a `PipelineStreamer`.
+
+    Raises:
+        PlanError: the budget cannot work; the message holds the arithmetic.
+        ConfigError, OffloadError: as for `offload`.
+    """
+    config = settled(config, device_budget=device_budget, **settings)
+    _refuse(pipe)
+    check_given(config, example_inputs)
+    with opened(config.device_for(device), config) as backend, torch.no_grad():
+        _offloaded(pipe, backend, config, example_inputs or {})
+    return pipe
+
+
+def pipeline_from_pretrained(
+    path_or_repo_id: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: int | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    variant: str | None = None,
+    base: str | Path | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    config: OffloadConfig | None = None,
+    offload_folder: str | Path | None = None,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a pipeline of diffusers straight from its safetensors and stream it; no second copy of it in RAM.
+
+    Args:
+        path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file that holds all components.
+        device, device_budget, example_inputs, config: as for `offload_pipeline`; its settings may be given too.
+        dtype, torch_dtype: two names of one argument, of all components; "auto", the default, keeps that of the files.
+            Another casts once, into `offload_folder`.
+        variant: of the files, such as "fp16"; components without it are loaded from their plain files.
+        base: for a single file the folder or repository with the configs of such a pipeline; default: diffusers tells
+            by the names of its weights.
+        offload_folder, progress: as for `from_pretrained`.
+        kwargs: passed on to diffusers, such as `revision`, or components: a module, None, or the path of a folder or
+            of a single file (.safetensors or .gguf) to load that component from.
+
+    Returns:
+        The pipeline, of the class that diffusers would give; what streams it is at `pipe.weightstream`.
+
+    Raises:
+        CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
+        UnsupportedError: diffusers is not installed, or a component is of a kind that is not supported.
+        PlanError, ConfigError, OffloadError: as for `offload_pipeline`.
+    """
+    try:
+        from weightstream.adapters.diffusers.load import load_pipeline
+    except ImportError as error:
+        raise UnsupportedError(
+            f"pipeline_from_pretrained needs diffusers: pip install 'weightstream[diffusers]' ({error})"
+        ) from error
+    settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
+    config = settled(config, **settings)
+    check_given(config, example_inputs)
+    with opened(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
+        dtype = dtype_given(dtype, torch_dtype)
+        kernels = Kernels(backend, config, progress)
+        with preloading(backend.device, generates=False):
+            loaded = load_pipeline(
+                path_or_repo_id,
+                dtype=dtype,
+                variant=variant,
+                base=base,
+                offload_folder=config.offload_folder,
+                progress=progress,
+                verify_checksums=config.verify_checksums,
+                expect=kernels.expect,
+                decode=kernels.are_missing,
+                device=backend.device,
+                **kwargs,
+            )
+        kernels.wait()
+        for owned in loaded.folders:
+            on_failure.callback(owned.close)
+        _refuse(loaded.pipe)
+        with torch.no_grad():
+            _offloaded(loaded.pipe, backend, config, example_inputs or {}, loaded.of, loaded.folders, progress)
+        on_failure.pop_all()
+    return loaded.pipe
+
+
+def _offloaded(
+    pipe: Any,
+    backend: Backend,
+    config: OffloadConfig,
+    arguments: Mapping[str, Any],
+    memories: Callable[[str], Sequence[Memory]] = lambda component: (),
+    folders: Sequence[OffloadFolder] = (),
+    progress: bool | None = None,
+) -> PipelineStreamer:
+    """Plan every component in its share of the budget, and put the plans in force."""
+    modules = pipeline.modules_of(pipe)
+    common = shared_between(modules)
+    elsewhere = {name: frozenset(t for t, owner in common.get(name, {}).items() if owner != name) for name in modules}
+    modules = {
+        name: m for name, m in modules.items() if any(id(leaf.tensor) not in elsewhere[name] for leaf in leaves_of(m))
+    }
+    calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
+    with ExitStack() as stack:
+        given = {name: Given(memories=memories(name), elsewhere=elsewhere[name], progress=progress) for name in modules}
+        assemblies = {
+            name: stack.enter_context(assembled(module, backend, config, given[name]))
+            for name, module in modules.items()
+        }
+        parts = Parts(assemblies, calls, lambda module: _sketch(module, backend, config))
+        budget, found, nbytes = _shares(parts, assemblies, calls, common)
+        with suppress(PlanError):  # one that is cast has no room: said when it is
+            if short := plan_of_shares(calls, parts, found, nbytes).shortage:
+                logger.warning("device memory may run out: %s", short)
+        made = PipelineStreamer(pipe, backend, config, Block(backend, nbytes), folders, tuple(modules), budget)
+        with ExitStack() as on_failure:
+            on_failure.callback(made.remove)
+            for name, shared in found.items():  # the one that moves most has the first choice of memory
+                kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
+                made.stream(name, assemblies[name], shared, kinds)
+            on_failure.pop_all()
+    logger.info("%s", made)
+    return made
+
+
+def _shares(
+    parts: Parts, assemblies: Mapping[str, Assembly], calls: Sequence[Call], common: Mapping[str, Collection[int]]
+) -> tuple[int, dict[str, Shared], int]:
+    """The budget, the part of each component in it, and the bytes of memory that all have in turn.
+
+    What components have in `common` stays on the device where it has room, as it is read in the turns of each.
+    """
+    before = {name: assembly.prospect for name, assembly in assemblies.items()}
+    for kept in (True, False) if common else (False,):
+        for name, assembly in assemblies.items():
+            aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
+            assembly.prospect = before[name].keeping(aliases)
+        known = known_of(parts, calls)
+        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
+        try:
+            return budget, *shared_out(parts, known, calls, budget)
+        except PlanError:
+            if not kept:
+                raise
+    raise InvariantError("no part of the budget was tried")
+
+
+def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> planner_inputs.Sketch:
+    return planner_inputs.sketch_of(module, None, config, planner_inputs.machine_of(backend, config))
+
+
+def _refuse(pipe: Any) -> None:
+    if not pipeline.is_pipeline(pipe):
+        raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a pipeline of diffusers")
+    if isinstance(getattr(pipe, "weightstream", None), PipelineStreamer):
+        raise OffloadError(f"{type(pipe).__name__} is offloaded already: call pipe.weightstream.remove() first")
+    if not (parts := pipeline.modules_of(pipe)):
+        raise ConfigError(f"{type(pipe).__name__} has no component with weights")
+    there = [name for name, module in parts.items() if getattr(module, forward_patch.ATTRIBUTE, None) is not None]
+    if there:
+        others = [f"weightstream.offload(pipe.{name})" for name in parts if name not in there]
+        raise OffloadError(
+            f"{', '.join(there)} of this {type(pipe).__name__} are offloaded already, and stream in it as they are. "
+            + (f"Offload the others one by one: {', '.join(others)}; or " if others else "To plan all in one budget, ")
+            + "call remove() of what offloaded those first"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineStats:
+    """What the streamers of a pipeline have done and hold; `held_nbytes` counts the block that they share once."""
+
+    components: Mapping[str, Stats]
+    held_nbytes: dict[str, int]
+
+
+class _Part(NamedTuple):
+    """A component that streams, as long as anybody has it: it has its streamer, and that its assembly."""
+
+    streamer: weakref.ref[Streamer]
+    assembly: weakref.ref[Assembly]
+    share: Share
+    settle: weakref.finalize[..., Streamer]
+
+
+def _with_past(stats: Stats, past: Stats | None) -> Stats:
+    """The same with what was done before."""
+    if past is None:
+        return stats
+    counted = ("steps", "fills", "filled_nbytes", "unplanned_fills", "stall_s")
+    sums = {name: getattr(stats, name) + getattr(past, name) for name in counted}
+    return replace(stats, **sums, step_s=stats.step_s or past.step_s, units=stats.units or past.units)
+
+
+def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, Callable[[], torch.Tensor]]]:
+    """Where every tensor of a model is held, under which name, the tensor, and what gives its values."""
+    held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
+    every = [(named, key, tensor) for named in held for key, tensor in named.items() if tensor is not None]
+    return [(named, key, tensor, _values_of(tensor)) for named, key, tensor in every]
+
+
+def _append(found: list[Any], change: Callable[[], Any]) -> None:
+    found.append(change())
+
+
+def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What gives the tensor's data as it is now. It holds no tensor, which the model would seem to be shown by."""
+    if (storage := storage_of(tensor)) is None:
+        data = tensor.data
+        return lambda: data
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    dtype, device = tensor.dtype, tensor.device
+    return lambda: torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
+
+
+def _settle(backend: Backend) -> None:
+    """Wait for copies, unless a graph is being captured, which waiting would break: it makes none of what is freed."""
+    if not backend.capturing():
+        backend.synchronize()
+
+
+class PipelineStreamer:
+    """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
+    `remove()`.
+
+    It keeps no component alive: one that the pipeline lets go, and nobody else has, is freed with its weights.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        backend: Backend,
+        config: OffloadConfig,
+        block: Block,
+        folders: Sequence[OffloadFolder],
+        names: Sequence[str],
+        budget: int,
+    ) -> None:
+        self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
+        self._folders = folders  # with weights that no file holds as they are needed
+        self._names = names  # in the order in which components are expected to run
+        self._parts: dict[str, _Part] = {}
+        self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
+        self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
+        self._detach = pipeline.attach(pipe, self, backend.device)
+
+    @property
+    def components(self) -> dict[str, Streamer]:
+        """The streamers, by the names that the pipeline has for them."""
+        found = {name: self._parts[name].streamer() for name in self._names if name in self._parts}
+        return {name: streamer for name, streamer in found.items() if streamer is not None}
+
+    def _assemblies(self) -> dict[str, Assembly]:
+        found = {name: self._parts[name].assembly() for name in self._names if name in self._parts}
+        return {name: assembly for name, assembly in found.items() if assembly is not None}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the components compute."""
+        return self._backend.device
+
+    def stream(self, name: str, assembly: Assembly, shared: Shared, kinds: frozenset[Kind]) -> None:
+        """Put the plan of a component in force, which is for these kinds of calls."""
+        assembly.prospect, assembly.known = shared.prospect, kinds
+        assembly.recast = partial(self._recast, name)
+        entries = pipeline.entries_of(assembly.model)
+        streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
+        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
+        settle.atexit = False
+        self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
+
+    @restored
+    def _recast(self, name: str, cast: Callable[[], object]) -> None:
+        """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
+        streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
+        before = _with_past(streamer.stats(), self._past.get(name))
+        streamer.remove()
+        self._parts[name].settle.detach()
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = _tensors(assembly.model)
+            try:
+                cast()
+                self._stream_again(name, assembly, share)
+            except BaseException as error:
+                for named, key, tensor, values in tensors:
+                    named[key], tensor.data = tensor, values()
+                self._stream_again(name, assembly, share)
+                if not isinstance(error, WeightstreamError):
+                    raise
+                raise OffloadError(
+                    f"{name} is cast or resized while the pipeline is offloaded, and has no room then: do it "
+                    "before, or give offload_pipeline() example_inputs= of a call that casts it, or a larger "
+                    f"device_budget= ({error})"
+                ) from error
+        self._past[name] = before
+
+    def _stream_again(self, name: str, past: Assembly, share: Share) -> None:
+        with assembled(past.model, self._backend, self._config, Given(elsewhere=past.elsewhere)) as assembly:
+            prospect = assembly.prospect.sharing(share)
+            self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
+
+    def plan(
+        self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any
+    ) -> PipelinePlan:
+        """What a call of the pipeline is predicted to take, before it runs: a rehearsal on shapes.
+
+        Args:
+            steps: denoising steps (`num_inference_steps`); default: the pipeline's.
+            height, width: of the image, in pixels; default: the pipeline's.
+            call: more keywords of the call, such as `prompt` or `num_images_per_prompt`.
+
+        Raises:
+            ConfigError: the pipeline does not take these keywords.
+            OffloadError: its calls cannot be told from shapes, or it is not offloaded any more.
+        """
+        if not self._parts:
+            raise OffloadError("plan() after remove(): nothing streams any more")
+        named = {"num_inference_steps": steps, "height": height, "width": width}
+        calls, notes = told(self._pipe, call | {k: v for k, v in named.items() if v is not None})
+        now, plain = pipeline.modules_of(self._pipe), self._assemblies()
+        for name in dict.fromkeys(call.component for call in calls):
+            if name not in plain or pipeline.plain_of(now[name]) is not pipeline.plain_of(plain[name].model):
+                calls = [call for call in calls if call.component != name]
+                notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
+        plans = {name: streamer.plan for name, streamer in self.components.items()}
+        shared = {name: part.share for name, part in self._parts.items()}
+        parts = Parts(plain, calls, lambda module: _sketch(module, self._backend, self._config))
+        return plan_of_call(calls, parts, plans, shared, self._block.memory.numel(), notes)
+
+    def stats(self) -> PipelineStats:
+        """Counters and bytes held, as of now."""
+        found = {name: _with_past(s.stats(), self._past.get(name)) for name, s in self.components.items()}
+        held = Counter[str]()
+        plans = {name: streamer.plan for name, streamer in self.components.items()}
+        for name, stats in found.items():
+            plan = plans[name]
+            held.update(stats.held_nbytes)
+            held["device"] -= plan.ring_nbytes + plan.buffer_nbytes
+        held["device"] += self._block.memory.numel()
+        return PipelineStats(components=found, held_nbytes=dict(held))
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """As `Streamer.trace`, of all components; the names of spans begin with that of the component."""
+        if not self._parts:
+            raise OffloadError("trace() after remove(): nothing streams any more")
+        whole = Trace(f"{type(self._pipe).__name__} on {self.device}")
+        with ExitStack() as stack:
+            traces = {name: stack.enter_context(s.trace()) for name, s in self.components.items()}
+            yield whole
+        for name, trace in traces.items():
+            whole.spans.extend(replace(span, name=f"{name}: {span.name}") for span in trace.spans)
+        whole.spans.sort(key=lambda span: span.begin_s)
+
+    def changing(self, change: Callable[[], Any]) -> Any:
+        """Runs what computes with adapters and weights between steps, such as fusing: where each weight is then."""
+        for streamer in self.components.values():
+            streamer.place_added(None)
+        try:
+            return change()
+        finally:
+            for streamer in self.components.values():
+                streamer.place_added(self.device)
+
+    def resizing(self, change: Callable[[], Any]) -> Any:
+        """Runs what changes the tables of text encoders, which stream again with these."""
+        found: list[Any] = []
+        work: Callable[[], object] = partial(_append, found, change)
+        for name in self.components:
+            if name.startswith("text_encoder"):
+                work = partial(self._recast, name, work)
+        work()
+        return found[0]
+
+    def remove(self) -> None:
+        """Bring every weight back to where it was and set the pipeline free; may be called twice."""
+        for streamer in self.components.values():
+            streamer.refuse_inside()
+        for streamer in self.components.values():
+            streamer.remove()
+        for part in self._parts.values():
+            part.settle.detach()
+        self._detach()
+        self._parts = {}
+        self._block.close()
+        self._backend.close()
+        for folder in self._folders:
+            folder.close()
+
+    def __enter__(self) -> PipelineStreamer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the pipeline is a plain one
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {streamer.plan.summary()}" for name, streamer in self.components.items()]
+        return "\n".join([*lines, f"one ring of {human(self._block.memory.numel())} for all"])

@@ -1,0 +1,192 @@
+"""Forecasts: plans of models that nobody has loaded, for this machine or another. Reads no weight, moves no byte."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightstream.adapters.hf import ranks
+from weightstream.api.multi_gpu import sketched
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.inputs import planner_inputs
+from weightstream.measure.profile import read_profile
+from weightstream.plan.manifest import Profile
+from weightstream.plan.multi_device import StripedPlan
+from weightstream.plan.pipeline import PipelinePlan
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Machine
+from weightstream.plan.problem import Prospect
+from weightstream.runtime.devices import cuda
+from weightstream.runtime.devices.opening import backend_of
+from weightstream.settings.arguments import dtype_given, of_model, settled
+from weightstream.settings.config import OffloadConfig
+
+if TYPE_CHECKING:
+    from weightstream.inputs.pipeline_planning import PipelineSketch
+
+logger = logging.getLogger("weightstream")
+
+
+def plan_model(
+    path_or_repo_id: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    device_budget: int | str | Mapping[int, int | str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    profile: Profile | str | Path | None = None,
+    config: OffloadConfig | Any | None = None,
+    trust_remote_code: bool = False,
+    variant: str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Plan | PipelinePlan | StripedPlan:
+    """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
+
+    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread. Of a
+    pipeline of diffusers it is what `pipeline_from_pretrained` would do, as a `PipelinePlan`.
+
+    Args:
+        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`; its other settings
+            may be given too, such as `host_budget`, `batch`, `context` and `tokens`. With `distributed_config`, or
+            `tp_plan` and `tp_size`, the plan is that of the first of as many processes, all on such a machine.
+        variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
+        profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
+            default: this one's GPU, or where there is none a GPU with assumed bandwidths.
+        trust_remote_code: as for transformers: run Python code that comes with the model.
+
+    Returns:
+        The plan, which prints; of a pipeline a `PipelinePlan`, of several GPUs a `StripedPlan`.
+
+    Raises:
+        CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
+
+    Example:
+        >>> import weightstream
+        >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
+        >>> print(plan)  # doctest: +SKIP
+    """
+    config, model_config = of_model(config)
+    sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
+    config, dtype = settled(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
+    if is_pipeline(path_or_repo_id):
+        if sharded:
+            raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")
+        about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
+        return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
+    if variant is not None or example_inputs is not None:
+        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
+    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
+    if sharded:
+        from weightstream.adapters.hf import tensor_parallel
+
+        is_sharded = ranks.is_wanted(tensor_parallel.wanted(sharded), config)
+        about |= sharded if is_sharded else {}
+    if config.stripes:
+        return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
+    return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
+
+
+def is_pipeline(path_or_repo_id: str | Path) -> bool:
+    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers.
+
+    Raises `UnsupportedError` without transformers.
+    """
+    try:
+        from weightstream.adapters.hf import hub
+    except ImportError as error:
+        raise UnsupportedError(
+            f"a checkpoint is looked into with transformers: pip install 'weightstream[transformers]' ({error})"
+        ) from error
+    return hub.is_pipeline(path_or_repo_id)
+
+
+def sketch_pipeline(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> PipelineSketch:
+    """What `plan_model` plans with for a pipeline, at any budget; `options` are `dtype`, `variant`, and `call`."""
+    from weightstream.inputs.pipeline_planning import sketch_of_files
+
+    machine = partial(_machine, config, device, profile)
+    return sketch_of_files(path_or_repo_id, config, machine, **options)
+
+
+def plan_stripes(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> StripedPlan:
+    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
+    from weightstream.adapters.hf.load import described
+
+    model, checkpoint = described(path_or_repo_id, **options)
+    alone = config.within(next(iter(config.stripes.values())))
+    machine = _machine(alone, device, profile, planner_inputs.dtypes_of(model))
+    return sketched(model, checkpoint, [machine] * len(config.stripes), config)
+
+
+def prospect(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> Prospect:
+    """What `plan_model` plans with, for several budgets; `options` are `dtype`, `trust_remote_code` and what asks for
+    tensor parallelism."""
+    from weightstream.adapters.hf import tensor_parallel
+    from weightstream.adapters.hf.load import described
+
+    wanted = tensor_parallel.wanted(options)
+    is_sharded = ranks.is_wanted(wanted, config)
+    model, checkpoint = described(path_or_repo_id, **options)
+    machine = _machine(config, device, profile, planner_inputs.dtypes_of(model))
+    if wanted is not None and is_sharded:
+        config, machine = ranks.alike(config, machine, wanted.tp_size)
+    found = planner_inputs.sketch_of(model, checkpoint, config, machine).prospect
+    if wanted is not None and is_sharded and not found.planners[0].demand.work:
+        logger.warning(
+            "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
+            "heads do not divide among them",
+            *(path_or_repo_id, wanted.tp_size),
+        )
+    return found
+
+
+def _machine(
+    config: OffloadConfig,
+    device: torch.device | str | None,
+    profile: Profile | str | Path | None,
+    dtypes: Collection[str],
+) -> Machine:
+    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed. `dtypes`: of weights that a
+    plan may compress."""
+    device = config.device_for(device)
+    if isinstance(profile, str | Path):
+        profile = read_profile(Path(profile))
+    if profile is None and (device is not None or cuda.available()):
+        with closing(backend_of(device, config)) as backend:
+            return planner_inputs.machine_decoding(backend, config, dtypes)
+    machine = planner_inputs.machine_elsewhere(profile or cuda.CUDA_PROFILE)
+    given = config.device_nbytes(machine.total_nbytes or -1)
+    if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
+        raise ConfigError(
+            "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
+            "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
+        )
+    return machine

@@ -1,1 +1,0 @@
-"""Engines that drive the life cycle of `weightstream.offloaders`: one module for each, imported by that engine."""

@@ -1,0 +1,298 @@
+"""Plans of a pipeline: how its components share the budget, and what one of its calls takes. Moves no bytes.
+
+The components are those of a pipeline that is loaded, or of a folder whose weights nobody has read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from weightstream.adapters.diffusers import pipeline
+from weightstream.adapters.diffusers.dry_run import Call, rehearse, runs
+from weightstream.adapters.tracing.footprint import Footprint
+from weightstream.errors import ConfigError, OffloadError, PlanError
+from weightstream.inputs import planner_inputs
+from weightstream.plan.candidates import Share
+from weightstream.plan.pipeline import PipelinePlan, Turn, shares
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Machine
+from weightstream.plan.problem import Prospect
+from weightstream.plan.schedule import aligned
+from weightstream.settings.config import OffloadConfig
+
+logger = logging.getLogger("weightstream")
+
+_ROUNDED_NBYTES = 64 << 20  # by which the allocator's blocks are larger than tensors, and what a pipeline itself holds
+_STEPS = 28  # that a denoiser is taken to run where nothing tells
+_DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
+
+
+class Part(Protocol):
+    """A component, and what is known of it."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def prospect(self) -> Prospect: ...
+    def knowing(self, work: Footprint, entry: str) -> Prospect:
+        """The prospect for the work of a call that was followed."""
+        ...
+
+    def with_facts(self, prospect: Prospect) -> Prospect:
+        """The same with what takes time to find out."""
+        ...
+
+
+class Parts:
+    """The components of a pipeline as calls have them: as they are (`plain`), or cast to another dtype."""
+
+    def __init__(self, plain: Mapping[str, Part], calls: Sequence[Call], sketch: Callable[[nn.Module], Part]) -> None:
+        self.plain = dict(plain)
+        casts = {id(call.cast): call.cast for call in calls if call.cast is not None}
+        self._cast = {key: sketch(module) for key, module in casts.items()}
+
+    def of(self, call: Call) -> Part:
+        """That which the call runs."""
+        return self.plain[call.component] if call.cast is None else self._cast[id(call.cast)]
+
+    def prospect_of(self, call: Call) -> Prospect:
+        """The prospect for the work of the call."""
+        return self.of(call).knowing(call.work, call.kind.what)
+
+
+class Shared(NamedTuple):
+    """Of a component its part of the budget: the prospect in it, and the plan of its weights as they are."""
+
+    prospect: Prospect
+    plan: Plan
+
+    @property
+    def share(self) -> Share:
+        share = self.prospect.planners[0].share
+        assert share is not None
+        return share
+
+
+def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[Call]:
+    """The calls of its components in one call of a pipeline, as far as they are known before it runs."""
+    calls, reason = rehearse(pipe, arguments)
+    if reason:
+        logger.info("the calls of %s are known up to here only (%s): %s", type(pipe).__name__, len(calls), reason)
+    return calls
+
+
+def told(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[Call], tuple[str, ...]]:
+    """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
+
+    Raises `OffloadError` where they end before a denoiser has run.
+    """
+    calls, reason = rehearse(pipe, arguments)
+    if not reason:
+        return calls, ()
+    if not any(call.component in _DENOISERS for call in calls):
+        raise OffloadError(
+            f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}. Give the keywords of a call "
+            "as it will be, such as prompt=, image=, height= and width="
+        )
+    return calls, (f"what comes after {calls[-1].component} cannot be told before it runs: {reason}",)
+
+
+def heaviest(parts: Parts, calls: Sequence[Call]) -> dict[str, Call]:
+    """Of each component the kind of call whose weights are largest, then comes most often, then takes most memory."""
+    nums = Counter(id(call.work) for call in calls)
+    found: dict[str, Call] = {}
+    for call in sorted(
+        calls, key=lambda c: (_nbytes(parts.of(c).prospect), nums[id(c.work)], c.work.activation_nbytes)
+    ):
+        found[call.component] = call
+    return found
+
+
+def known_of(parts: Parts, calls: Sequence[Call]) -> dict[str, tuple[Part, Prospect]]:
+    """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
+    known = {name: (part, part.prospect) for name, part in parts.plain.items()}
+    for name, call in heaviest(parts, calls).items():
+        if _nbytes(parts.of(call).prospect) >= _nbytes(known[name][1]):
+            known[name] = parts.of(call), parts.prospect_of(call)
+    return known
+
+
+def _nbytes(prospect: Prospect) -> int:
+    return prospect.grains[0].nbytes
+
+
+def shared_out(
+    parts: Parts, known: Mapping[str, tuple[Part, Prospect]], calls: Sequence[Call], budget: int | None = None
+) -> tuple[dict[str, Shared], int]:
+    """The part of each component in the budget (None: as the settings say), and the bytes of memory that all have in
+    turn.
+
+    Raises `PlanError` where they have no room.
+    """
+    facts = {name: prospect for name, (_, prospect) in known.items()}
+    times = {name: _STEPS if name in _DENOISERS else 1 for name in facts}
+    times |= Counter(call.component for call in calls)
+    budget = budget_of(facts, calls) if budget is None else budget
+    if sum(map(_nbytes, facts.values())) > budget:  # some of each may have to stream
+        none = Share(0, budget)
+        facts = {
+            name: part.with_facts(prospect.sharing(none)).sharing(None) for name, (part, prospect) in known.items()
+        }
+    planned = shares(facts, times, budget)
+    ring = block_nbytes([plan for _, plan in planned.values()])
+    found: dict[str, Shared] = {}
+    for name, (share, plan) in planned.items():
+        prospect, plain = facts[name].sharing(share._replace(ring_nbytes=ring)), parts.plain[name]
+        if known[name][0] is not plain:  # cast while it is called; at other times as it is
+            prospect = plain.prospect.sharing(share._replace(ring_nbytes=ring))
+            plan = prospect.plan()[1]
+        found[name] = Shared(prospect, plan)
+    return found, ring
+
+
+def block_nbytes(plans: Sequence[Plan]) -> int:
+    """Bytes of the memory that these have in turn."""
+    return aligned(max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans))
+
+
+def budget_of(known: Mapping[str, Prospect], calls: Sequence[Call]) -> int:
+    """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
+    most = max((call.work.activation_nbytes for call in calls), default=0)
+    found = []
+    for prospect in known.values():
+        planner = prospect.planners[0]
+        demand = replace(planner.demand, activation_nbytes=max(most, planner.demand.activation_nbytes))
+        budget = replace(planner, demand=demand).budget
+        if budget is not None:
+            found.append(budget)
+    return min(found)
+
+
+def plan_of_shares(
+    calls: Sequence[Call], parts: Parts, found: Mapping[str, Shared], nbytes: int, notes: tuple[str, ...] = ()
+) -> PipelinePlan:
+    """What these calls take where each component has its plan in its part of the budget."""
+    plans = {name: shared.plan for name, shared in found.items()}
+    return plan_of_call(calls, parts, plans, {name: shared.share for name, shared in found.items()}, nbytes, notes)
+
+
+def plan_of_call(
+    calls: Sequence[Call],
+    parts: Parts,
+    plans: Mapping[str, Plan],
+    shared: Mapping[str, Share],
+    nbytes: int,
+    notes: tuple[str, ...] = (),
+) -> PipelinePlan:
+    """What these calls take where the plans are in force, with `nbytes` of memory that all have in turn.
+
+    Raises `PlanError` where a component that is cast has no room in its share.
+    """
+    priced: dict[int, tuple[Plan, Prospect]] = {}
+    turns: list[Turn] = []
+    for first, num in runs(calls):
+        if id(first.work) not in priced:
+            prospect, plan = parts.prospect_of(first), plans[first.component]
+            if first.cast is not None:
+                plan = parts.of(first).prospect.sharing(shared[first.component]).plan()[1]
+            priced[id(first.work)] = _priced(plan, prospect), prospect
+        plan, prospect = priced[id(first.work)]
+        is_next = bool(turns) and turns[-1].component == first.component
+        cold_s = 0.0
+        if plan.first and not is_next:  # of the copy that a turn begins with, which nothing hides
+            cold_s = prospect.planners[0].machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
+        turns.append(Turn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
+    machine = max((p.prospect.planners[0].machine for p in parts.plain.values()), key=lambda m: m.free_nbytes)
+    workspace = 0 if machine.on_cpu else machine.profile.workspace_nbytes + _ROUNDED_NBYTES
+    free = 0 if machine.on_cpu else machine.free_nbytes
+    return PipelinePlan(
+        turns=tuple(turns),
+        plans=dict(plans),
+        block_nbytes=nbytes,
+        workspace_nbytes=workspace,
+        free_nbytes=free,
+        notes=notes,
+    )
+
+
+def _priced(plan: Plan, prospect: Prospect) -> Plan:
+    """A plan as it is predicted for the work of a call."""
+    index = prospect.grain_of(plan.manifest)
+    order = prospect.grains[index].order
+    return prospect.planners[index].priced(plan if order == plan.manifest.order else plan.reordered(order))
+
+
+class PipelineSketch:
+    """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
+
+    def __init__(self, parts: Parts, calls: Sequence[Call], notes: tuple[str, ...] = ()) -> None:
+        self._parts, self._calls, self._notes = parts, calls, notes
+        self._known = known_of(parts, calls)
+        self.budget = budget_of({name: prospect for name, (_, prospect) in self._known.items()}, calls)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, in plain form."""
+        return sum(part.prospect.grains[0].plain().nbytes for part in self._parts.plain.values())
+
+    def plan(self, budget: int | None = None) -> PipelinePlan:
+        """The plan of the call; raises `PlanError` where components have no room."""
+        budget = self.budget if budget is None else budget
+        found, nbytes = shared_out(self._parts, self._known, self._calls, budget)
+        return plan_of_shares(self._calls, self._parts, found, nbytes, self._notes)
+
+    def plan_at(self, budget: int) -> PipelinePlan | None:
+        """The same; None where components have no room."""
+        try:
+            return self.plan(budget)
+        except PlanError:
+            return None
+
+
+def sketch_of_files(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    machine_of: Callable[[Collection[str]], Machine],
+    *,
+    dtype: str | torch.dtype = "auto",
+    variant: str | None = None,
+    call: Mapping[str, Any],
+) -> PipelineSketch:
+    """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it, for the
+    machine that `machine_of` gives for the dtypes that it may compress.
+
+    Raises `CheckpointError`, `ConfigError`, `OffloadError`, `UnsupportedError`.
+    """
+    from weightstream.adapters.diffusers.load import sketched
+
+    check_given(config, call)
+    pipe, checkpoints = sketched(path_or_repo_id, dtype=dtype, variant=variant)
+    calls, notes = told(pipe, call)
+    modules = pipeline.modules_of(pipe)
+    machine = machine_of(frozenset().union(*map(planner_inputs.dtypes_of, modules.values())))
+    plain = {
+        name: planner_inputs.sketch_of(module, checkpoints.get(name), config, machine)
+        for name, module in modules.items()
+    }
+    cast = partial(planner_inputs.sketch_of, checkpoint=None, config=config, machine=machine)
+    return PipelineSketch(Parts(plain, calls, cast), calls, notes)
+
+
+def check_given(config: OffloadConfig, call: object) -> None:
+    """Raises `ConfigError` for settings that pipelines do not take, and for what is no example of a call."""
+    if config.backend != "none" or config.host_budget is not None or dict(config.max_memory).get("cpu") is not None:
+        raise ConfigError("a pipeline takes device_budget; not host_budget, nor the classic settings of layers")
+    if call is not None and not isinstance(call, Mapping):
+        raise ConfigError(
+            f"example_inputs: a pipeline takes keywords of a call, such as {{'prompt': ..., 'height': 768}}, not "
+            f"{type(call).__name__}"
+        )

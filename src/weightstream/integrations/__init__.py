@@ -1,0 +1,1 @@
+"""Plug-ins for inference engines that stream their weights through weightstream."""

@@ -1,0 +1,348 @@
+"""Lanes: the devices that compute the blocks of one model in turn, each with a plan of its own. Pure values.
+
+[Note: whose block]
+With several links at work a step takes their share of the time only if all of them have copies to make all of the time.
+While one device computes, the others fill their rings, and a ring holds a few blocks: so neighbours go to different
+devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together. In between, where a
+step computes longer than links copy, either can be faster: both are planned, and the step of all decides. Neighbours
+together are planned only where that can be faster. A device then has one turn in a step. Of what streams its ring
+holds some by then, which is in the budget: what the budget has no room for is copied in that turn.
+
+A ring has to hold all of a block that streams: what it has no room for is copied in the block's own turn, when the
+others wait. Units that are whole blocks see to that, and are decoded before their turn. Finer ones need a smaller ring
+and buffer. So each lane has a plan in blocks and one in any grain to choose from, and the step of all is held against.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from weightstream.errors import PlanError
+from weightstream.plan import cost
+from weightstream.plan.manifest import Profile, Workload
+from weightstream.plan.plan import Plan, in_a_graph
+from weightstream.plan.planner import Planner
+from weightstream.plan.problem import Prospect
+from weightstream.plan.schedule import Cursor
+from weightstream.plan.units import human, milliseconds
+
+HOP_S = 20e-6  # for what a block is given, or returns, to be on another device, beside its bytes [H200, NVLink]
+_STEPS = 3  # the wrap-around fills settle in the second
+_BISECTIONS = 60
+_WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links have more time to spare
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """A device's plan: `simulated` without what kernels read from host memory, which takes `read_s` of a step, and the
+    seconds of its units alone, without what others compute in between.
+
+    A block's tensors take `hop_s` to come from another device, and as long to go back.
+    """
+
+    plan: Plan
+    simulated: Plan
+    profile: Profile
+    read_s: float = 0.0
+    hop_s: float = HOP_S
+
+    @classmethod
+    def of(cls, plan: Plan, planner: Planner) -> Lane:
+        """That of a plan whose planner counts as `after` a unit what runs until the next one of its device."""
+        work, captured = (
+            {name: tuple(op for op in ops if not op.after) for name, ops in every.items()}
+            for every in (planner.demand.work, planner.demand.captured)
+        )
+        planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured))
+        simulated, profile = planner.alone(plan)
+        link = planner.machine.profile.link_bytes_per_s
+        read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
+        hop_s = HOP_S + planner.demand.states_nbytes / link  # no faster than that, as devices need not be peers
+        return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s, hop_s=hop_s)
+
+
+def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[list[int]]:
+    """Which device computes each block, by the blocks' bytes: each deal that is worth a try, [Note: whose block].
+
+    Args:
+        nbytes: of each block, in the order in which they run.
+        budgets: bytes that each device has for weights.
+        rates: bytes per second of the link of each device.
+        beside: bytes of the first device's weights that are in no block.
+    """
+    found = _together(nbytes, budgets, beside)
+    if found is not None:
+        return [found]
+    wanted = _quotas(sum(nbytes), [budgets[0] - beside, *budgets[1:]], rates)
+    held, found = [0] * len(budgets), []
+    for size in nbytes:  # to whom most of what it is to hold is missing
+        lane = min((lane for lane, quota in enumerate(wanted) if quota), key=lambda k: (held[k] + size) / wanted[k])
+        held[lane] += size
+        found.append(lane)
+    apart = _apart(nbytes, held)
+    return [found, apart] if apart != found and set(apart) == set(found) else [found]
+
+
+def _apart(nbytes: Sequence[int], held: Sequence[int]) -> list[int]:
+    """Neighbours on one device until it has about as many bytes as it is to hold."""
+    *ends, _ = accumulate(held)
+    middles = (end - size / 2 for end, size in zip(accumulate(nbytes), nbytes, strict=True))
+    return [bisect(ends, middle) for middle in middles]
+
+
+def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> list[int] | None:
+    """Neighbours on one device as long as they fit; None where something has to stream."""
+    if beside > budgets[0]:
+        return None
+    held, found, lane = beside, [], 0
+    for size in nbytes:
+        while held + size > budgets[lane]:
+            lane, held = lane + 1, 0
+            if lane == len(budgets):
+                return None
+        held += size
+        found.append(lane)
+    return found
+
+
+def _quotas(total: int, budgets: Sequence[int], rates: Sequence[float]) -> list[float]:
+    """Bytes that each device holds of `total` where the links of all are busy equally long: its budget, and what its
+    link moves in that time."""
+
+    def held(seconds: float) -> list[float]:
+        return [max(0.0, budget + seconds * rate) for budget, rate in zip(budgets, rates, strict=True)]
+
+    low, high = 0.0, (total + sum(abs(budget) for budget in budgets)) / min(rates)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(held(middle)) >= total else (middle, high)
+    return held(high)
+
+
+def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int]:
+    """The lanes in the order in which a step comes to their units, of which each lane has an order of its own.
+
+    `places`: of each unit's module in the model, whose blocks run in that order. Others may be anywhere: of these one
+    comes before what is behind it in the lane's order.
+    """
+    left = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
+    found = []
+    while any(left):
+        lane = min((lane for lane, coming in enumerate(left) if coming), key=lambda k: left[k][-1])
+        left[lane].pop()
+        found.append(lane)
+    return found
+
+
+def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:
+    """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulated_s` for one.
+
+    Each lane has a link. What a block is given comes from the first lane, and goes back there. Its first unit is open,
+    and what that streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host
+    launches all; but where it is `captured`, in a CUDA graph, nobody waits for that.
+    """
+    states = [_State(lane, captured=captured) for lane in lanes]
+    hops = [0.0, *(lane.hop_s for lane in lanes[1:])]
+    now = started = launched = disk_free = 0.0
+    for state in states:
+        disk_free = state.fill(state.plan.first, 0.0, disk_free)
+    for _ in range(_STEPS):
+        started = now
+        steps = [state.step() for state in states]
+        block: tuple[int, int | None] = 0, None  # whose, and which of these
+        for lane in turns:
+            state = states[lane]
+            unit, fills = next(steps[lane])
+            if (coming := (lane, state.plan.manifest.units[unit].layer)) != block:
+                now += hops[block[0]] + hops[lane]
+                block = coming
+            launched += state.hosts[unit]
+            ended = max(state.opened(unit), now) + state.computes[unit]
+            state.free = max(ended, launched)
+            disk_free = state.fill(fills, state.free, disk_free)
+            now = state.free
+        now += hops[block[0]]
+    return max(now - started, launched / _STEPS) + sum(lane.read_s for lane in lanes)
+
+
+class _State:
+    """A lane while its steps are simulated: when it is free, its link is, and its units are filled."""
+
+    def __init__(self, lane: Lane, *, captured: bool = False) -> None:
+        self.plan, self.profile = plan, profile = lane.simulated, lane.profile
+        times, units = cost.times_s(plan, profile, captured=captured), plan.manifest.units
+        self.decodes = [profile.decode_s(u, unit) for u, unit in enumerate(units)]
+        self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
+        self.hosts = [host_s for _, host_s in times]
+        self.free = self._link_free = 0.0
+        self._filled = [0.0] * len(units)
+
+    def step(self) -> Iterator[tuple[int, Sequence[int]]]:
+        return Cursor(self.plan.manifest.order, self.plan.after).step()
+
+    def opened(self, unit: int) -> float:
+        """When its weights can be read."""
+        return max(self._filled[unit], self.free) + self.decodes[unit]
+
+    def fill(self, fills: Iterable[int], released: float, disk_free: float) -> float:
+        """Queue copies; returns when the disk, which all lanes have in turn, is free again."""
+        plan, profile = self.plan, self.profile
+        for unit in fills:
+            begun = max(self._link_free, released + profile.handover_s)
+            self._link_free = begun + profile.copy_s(plan.unit_nbytes[unit])
+            if plan.disk and plan.unit_disk_nbytes[unit]:
+                disk_free = max(disk_free, released) + plan.unit_disk_nbytes[unit] / profile.disk_bytes_per_s
+                self._link_free = max(self._link_free, disk_free)
+            self._filled[unit] = self._link_free
+        return disk_free
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StripedPlan:
+    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
+    in a CUDA graph."""
+
+    plans: Mapping[str, Plan]
+    step_s: float
+    graph_s: float
+
+    @property
+    def every(self) -> tuple[Plan, ...]:
+        """The plans."""
+        return tuple(self.plans.values())
+
+    @property
+    def workload(self) -> Workload | None:
+        """What a language model's step is planned for."""
+        return self.every[0].workload
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes that all links move in a step."""
+        return sum(plan.step_nbytes for plan in self.every)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Bytes of all weights in plain form."""
+        return sum(plan.decoded_nbytes for plan in self.every)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Alias groups whose rows are cached on any device."""
+        return frozenset().union(*(plan.cached for plan in self.every))
+
+    @property
+    def num_slots(self) -> int:
+        """Of each layer that has a cache, the least."""
+        return min((plan.num_slots for plan in self.every if plan.cached), default=0)
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of activations and cache that one device would need for all."""
+        return max(plan.activation_nbytes for plan in self.every) + sum(plan.cache_nbytes for plan in self.every)
+
+    def summary(self) -> str:
+        """One line for each device."""
+        return "\n".join(f"{name}: {plan.summary()}" for name, plan in self.plans.items())
+
+    def predictions(self) -> dict[str, str]:
+        """What a step is predicted to take, as text by label."""
+        links_s = max(plan.copy_s for plan in self.every)
+        num = sum(plan.step_nbytes > 0 for plan in self.every)
+        told = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
+        told += in_a_graph(self.graph_s, self.step_s)
+        return {"predicted": told, "streamed": f"{human(self.step_nbytes)} per step over {num} links"}
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary(), *(f"{label}: {value}" for label, value in self.predictions().items())])
+
+    def numbers(self) -> dict[str, Any]:
+        """For JSON."""
+        whole = {"machine": self.every[0].machine or None, "step_s": self.step_s, "graph_s": self.graph_s}
+        whole["nbytes"] = self.decoded_nbytes
+        devices = {name: plan.numbers() for name, plan in self.plans.items()}
+        return {**whole, "step_nbytes": self.step_nbytes, "devices": devices}
+
+
+def predicted(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
+    """The plans with the seconds of a step; `places` as for `walk`."""
+    plans = {name: lane.plan for name, lane in lanes.items()}
+    step_s, graph_s = _times_s(lanes, places)
+    return StripedPlan(plans=plans, step_s=step_s, graph_s=graph_s)
+
+
+def _times_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> tuple[float, float]:
+    """Seconds of a step, eager and in a CUDA graph."""
+    found = list(lanes.values())
+    orders = [[lane.plan.manifest.units[unit].name for unit in lane.plan.manifest.order] for lane in found]
+    turns = walk(orders, places)
+    return step_s(found, turns), step_s(found, turns, captured=True)
+
+
+Planned = dict[str, tuple[Prospect, Lane]]
+
+
+def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Planned:
+    """A plan for each device, by name, with which the step of all is fastest, and what it is planned with:
+    [Note: whose block].
+
+    Raises `PlanError` where one has none.
+    """
+    ways = {name: _ways(prospect) for name, prospect in prospects.items()}
+    in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
+    best, least_s = in_blocks, _taken_s(in_blocks, places)
+    for tried in (finer, *({name: way[name]} for way in (finer, in_blocks) for name in ways)):
+        if (found_s := _taken_s(merged := best | tried, places)) < least_s:
+            best, least_s = merged, found_s
+    return best
+
+
+def fastest(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) -> tuple[int, Planned]:
+    """The deal with which the step of all is fastest, and what `chosen` gives for it.
+
+    The first is that in turn. Those after it, of neighbours together, are asked for, and planned, only where they can
+    be faster: [Note: whose block]. Raises `PlanError` where the first has no plan.
+    """
+    coming = enumerate(deals)
+    best, planned = 0, chosen(next(coming)[1], places)
+    least_s = _WORTH * _taken_s(planned, places)
+    if sum(_one_turn_s(lane) for _, lane in planned.values()) >= least_s:
+        return best, planned
+    for index, prospects in coming:
+        try:
+            found = chosen(prospects, places)
+        except PlanError:
+            continue
+        if (found_s := _taken_s(found, places)) < least_s:
+            best, planned, least_s = index, found, found_s
+    return best, planned
+
+
+def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
+    step_s, graph_s = _times_s(lanes := {name: lane for name, (_, lane) in planned.items()}, places)
+    host_share = max(lane.profile.host_share for lane in lanes.values())
+    return graph_s + host_share * max(0.0, step_s - graph_s)
+
+
+def _one_turn_s(lane: Lane) -> float:
+    """No less takes one turn of a device that has about these blocks: it computes, and copies what is over budget."""
+    plan, states = lane.simulated, [_State(lane, captured=captured) for captured in (False, True)]
+    over = sum(plan.manifest.read.values()) - (plan.budget or math.inf)
+    computes_s = min(sum(state.computes[unit] for unit in plan.manifest.order) for state in states)
+    return max(computes_s, over / lane.profile.link_bytes_per_s)
+
+
+def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:
+    coarse, found = whole.coarse(), []
+    for prospect in (coarse,) if coarse is whole else (coarse, whole):
+        index, plan = prospect.plan()
+        found.append((prospect, Lane.of(plan, prospect.planners[index])))
+    return found
+
+
+AnyPlan = Plan | StripedPlan

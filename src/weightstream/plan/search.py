@@ -1,0 +1,270 @@
+"""Placement: which weights stay on the device and how large the ring is. Decides; touches no memory.
+
+From a byte budget, every choice of what stays and of a ring (candidates.py) is tried. The plan with the least predicted
+time wins, then the one with the fewest bytes. Where the host is what takes long, a plan that is fast on the device is
+worth a little more time of the host; where text comes from graphs, for which the host launches nothing, much more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from weightstream.errors import PlanError
+from weightstream.plan import cost
+from weightstream.plan.candidates import Choice, Share, choices, columns_of, fitting, nbytes_of, plain_nbytes
+from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
+from weightstream.plan.units import human
+from weightstream.settings.arguments import selects
+from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
+
+_SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
+_SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
+_SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
+_TIE_S = 1e-9  # plans that differ by less are equally fast
+_MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
+_ASSUMED = Profile()
+
+Names = frozenset[str]
+_NONE = Names()
+
+
+class Candidate(NamedTuple):
+    """A plan to be made, or a set of such: none of them takes less than `bound_s` seconds per step."""
+
+    bound_s: float
+    make: Callable[[], Plan | Iterable[Candidate] | None]
+
+    def plan(self) -> Plan:
+        """The plan of a candidate that is one."""
+        found = self.make()
+        assert isinstance(found, Plan)
+        return found
+
+
+def search(candidates: Iterable[Candidate]) -> Plan | None:
+    """The plan with the least predicted step, then with the fewest bytes of the device; None where there is none.
+
+    The candidate with the lowest bound is made next, until no bound is under the best step that was found. Steps
+    that differ by less than a nanosecond are equally fast. Where many are alike, the first 500 plans are looked at.
+    """
+    best, least, num_plans = None, (math.inf, math.inf), 0
+    number = itertools.count()
+    waiting = [(candidate.bound_s, next(number), candidate) for candidate in candidates]
+    heapq.heapify(waiting)
+    while waiting and waiting[0][0] <= least[0] + _TIE_S and num_plans < _MOST_PLANS:
+        found = heapq.heappop(waiting)[2].make()
+        if isinstance(found, Plan):
+            num_plans += 1
+            key = round(found.step_s / _TIE_S) * _TIE_S, found.device_nbytes
+            if key < least:
+                best, least = found, key
+        elif found is not None:
+            for candidate in found:
+                heapq.heappush(waiting, (candidate.bound_s, next(number), candidate))
+    return best
+
+
+def place(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED) -> Plan:
+    """The fastest plan, by prediction, whose residents and ring fit `budget` bytes; None: everything stays.
+
+    Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
+    """
+    if budget is None or fits(manifest, budget):
+        return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
+    plan = search(candidates(manifest, budget, profile))
+    assert plan is not None
+    return cost.predicted(plan, profile)
+
+
+def fits(manifest: Manifest, budget: int) -> bool:
+    """Whether everything may stay."""
+    return manifest.nbytes + buffer_nbytes(manifest) <= budget
+
+
+def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share | None = None) -> Iterator[Candidate]:
+    """Every choice of what stays in a budget that not all fits, and of where units start in the ring.
+
+    A `share` bounds both parts of the budget.
+
+    Raises `PlanError` where there is none.
+    """
+    forced = always_resident(manifest)
+
+    def plan_of(choice: Choice, slot: int) -> Plan:
+        plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot, by_ends=choice.by_ends)
+        return replace(plan, budget=budget, step_s=searched_s(plan, profile))
+
+    counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
+    buffer = buffer_nbytes(manifest)
+    share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
+    unit_s = [profile.times_s(u, unit)[0] for u, unit in enumerate(manifest.units)] if profile.unit_s else []
+    found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
+    if not found:
+        raise PlanError(_arithmetic(manifest, forced, budget))
+    device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
+    for choice in found:
+        streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
+        # A ring that goes around twice holds less than a unit for good: only its end may be used once.
+        ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
+        bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
+        if bound_s < most_s:
+            bound_s = _counted_s(bound_s, _launched_s(manifest, choice.residents, profile), profile)
+        slots = (0,) if choice.by_ends else (0, choice.unit_nbytes)
+        yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in slots)
+
+
+def searched_s(plan: Plan, profile: Profile) -> float:
+    """What a search takes a step for."""
+    return _counted_s(*cost.simulated_s(plan, profile), profile)
+
+
+def least_s(manifest: Manifest, profile: Profile) -> float:
+    """What a search takes a step for, at least: one that streams nothing."""
+    return _counted_s(*_resident_s(manifest, profile), profile)
+
+
+def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
+    """Seconds of the device and of the host for a step that streams nothing."""
+    return cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)])
+
+
+def _counted_s(device_s: float, host_s: float, profile: Profile) -> float:
+    """What a step is taken for that lasts so long on the device alone, and with the host."""
+    return device_s + profile.host_share * max(0.0, host_s - device_s)
+
+
+def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:
+    """Seconds of the host for a step in which all but these stream."""
+    units = zip(manifest.units, num_shown(manifest, residents), streamed_nbytes(manifest, residents), strict=True)
+    times = [profile.times_s(u, unit, shown=num, streams=nbytes > 0) for u, (unit, num, nbytes) in enumerate(units)]
+    return cost.sums_s(manifest, times)[1]
+
+
+def place_layers(
+    manifest: Manifest, prefetch: PrefetchOffloadConfig, *, kept: Names = _NONE, profile: Profile = _ASSUMED
+) -> Plan:
+    """The classic rule: layer i streams when `prefetch` offloads it, through `offload_prefetch_step` slots.
+
+    Everything else is resident: so are tensors that are `kept`, and units too small to be worth a copy (a norm).
+    """
+    streamed: set[str] = set()
+    limit = _small_nbytes(manifest)
+    for unit in manifest.units:
+        if unit.nbytes > limit and unit.layer is not None and prefetch.offloads(unit.layer):
+            names = (t for t in unit.tensors if t.name not in kept and selects(prefetch.offload_params, t.name))
+            streamed.update(t.alias for t in names)
+    return _with_slots(manifest, streamed, prefetch.offload_prefetch_step, profile)
+
+
+def place_host_bytes(
+    manifest: Manifest,
+    uva: UVAOffloadConfig,
+    *,
+    zero_copy: bool = False,
+    kept: Names = _NONE,
+    profile: Profile = _ASSUMED,
+) -> Plan:
+    """Tensors in order until `uva.nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
+    streamed: set[str] = set()
+    stuck = _NONE if zero_copy else _enclosing(manifest)
+    taken = 0
+    for tensor in manifest.tensors():
+        is_free = tensor.name not in kept and tensor.alias not in streamed and tensor.alias not in stuck
+        if is_free and taken < uva.nbytes and selects(uva.cpu_offload_params, tensor.name):
+            streamed.add(tensor.alias)
+            taken += tensor.nbytes
+    if zero_copy:
+        plan = place(manifest.without(streamed), budget=None, profile=profile)
+        return map_to_host(plan, manifest, taken, profile)
+    return _with_slots(manifest, streamed, 2, profile)
+
+
+def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile = _ASSUMED) -> Plan:
+    """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
+    mapped = plan.mapped | (manifest.aliases.keys() - plan.manifest.aliases.keys())
+    read_s = read_nbytes / profile.link_bytes_per_s
+    times = {name: getattr(plan, name) + read_s for name in ("step_s", "graph_s", "copy_s")}
+    return replace(plan, manifest=manifest, mapped=mapped, **times)
+
+
+def place_homes(
+    plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile = _ASSUMED
+) -> Plan:
+    """The plan of a search with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of RAM.
+
+    What stays is spread over the depth, so that the disk and the link are busy side by side. Raises `PlanError`, with
+    `remedy`, where even all of it is not enough.
+    """
+    aliases = plan.manifest.aliases
+    if plan.offloaded_nbytes <= host_budget:
+        return plan
+    movable &= aliases.keys() - plan.placed
+    elsewhere = frozenset(aliases.keys() - movable)
+    held = sum(aliases[alias] for alias in elsewhere - plan.resident)
+    if held > host_budget:
+        raise PlanError(
+            f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
+            f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
+        )
+    columns = columns_of(plan.manifest, elsewhere)
+    plain = plain_nbytes(plan.manifest, elsewhere)
+    kept = fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
+    placed = replace(plan, disk=movable - kept)
+    step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))
+    return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
+
+
+def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile) -> Plan:
+    """A slot holds the most that a layer streams, or a unit outside of the layers."""
+    resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
+    sizes = streamed_nbytes(manifest, resident)
+    owners = [unit.name if unit.layer is None else unit.layer for unit in manifest.units]
+    together: Counter[str | int] = Counter()
+    for owner, nbytes in zip(owners, sizes, strict=True):
+        together[owner] += nbytes
+    slot = max(together.values(), default=0)
+    whole = all(together[owner] == n for owner, n in zip(owners, sizes, strict=True) if not isinstance(owner, str))
+    plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
+    return cost.predicted(plan, profile)
+
+
+def _enclosing(manifest: Manifest) -> frozenset[str]:
+    return frozenset(alias for unit in manifest.units if unit.enclosing for alias in unit.aliases())
+
+
+def _small_nbytes(manifest: Manifest) -> int:
+    return min(_SMALL_NBYTES, max(unit.nbytes for unit in manifest.units) // _SMALL)
+
+
+def always_resident(manifest: Manifest) -> frozenset[str]:
+    """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
+    limit = _small_nbytes(manifest)
+    small: set[str] = set()
+    left = manifest.nbytes // _SMALL_TOTAL
+    for alias, nbytes in sorted(manifest.aliases.items(), key=lambda item: item[1]):
+        left -= nbytes
+        if nbytes > limit or left < 0:
+            break
+        small.add(alias)
+    return _enclosing(manifest) | small
+
+
+def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
+    sizes = streamed_nbytes(manifest, forced)
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    held, buffer = nbytes_of(manifest, forced), buffer_nbytes(manifest)
+    needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
+    codec = ", or codec='auto' or 'none'" if buffer else ""
+    return (
+        f"device budget {human(budget)} ({budget} bytes) < resident {human(held)} + ring {human(sizes[largest])}{more} "
+        f"= {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
+        f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype{codec}."
+    )

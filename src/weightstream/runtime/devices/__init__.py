@@ -1,0 +1,1 @@
+"""Compute devices: their memory, streams, copies and graphs."""

@@ -1,0 +1,407 @@
+"""A CUDA GPU as a device: a copy stream, events, pinned sources. The only file that spells `torch.cuda`."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+
+from weightstream.errors import ConfigError, OffloadError, StoreError
+from weightstream.plan.manifest import Profile
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.devices import cuda_driver as driver
+from weightstream.runtime.devices.backend import Copy, Event, Side
+from weightstream.runtime.devices.host_stream import Move, Worker, move, staging
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.store.arena import Arena
+from weightstream.store.ending import finalize
+from weightstream.store.limits import describe_limits
+from weightstream.store.numa import Node, nearest
+from weightstream.store.staging import MemorySource, Reading, Staging
+
+logger = logging.getLogger("weightstream")
+
+CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 MiB
+    copy_latency_s=3e-6,
+    overhead_s=60e-6,
+    fill_s=40e-6,
+    show_s=5e-6,
+    decoding_launch_s=15e-6,
+    launch_s=50e-6,
+    handover_s=150e-6,
+    workspace_nbytes=33 << 20,
+)
+available, allocated_nbytes = torch.cuda.is_available, torch.cuda.memory_allocated
+new_graph: Any = torch.cuda.CUDAGraph
+_READ_ONLY = 8  # of pages that nobody may write, such as those of a file
+_ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
+_PORTABLE = 1  # pinned for every device, not for the current one alone
+_FED = (
+    "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
+    "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
+    "save the updated model and load that"
+)
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of device memory that are free, and all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
+    """Bytes that running it takes from the allocator beside its result, all of them at most at once.
+
+    Told by counters that only grow: the peaks of the process belong to the user.
+    """
+    before = torch.cuda.memory_stats(device).get(_ALLOCATED, 0)
+    made = work()
+    taken = torch.cuda.memory_stats(device).get(_ALLOCATED, 0) - before
+    kept = {t.untyped_storage()._cdata: aligned(t.untyped_storage().nbytes()) for t in tensors_in(made)}
+    return max(0, int(taken) - sum(kept.values()))
+
+
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether torch has a kernel for products of groups of bfloat16 there; elsewhere it asks for their sizes."""
+    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return is_new and not torch.is_autocast_enabled("cuda")
+
+
+def product_settings() -> tuple[object, ...]:
+    """What products in bfloat16 are chosen by, beside shapes."""
+    matmul = torch.backends.cuda.matmul
+    reduced, library = matmul.allow_bf16_reduced_precision_reduction, torch.backends.cuda.preferred_blas_library()
+    return reduced, str(library), torch.are_deterministic_algorithms_enabled()
+
+
+@cache
+def _captures(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # PyTorch's own, for all captures, is on the device that it first captured on
+
+
+@contextmanager
+def recording(graph: Any, device: torch.device | None = None, **options: Any) -> Iterator[None]:
+    """Work queued inside, on this device or the current one, becomes the graph. Other threads may go on using it.
+
+    PyTorch leaves stream, allocator and random state in the middle of a capture that became invalid: put right here.
+    """
+    stream = torch.cuda.current_stream(device)
+    own: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
+    options = {"capture_error_mode": "thread_local"} | own | options
+    with torch.cuda.device(stream.device):
+        try:
+            with torch.cuda.graph(graph, **options):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # it ended
+                torch._C._cuda_endAllocateToPool(stream.device_index, options["pool"])
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=own["stream"]):
+                torch.zeros(1, device=stream.device)  # ends what the random state began
+            raise
+
+
+def register(memory: torch.Tensor, device: torch.device | None = None, *, read_only: bool = False) -> None:
+    """Pin host memory in place; raises `StoreError` when the system refuses. Any thread may call it."""
+    with torch.cuda.device(device):
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        code: object = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)
+        if number := int(getattr(code, "value", code)):  # type: ignore[call-overload]
+            with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
+                torch.zeros(1, device="cuda")
+            raise StoreError(
+                f"the system refused to pin {memory.numel()} bytes of host memory (CUDA error {number}; "
+                f"{describe_limits()}). Raise the memlock limit (ulimit -l) or the container's memory, or set "
+                "pin_memory=False (slower)."
+            )
+
+
+def unregister(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class _Addresses:
+    """Bytes at an address of the device, in `memory`; a tensor made of them keeps that alive."""
+
+    def __init__(self, memory: torch.Tensor, pointer: int, nbytes: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+class CudaStamp:
+    """An event that knows its time. One that is not recorded yet, as the feeder has not come to it, seems complete."""
+
+    __slots__ = ("_is_passed", "_is_recorded", "event")
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self._is_recorded = self._is_passed = False
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        self.event.record(stream)
+        self._is_recorded = True
+
+    def is_passed(self) -> bool:
+        self._is_passed = self._is_passed or (self._is_recorded and self.event.query())
+        return self._is_passed
+
+
+class CudaBackend:
+    """One GPU: compute runs on the caller's current stream, copies and what looks ahead on streams of their own."""
+
+    def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device}: this torch ({torch.__version__}) sees no CUDA GPU; use device='cpu'")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
+        self.device = torch.device("cuda", index)
+        self.profile = CUDA_PROFILE
+        self.pinning = Lock()
+        self._pin = pin_memory
+        self._copies = torch.cuda.Stream(self.device)
+        self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
+        # Queues copies whose bytes are not there yet, so that nobody else waits; gone where all of them are made.
+        self._feeder: Worker | None = None
+        self._was_fed = False
+
+    def alloc(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # The allocator may hand out bytes that work queued on this stream still uses; copies come from the other.
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+        memory.record_stream(self._copies)  # and back to the allocator only when copies into it are done
+        return memory
+
+    def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        if begin == end:  # no bytes are at no address
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.as_tensor(_Addresses(memory, memory.data_ptr() + begin, end - begin), device=self.device)
+
+    def event(self) -> Event:
+        return torch.cuda.Event(external=True)
+
+    def edge(self) -> Event:
+        return torch.cuda.Event()
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
+        if not all(copy.pinned for copy in copies):
+            raise OffloadError(_FED)
+        self._stop_feeding()
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        with nullcontext() if self.capturing() else recording(graph, self.device, **options):
+            yield
+
+    @contextmanager
+    def joined(self, graph: Any) -> Iterator[None]:
+        pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` frees at once, inside of any capture
+        weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
+        try:
+            with torch.cuda.stream(_captures(self.device.index)), here:
+                yield
+        finally:
+            torch._C._cuda_endAllocateToPool(*pool)
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        with self._current():
+            if (pointer := driver.on_device(memory)) is None:
+                return None
+            view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
+        return view if view.data_ptr() == pointer else None
+
+    def _stream(self, side: Side) -> torch.cuda.Stream:
+        if side is not Side.COMPUTE:
+            return self._copies if side is Side.COPY else self._asides
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if (found := self._computes.get(handle)) is None:
+            found = self._computes[handle] = torch.cuda.current_stream(self.device)
+        return found
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Inside, this device is the current one. It nearly always is, and to ask takes a tenth."""
+        return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
+
+    def record(self, side: Side, event: Event) -> None:
+        if side is not Side.COPY or self._feeder is None:
+            event.record(self._stream(side))
+            if self._was_fed:
+                event.point = None  # of a feeder that has queued it before
+        elif self.capturing():
+            raise OffloadError(_FED)
+        else:
+            self._feeder.submit(lambda: event.record(self._copies))
+            event.point = self._feeder.point()
+
+    def wait(self, side: Side, event: Event) -> None:
+        if side is Side.COPY and self._feeder is not None:
+            if self.capturing():  # the thread knows nothing of it
+                raise OffloadError(_FED)
+            self._feeder.submit(lambda: self._copies.wait_event(event))
+            return
+        if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
+            point.wait()  # what the feeder queued before it is then ahead of whoever waits
+        self._stream(side).wait_event(event)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        if self._feeder is None and all(copy.pinned for copy in copies):
+            with self._current():
+                move([(copy, None) for copy in copies], self._queue)
+            return
+        if self.capturing():
+            raise OffloadError(_FED)
+        if self._feeder is None:
+            self._feeder, self._was_fed = Worker("weightstream-feed"), True
+            self._stop = finalize(self, self._feeder.stop)
+        moves = self._moves(copies)
+        self._feeder.submit(lambda: self._move(moves))
+
+    def _stop_feeding(self) -> None:
+        """All that was queued is on the copy stream, and whoever comes next queues there."""
+        if (feeder := self._feeder) is not None:
+            feeder.join()  # may be cut short, and repeated: nothing may overtake what is queued there
+            self._feeder = None
+            self._stop()
+
+    def bring(self, copies: Sequence[Copy]) -> None:
+        self._move(self._moves(copies))
+        self._copies.synchronize()
+
+    def _moves(self, copies: Sequence[Copy]) -> list[Move]:
+        return [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        with torch.cuda.stream(self._copies):
+            move(moves, self._put, self._drained)
+
+    def _put(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy by PyTorch, which keeps memory until it is made; but rows that lie apart it would gather first.
+        What lies apart is pinned: all else comes from the staging ring."""
+        if src.dim() > 1:
+            self._queue(dst, src)
+        else:
+            dst.copy_(src, non_blocking=True)
+
+    def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long. Whoever frees
+        memory of PyTorch's own pinned allocator waits for it, as nothing tells that of the copy."""
+        if not driver.copy(dst, src, self._copies.cuda_stream):
+            with torch.cuda.stream(self._copies):  # which says what is wrong
+                dst.view(src.shape).copy_(src, non_blocking=True)
+
+    def _drained(self) -> Callable[[], None]:
+        return self._copies.record_event().synchronize  # type: ignore[no-any-return]
+
+    def _read(self, copy: Copy) -> Reading:
+        """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
+        return self._staging.start(*(copy.read or (MemorySource(copy.src), 0, copy.src.numel())))
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return staging(self._staging_memory, node(self.device))
+
+    def _staging_memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        except RuntimeError as error:
+            told = "%s (%s): the staging ring is not pinned, so copies do not overlap."
+            logger.warning(told, error, describe_limits())
+            return Arena().take(nbytes)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        kernel()
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._asides)
+
+    @cached_property
+    def _asides(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def stamp(self, side: Side) -> CudaStamp:
+        stamp, stream = CudaStamp(), self._stream(side)
+        if side is Side.COPY and self._feeder is not None:
+            self._feeder.submit(lambda: stamp.record(stream))
+        else:
+            stamp.record(stream)
+        return stamp
+
+    def seconds(self, begin: CudaStamp, end: CudaStamp) -> float | None:
+        return begin.event.elapsed_time(end.event) / 1e3 if begin.is_passed() and end.is_passed() else None
+
+    def drain(self, event: Event) -> None:
+        if self._feeder is not None and self._stop.alive:
+            self._feeder.join()
+        self._copies.synchronize()
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        if self._feeder is not None:
+            self._feeder.join()
+        torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
+
+    def close(self) -> None:
+        self._stop_feeding()
+        self.synchronize()
+        if "_staging" in vars(self):
+            self._staging.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What the driver says about a device; `driver` is the newest CUDA that it can run."""
+
+    name: str
+    uuid: str
+    pci: str
+    capability: str
+    driver: str
+    total_nbytes: int
+
+
+def facts(device: torch.device) -> Facts:
+    found: Any = torch.cuda.get_device_properties(device)
+    return Facts(
+        name=found.name,
+        uuid=str(found.uuid),
+        pci=f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0",
+        capability=f"{found.major}.{found.minor}",
+        driver=driver.version(),
+        total_nbytes=found.total_memory,
+    )
+
+
+def node(device: torch.device) -> Node | None:
+    """The memory node that it is attached to, where others are farther."""
+    return nearest(facts(device).pci)
+
+
+def allocatable_nbytes(device: torch.device) -> int:
+    """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
+    return memory(device)[0] + torch.cuda.memory_reserved(device) - allocated_nbytes(device)
+
+
+def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:
+    """Whether each of the others is reached directly, not through host memory."""
+    return [torch.cuda.can_device_access_peer(device, other) for other in others]
+
+
+def give_back(*, workspaces: bool) -> None:
+    """Return what the allocator keeps of the current device to the driver; `workspaces`: of cuBLAS too.
+
+    These only while no captured graph is alive: it would go on using its own.
+    """
+    if workspaces:
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

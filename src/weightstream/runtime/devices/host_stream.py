@@ -1,0 +1,119 @@
+"""Streams of the host: a thread that runs jobs in order, points in it, and copies that it makes. Knows no device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+import torch
+
+from weightstream.runtime.devices.backend import Copy
+from weightstream.store.numa import Node
+from weightstream.store.staging import Reading, Staging
+
+STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
+_THREADS = 3, 8  # that read, a half of the cores: a disk has work with the least, in memory one copies 3 to 5 GB/s
+
+Move = tuple[Copy, Reading | None]  # a copy, and the reading that its bytes come from, if not from its source
+
+
+class Point:
+    """One recorded point of a stream: reached once, with the error of what ran before it."""
+
+    __slots__ = ("_ahead", "error")
+
+    def __init__(self) -> None:
+        self._ahead = threading.Lock()  # held until then; a threading.Event takes five times as many calls
+        self._ahead.acquire()
+        self.error: BaseException | None = None
+
+    def reach(self) -> None:
+        self._ahead.release()
+
+    def block(self) -> None:
+        """Block until the stream is here."""
+        with self._ahead: pass  # fmt: skip # noqa: E701 - an error between two lines would leave it locked for good
+
+    def wait(self) -> None:
+        """Block until the stream is here, and raise what failed before."""
+        with self._ahead: pass  # fmt: skip # noqa: E701 - as above
+        if self.error is not None:
+            raise self.error
+
+
+class Worker:
+    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # carried to the thread that waits, whatever it is
+                self._error = self._error or error
+            del job  # the closure holds tensors; an idle thread must not
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def point(self) -> Point:
+        """The present end of the stream."""
+        point = Point()
+
+        def reach() -> None:
+            point.error, self._error = self._error, None
+            point.reach()
+
+        self._jobs.put(reach)
+        return point
+
+    def join(self) -> None:
+        """Block until every job so far has run; not in one of these, where a finalizer may call it."""
+        if threading.current_thread() is not self._thread:
+            self.point().block()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
+    """The staging ring of a device, in memory from `take`, it and its threads at a node."""
+    with nullcontext() if node is None else node.first():
+        memory = take(STAGING_BUFFERS * STAGING_NBYTES)
+    num_threads = min(max(_THREADS[0], len(os.sched_getaffinity(0)) // 2), _THREADS[1])
+    return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS], num_threads, node)
+
+
+def move(
+    moves: Sequence[Move],
+    put: Callable[[torch.Tensor, torch.Tensor], object],
+    drained: Callable[[], Callable[[], None]] | None = None,
+) -> None:
+    """Make copies with `put`. Where it only queues them, what `drained` gives blocks until a buffer is free again."""
+    try:
+        for copy, reading in moves:
+            if copy.prepare is not None:
+                copy.prepare()
+            if reading is None:
+                put(copy.dst, copy.src)
+                continue
+            for piece in reading:
+                try:
+                    put(copy.dst[piece.begin : piece.end], piece.memory)
+                finally:  # else whoever holds the error holds the buffer
+                    piece.release(None if drained is None else drained())
+    except BaseException:
+        for _, reading in moves:  # else whoever holds the error holds their buffers, and all wait
+            if reading is not None:
+                reading.cancel()
+        raise

@@ -1,0 +1,87 @@
+"""A device by its name: its backend, and the host memory that it copies from. What is loaded is loaded in here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from weakref import WeakValueDictionary
+
+import torch
+
+from weightstream.codec.device import on
+from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.devices import cuda, cuda_driver
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.devices.cpu import CpuBackend
+from weightstream.runtime.tensors.thread_state import ThreadState
+from weightstream.settings.config import OffloadConfig
+from weightstream.store.arena import Arena
+from weightstream.store.pages import PageCache
+
+_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models that are in use, or garbage
+
+
+@contextmanager
+def opened(device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False) -> Iterator[Backend]:
+    """A backend, outside of inference mode; closed where the block fails.
+
+    `loads`: a model is loaded inside. One that was let go of, which is a cycle with its streamer, makes room first.
+    """
+    if loads and _LEFT:
+        gc.collect()
+    with _uncollected(), ExitStack() as on_failure:
+        with torch.inference_mode(False):
+            backend = backend_of(device, config)
+        _LEFT[id(backend)] = backend
+        on_failure.callback(backend.close)
+        on_failure.callback(ThreadState(backend.device).restore)
+        with torch.inference_mode(False), on(backend.device):
+            yield backend
+        on_failure.pop_all()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
+    second. What was made counts as old then, so that none of the next looks is at it."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
+
+def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
+    try:
+        device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type == "cuda":
+        return cuda.CudaBackend(device, pin_memory=config.pin_memory)
+    raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
+
+
+def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
+    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
+    nothing is pinned, read ahead."""
+    if backend.device.type != "cuda" or not config.pin_memory:
+        return None, PageCache()
+    node, index = cuda.node(backend.device), backend.device.index
+
+    def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
+        with backend.pinning:
+            cuda.register(memory, backend.device, read_only=read_only)
+
+    pins = partial(pin, read_only=True), cuda.unregister, node, backend.device_view
+    pages = PageCache(*pins) if cuda_driver.pins_read_only(index) else None
+    return Arena(pin, cuda.unregister, node), pages

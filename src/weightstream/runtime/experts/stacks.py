@@ -1,0 +1,185 @@
+"""A stack of matrices: a weight of which single rows are read, decoded or from slots, and where each row lies.
+
+Knows homes and sources, no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from weightstream.codec import coding
+from weightstream.codec.format import TILE
+from weightstream.errors import InvariantError
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.experts.slot_cache import Piece, put_rows
+from weightstream.runtime.weights.home import Home
+from weightstream.runtime.weights.sources import Mapped, PageWindow, Pinned
+
+WORD = 8  # bytes, of which what is fetched is a multiple
+
+
+class Reading(NamedTuple):
+    """How rows of a stack come to the buffer, by their ids, and by their slots where there are any.
+
+    `put` brings them to these `places` of the buffer, and passes over what is negative. `read` gives them in memory
+    that the next ones overwrite.
+    """
+
+    put: Callable[..., None]
+    read: Callable[..., torch.Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class Stack:
+    """A weight that is a stack of matrices, each of whole tiles, and where its rows go."""
+
+    home: Home
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out: torch.Tensor
+
+    @classmethod
+    def of(cls, home: Home, buffer: torch.Tensor) -> Stack | None:
+        """The stack that a group is; None: it is none."""
+        (member, *others) = home.group.members
+        shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
+        is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
+        if not is_flat or prod(shape[1:]) % TILE or home.group.nbytes != prod(shape) * dtype.itemsize:
+            return None
+        return cls(home=home, shape=shape, dtype=dtype, out=buffer[: home.group.nbytes])
+
+    @property
+    def key(self) -> int:
+        return id(self.home.group.members[0].tensor)
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a plain row."""
+        return self.home.group.nbytes // self.num_rows
+
+    def picking(self, coded: torch.Tensor) -> Reading:
+        """What decodes rows of a stack that is coded as a whole."""
+        assert self.home.layout is not None
+        put, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
+        return Reading(put=put, read=partial(_put_first, put, target))
+
+    def reading(self, slots: torch.Tensor) -> Reading:
+        """What reads rows in slots, which hold them as the home does."""
+        layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
+        if layout is None:
+            plain = slots[:, : self.nbytes].view(self.dtype)
+            return Reading(put=partial(put_rows, slots, target), read=lambda _, found: plain[found].view(shape))
+        put = coding.picking(self.heads().to(slots.device), layout, self.out, self.num_rows, slots)
+        return Reading(put=put, read=partial(_put_first, put, target))
+
+    def heads(self) -> torch.Tensor:
+        """The starts and the bases of a coded stack, in host memory."""
+        layout = self.home.layout
+        assert layout is not None
+        return self._data()[layout.starts_at : layout.escapes_at]
+
+    def _target(self) -> torch.Tensor:
+        return self.out.view(self.dtype).view(self.shape)
+
+    def _data(self) -> torch.Tensor:
+        """The bytes of the home as they are held."""
+        source = self.home.source
+        if isinstance(source, PageWindow):
+            window = source.window()
+            assert window is not None
+            return window
+        return source.view if source.coded is None else source.coded
+
+    def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
+        """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
+        pages, nothing is known against it."""
+        source = self.home.source
+        extents = source.extents if isinstance(source, Mapped) else ()
+        if any(number % WORD for _, *span in extents for number in span):
+            return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
+        if any(extent.pitch for extent in extents):
+            return "it is columns of what is in files"
+        if not waits and isinstance(source, PageWindow) and not source.is_refused:
+            return None
+        return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
+
+    def pieces(self, backend: Backend) -> list[Piece]:
+        """What each row consists of in host memory that the device reads; none where it does not."""
+        if (segments := self.segments(backend)) is None:
+            return []
+        if (layout := self.home.layout) is None:
+            return pieces_of_rows(segments, self.num_rows, self.nbytes)
+        (data,) = segments
+        tiles = layout.num_tiles // self.num_rows
+        stride = tiles * layout.tile_nbytes
+        words = Piece(rows=data[: self.num_rows * stride].split(stride), at=0)
+        starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
+        spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
+        ends = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
+        escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in ends)
+        return [words, Piece(rows=escapes, at=stride)]
+
+    def segments(self, backend: Backend) -> list[torch.Tensor] | None:
+        """The bytes of the home, in order, by addresses of the device; None where it cannot read them."""
+        source = self.home.source
+        parts: Sequence[torch.Tensor | None]
+        if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
+            parts = [source.view if source.place is None else None]
+        elif isinstance(source, PageWindow):
+            parts = [source.shown(k) for k in range(len(source.extents))]
+        else:
+            parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
+        there = [part for part in parts if part is not None and not part.data_ptr() % WORD]
+        return there if len(there) == len(parts) else None
+
+
+def _put_first(put: Callable[..., None], target: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    put(*rows)
+    return target[: len(rows[0])]
+
+
+def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:
+    """Why rows of these cannot all be fetched from where they lie, by the first that cannot; None: they can be."""
+    for alias in sorted(aliases):
+        stack = Stack.of(homes[alias], torch.empty(0, dtype=torch.uint8, device="cpu"))
+        why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend, waits=waits)
+        if why is not None:
+            return f"rows of {alias} cannot be fetched one by one, as {why}"
+    return None
+
+
+def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[Piece]:
+    """The pieces of rows of so many bytes each, which lie in these segments one after another; none where a row is cut
+    inside of a word.
+
+    Segments may end anywhere. Where one ends inside of a row all rows are cut, so that a piece is at one place in every
+    slot: files end between matrices, so that there are few such places.
+    """
+    ends = list(accumulate(segment.numel() for segment in segments))
+    if ends[-1] != num_rows * nbytes:
+        raise InvariantError(f"{num_rows} rows of {nbytes} bytes are not the {ends[-1]} bytes of their segments")
+    cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
+    if any(cut % WORD for cut in cuts):
+        return []
+    if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):  # as files have matrices, one by one
+        return [Piece(rows=tuple(segments), at=0)]
+    found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
+    index = begin = 0  # of the segment
+    for row in range(num_rows):
+        for piece, (start, end) in zip(found, pairwise(cuts), strict=True):
+            while row * nbytes + start >= ends[index]:
+                begin, index = ends[index], index + 1
+            at = row * nbytes - begin
+            piece.append(segments[index][at + start : at + end])
+    return [Piece(rows=tuple(rows), at=start) for rows, start in zip(found, cuts, strict=False)]

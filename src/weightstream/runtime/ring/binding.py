@@ -1,0 +1,475 @@
+"""A plan bound to memory: the engine, the ring and the views of every unit. Opens and closes units; knows no module.
+
+[Note: two ways to show a weight]
+A streamed tensor shows its home (where its true bytes are) or its bytes in the ring. There are two ways to switch:
+- Eager steps switch per unit: a unit's tensors show the ring from its `open` to its `close`, all others their homes.
+  A weight that is read outside of its unit then shows true bytes, on the CPU, or memory of another device, which
+  fails loudly on a GPU. It never shows what the ring happens to hold. The first, watched step finds such reads.
+- Steps at fixed addresses switch all at once (`fix`, `unfix`): compiled code and graphs hold addresses, so a tensor
+  may not move inside of them. Units then only `wait` and `release`. A weight read outside of its unit would be stale
+  there, so such steps are refused until a watched step has seen that there is none.
+Both ways share what orders the bytes, `wait` and `release`; eager steps add the two assignments per tensor.
+
+[Note: the decode buffer]
+Coded weights cross the link coded and are decoded behind the wait of their unit, into one buffer of all units. The
+kernels of a unit are queued before the next unit's decoding on the same stream, so order needs no event. Two coded
+units cannot be open at once: in an eager step the inner one borrows memory of its own; at fixed addresses it raises.
+
+[Note: a step that is cut]
+An error or an interrupt may end a step at any line, in here too. Three rules keep the weights right:
+- What may raise comes before what is changed (`Face.has_update` before `Face.take`, `Opening.find` before `to_ring`).
+- Before a home is written to, copies of it elsewhere count as stale, and versions are compared last (`_stale`). Cut in
+  between, the update is seen again, and made again, at the next entry.
+- `heal` brings every tensor back to its home, whatever it shows of the ring, the buffer or borrowed memory, and closes
+  all units. Whoever lets steps in calls it when one fails, and again before the next if that was cut, too.
+So between steps no tensor shows memory of the ring; one that does is refused, and never taken for an update.
+
+[Note: views that outlive their unit]
+Every unit's bytes in the ring, and in the buffer, are a storage object of their own. While no tensor of the unit shows
+it, its use count is known: a higher one at `close` means that a forward kept a view, which the next fill would change.
+Outputs get memory of their own. Views kept elsewhere cannot be mended: the unit is reported, by `kept`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from weightstream.errors import InvariantError, OffloadError, StoreError
+from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.devices.backend import Backend, StepEnd, owners
+from weightstream.runtime.experts import unit_decode
+from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.ring.engine import Counters, Engine, State
+from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.tensor_views import Bound, Face, UnitFaces, noticed
+from weightstream.runtime.ring.timeline import Timeline
+from weightstream.runtime.tensors.leaves import Role
+from weightstream.runtime.tensors.thread_state import unseen
+from weightstream.runtime.weights.alias_groups import Picks
+from weightstream.runtime.weights.homes import Homes, UnitCopies
+
+
+class Binding:
+    """One plan over one ring. Not thread-safe."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        memory: unit_decode.Buffers,
+        homes: Homes,
+        backend: Backend,
+        counters: Counters,
+        timeline: Timeline,
+        block: Block | None = None,
+        picks: Mapping[int, Picks] = MappingProxyType({}),
+    ) -> None:
+        self.plan, self.memory = plan, memory  # the ring, the buffer and slots
+        self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
+        self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
+        self.open_units: list[Bound] = []  # the innermost last
+        self.is_awake = False  # from `wake` until `rest` is through
+        self._served: list[Face] = []  # those that show the true bytes outside of their unit until a watched step ends
+        self._homes, self._backend = homes, backend
+        self._step_end = StepEnd(backend)
+        self._copies = UnitCopies(homes, plan, memory[0])
+        self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
+        self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
+        unit_decode.in_turn(plan, [unit.opening for unit in self.units])
+        self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.asked)
+        self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
+        self.engine.prime()
+        self.rest()
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    @unseen
+    def wake(self) -> None:
+        """See updates that were made since the last step."""
+        self.is_awake = True
+        self._homes.unguard()
+        self._step_end.follow()
+        self._leave_written()
+        found = self._see(self.faces)
+        # these may have been written to, and no version would tell
+        self._leave({face.alias for face in found if face.is_past_file()})
+        self._forget({face.alias for face in found})
+        for face in found:
+            face.member.touched = False
+        for face in self.faces:
+            face.free()
+            if face.is_lazy:
+                face.guard_unread()
+
+    @unseen
+    def rest(self) -> None:
+        """The step is over: users may read and update weights until the next, which may run on another stream."""
+        self._step_end.mark()
+        self._homes.guard()
+        for face in self.faces:
+            face.guard()
+        self.is_awake = False
+
+    @unseen
+    def heal(self, trains: Callable[[int], bool]) -> list[str]:
+        """Close whatever a step that was cut has left open, [Note: a step that is cut]; may be called at any time.
+
+        `trains`: whether the forward of a unit may have updated buffers unseen. Returns the tensors that were updated
+        at fixed addresses, where updates are lost.
+        """
+        for unit in self.units:
+            if unit.opened or unit.borrowed is not None:
+                shown = unit.borrowed or unit.faces
+                # data that was assigned and does not fit, or a file that is gone: the weight is as it was
+                with suppress(OffloadError, StoreError):
+                    self._stale(shown.updated(unit.has_buffers and trains(unit.index)))
+                shown.to_home()
+            unit.opened, unit.borrowed = 0, None
+        self.open_units.clear()
+        self.withdraw()
+        lost = [face for face in self.faces if self._is_ours(face.tensor) and face.changed()]
+        self._show_homes()
+        self.abandon()
+        if lost:
+            self.engine.forget(self.engine.held())
+        self.rest()
+        return sorted({face.member.names[0] for face in lost})
+
+    def _show_homes(self) -> None:
+        """Of every tensor that shows the ring or the buffer."""
+        for face in self.faces:
+            if self._is_ours(face.tensor):
+                face.show(face.home)
+                face.agree()
+
+    def _is_ours(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shows memory of the ring, the buffer or slots."""
+        at = tensor.data_ptr()
+        return any(begin <= at < end for begin, end in self._ours)
+
+    # -- units of eager steps --------------------------------------------------------------------------------------
+
+    @unseen
+    def open(self, index: int) -> None:
+        """Make the unit's tensors show its bytes, ordered after their fill."""
+        unit = self.units[index]
+        unit.opened += 1
+        self.open_units.append(unit)
+        try:
+            if unit.opened == 1:  # else it calls itself, and its bytes are there
+                self._bring(unit)
+            (unit.borrowed or unit.faces).to_ring()
+        except BaseException:  # an interrupt may come anywhere
+            self._forget_opening(unit)
+            if not unit.opened:
+                (unit.borrowed or unit.faces).to_home()
+                unit.borrowed = None
+                if self.engine.fences[index].state is State.IN_USE:
+                    self.engine.release(index)
+            raise
+
+    def _bring(self, unit: Bound) -> None:
+        self._see(unit.faces.faces)  # a unit that ran before this one may have updated what was filled ahead
+        if self._is_blocked(unit):
+            unit.borrowed = self._borrow(unit)
+            return
+        if unit.streams:
+            self.engine.wait(unit.index)
+        self.decode(unit.index)
+
+    def _forget_opening(self, unit: Bound) -> None:
+        unit.opened -= 1
+        unit.is_picked = False
+        if self.open_units[-1] is unit:
+            self.open_units.pop()
+            return
+        place = max(place for place, other in enumerate(self.open_units) if other is unit)
+        del self.open_units[place]  # threads of one forward close in any order
+
+    @unseen
+    def close(self, index: int, output: object, *, training: bool, watched: bool) -> bool:
+        """Show the homes again and let the unit's bytes go; returns whether outputs were views of its weights.
+
+        `training`: the forward may have updated buffers unseen. `watched`: the watch of the step holds views itself.
+        """
+        unit = self.units[index]
+        if unit.opened != 1:  # it was called from inside its own forward; or the step was healed meanwhile
+            if unit.opened:
+                self._forget_opening(unit)
+            return False
+        borrowed = unit.borrowed
+        shown = borrowed or unit.faces
+        has_views = False
+        try:
+            try:
+                if updated := shown.updated(training):
+                    self.updated |= {face.member.names[0] for face in updated}
+                    self._stale(updated)
+            finally:
+                shown.to_home()
+            unit.borrowed = None
+            # before the release: the copies are to be read before the next fill
+            has_views = borrowed is not None or unit.num_views() > 0
+            return has_views and shown.own(output)
+        finally:
+            if has_views and borrowed is None and not watched:
+                self.look_for_kept(unit)
+            self._forget_opening(unit)
+            if borrowed is None:
+                self.let_go(index)
+            if unit.opening.following is not None and (following := unit.opening.then()) is not None:
+                self.units[following].opening.find_early()
+
+    def serve(self, face: Face, view: torch.Tensor) -> None:
+        """Show the true bytes, read outside of the face's unit, until `withdraw`."""
+        self._served.append(face)
+        face.show(view)
+
+    def withdraw(self) -> None:
+        """Show the homes again of all that were served; what the model has updated in there is taken over."""
+        for face in self._served:
+            if face.changed():
+                face.take()
+            face.show(face.home)
+        self._served.clear()
+
+    def look_for_kept(self, unit: Bound) -> None:
+        """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
+        for generation in (1, 2):  # a cycle of objects may hold a view that cannot be reached any more; most are young
+            if unit.is_kept or not unit.num_views():
+                return
+            gc.collect(generation)
+        if unit.num_views():
+            unit.is_kept = True
+
+    @property
+    def kept(self) -> list[int]:
+        """Units of which a view outlived their forward."""
+        return [unit.index for unit in self.units if unit.is_kept]
+
+    def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
+        return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
+
+    @unseen
+    def picked(self, index: int, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
+        """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
+        unit = self.units[index]
+        if eager:
+            self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
+        rows = None if self._is_blocked(unit) else unit.rows
+        found = None if rows is None else self.ahead.reach(index, call, rows)
+        unit.is_picked = found is not None
+        return found
+
+    def _is_blocked(self, unit: Bound) -> bool:
+        """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
+        if self.engine.is_blocked(unit.index):
+            return True
+        return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
+
+    # -- units at fixed addresses ------------------------------------------------------------------------------------
+
+    @unseen
+    def fix(self) -> None:
+        """Show the ring bytes of every unit, whatever they hold just now."""
+        for unit in self.units:
+            unit.opening.find()  # a capture may follow; it waits for pages, allocates and may raise
+        for unit in self.units:
+            unit.faces.to_ring()
+
+    @unseen
+    def unfix(self) -> None:
+        """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
+        self.abandon()
+        updated = sorted({face.member.names[0] for face in self.faces if face.changed() or not face.in_ring()})
+        for face in self.faces:
+            face.show(face.home)
+            face.agree()
+        self.rest()
+        if updated:
+            self.engine.forget(self.engine.held())
+            raise OffloadError(
+                f"{', '.join(updated)} changed inside of a compiled or captured step, where updates are lost: update "
+                "weights outside of it, and run modules that update their own, such as norms in training mode, eager"
+            )
+
+    def enter(self, index: int) -> None:
+        """Take the buffer for a unit that computes at fixed addresses."""
+        unit = self.units[index]
+        if unit.coded and any(other.in_buffer for other in self.units if other is not unit):
+            raise OffloadError(
+                f"unit {self.plan.manifest.units[index].name} runs inside of another, and both are coded: run this "
+                "model eager, or set codec='none'"
+            )
+        unit.in_buffer += bool(unit.coded)
+
+    def leave(self, index: int) -> None:
+        """Undo `enter`: the unit's last kernel is queued."""
+        self.units[index].in_buffer -= bool(self.units[index].coded)
+        self.units[index].is_picked = False
+
+    def hold(self, index: int) -> None:
+        """Order compute after the unit's fill; its addresses are fixed."""
+        if not self.units[index].streams:
+            return
+        self.engine.begin_if_behind(index)
+        if self.engine.is_blocked(index):
+            raise OffloadError(
+                f"unit {self.plan.manifest.units[index].name} runs inside of another that holds its bytes of the ring: "
+                "run this model eager, or give a larger budget"
+            )
+        self.engine.wait(index)
+
+    def decode(self, index: int) -> None:
+        """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
+        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
+            self.engine.take_over(decodes=True)
+            if not self.units[index].is_picked:
+                self._backend.launch(self.units[index].opening.decode)
+
+    def let_go(self, index: int) -> None:
+        """The unit's last kernel is queued."""
+        if self.units[index].streams:
+            self.engine.release(index)
+
+    def own_outputs(self, index: int, output: object) -> None:
+        """Give outputs of the unit that are views of its weights memory of their own: the next fill overwrites it."""
+        unit = self.units[index]
+        if unit.num_views() > len(unit.faces.faces):
+            unit.faces.own(output)
+
+    def abandon(self) -> None:
+        """Release what an error kept from being released."""
+        self.ahead.drop()
+        self.engine.abandon()
+        for unit in self.units:
+            unit.in_buffer, unit.is_picked = 0, False
+
+    @unseen
+    def close_all(self) -> None:
+        """Let go of the ring and of every tensor object."""
+        self._show_homes()
+        self._homes.unguard()
+        for face in self.faces:
+            face.free()
+        self.engine.close()
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty, empty)
+        self.units.clear()
+        self.faces.clear()
+
+    # -- making units ------------------------------------------------------------------------------------------------
+
+    def _bound(self, index: int) -> Bound:
+        plan, (ring, buffer, _) = self.plan, self.memory
+        extent = plan.extents[index]
+        coded = frozenset(plan.decoded(index))
+        faces = self._unit_faces(
+            index,
+            self._backend.part(ring, extent.offset, extent.offset + extent.nbytes),
+            self._backend.part(buffer, 0, buffer.numel()) if coded else buffer[:0],
+        )
+        storages = {face.ring.untyped_storage().data_ptr(): face.ring.untyped_storage() for face in faces.faces}
+        return Bound(
+            index=index,
+            streams=plan.streams(index),
+            faces=faces,
+            storages=tuple((storage, owners(storage)) for storage in storages.values()),
+            coded=coded,
+            opening=unit_decode.Opening(plan, index, self._homes.homes, self.memory, self._backend),
+            has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
+        )
+
+    def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitFaces:
+        """The views of a unit: of its bytes of the ring, and of the buffer that its coded weights are decoded into."""
+        faces: list[Face] = []
+        mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
+        in_buffer = self.plan.decoded(index)
+        places = {alias: (streamed, at) for alias, at in self.plan.streamed(index).items() if alias not in in_buffer}
+        places |= {alias: (decoded, at) for alias, at in in_buffer.items()}
+        for alias, (memory, offset) in places.items():
+            home = self._homes.homes[alias]
+            for member in home.group.members:
+                if member.spec.name in mine:
+                    faces.append(Face.of(member, home, index, member.view(memory, offset), self._step_end))
+        return UnitFaces(faces)
+
+    def _borrow(self, unit: Bound) -> UnitFaces:
+        """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
+        index, plan = unit.index, self.plan
+        with torch.inference_mode(False), torch.no_grad():
+            decoded = plan.decoded(index)
+            memory = self._backend.alloc(plan.extents[index].nbytes)
+            spans = (offset + aligned(self._homes.homes[alias].group.nbytes) for alias, offset in decoded.items())
+            buffer = self._backend.alloc(max(spans, default=0))
+            for alias, offset in (plan.streamed(index) | decoded).items():
+                home, target = self._homes.homes[alias], buffer if alias in decoded else memory
+                home.source.plain_into(target[offset : offset + home.group.nbytes])
+            self.engine.counters.count(plan.unit_nbytes[index], planned=False)
+            return self._unit_faces(index, memory, buffer)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def _leave(self, aliases: set[str]) -> None:
+        """These are updated: no file or coded form holds their bytes, and from now on their copies come from memory."""
+        if left := self._homes.in_files(aliases):
+            self._homes.sources_changed = True
+            self.engine.forget(self._copies.forget(left))
+            for unit in self.units:
+                if unit.coded & left:
+                    unit.opening = unit.opening.again()
+        self._homes.leave_files(aliases)
+
+    def _leave_written(self) -> None:
+        """What was written past every counter of versions may be again, by whoever holds the memory."""
+        if left := self._homes.written():
+            for face in self.faces:  # for good, as nobody can tell when whoever holds the memory writes to it
+                face.member.lent |= face.alias in left and not face.changed()
+            self._leave(left)
+
+    def _see(self, faces: list[Face]) -> list[Face]:
+        """Take in updates of the homes of these; returns those that may have been updated.
+
+        Raises `InvariantError` for one that shows memory of ours outside of an open unit: that is no weight.
+        """
+        if found := noticed(faces):
+            shown = [face for face in found if self._is_ours(face.tensor)]
+            if lost := [face.member.names[0] for face in shown if not self.is_shown_by_open_unit(face.tensor)]:
+                raise InvariantError(
+                    f"{', '.join(sorted(set(lost)))} show memory that weights are streamed through, outside of the "
+                    "forward that they are there for: data that a forward saw was assigned to them, or a step was cut. "
+                    "What is there now belongs to other weights"
+                )
+            # what an open unit of the same tensor shows is no data that was assigned
+            found = [face for face in found if face not in shown or face.changed()]
+            self._stale([face for face in found if face.is_assigned() or face.changed()])
+        return found
+
+    def _stale(self, updated: list[Face]) -> None:
+        """Take over updates of these, from the ring or from data that was assigned, in an order that may be cut:
+        whatever else holds copies of their homes is stale first, and that an update is known comes last."""
+        if not updated:
+            return
+        aliases = {face.alias for face in updated}
+        self._leave(aliases)
+        self._forget(aliases)
+        for face in updated:
+            face.take()
+        for face in self.faces:
+            if face.alias in aliases:
+                face.agree()
+
+    def _forget(self, aliases: set[str]) -> None:
+        """What the ring holds of these is stale, in whichever unit."""
+        if aliases:  # most steps update nothing
+            self.ahead.join()
+            self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
+            for unit in self.units:
+                if unit.coded & aliases and unit.opening.asked is not None:
+                    unit.opening.asked.forget()

@@ -1,0 +1,201 @@
+"""The graphs of a streamer: which recording takes the units now, what is captured, and who launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from weightstream.errors import InvariantError, OffloadError
+from weightstream.runtime.devices.backend import Backend, Copy
+from weightstream.runtime.ring.binding import Binding
+from weightstream.runtime.ring.recording import Recording
+from weightstream.runtime.ring.timeline import Kind
+
+CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.weightstream.capture(graph) in its place"
+
+
+class Mode(Enum):
+    """Who runs the units now, and who launches graphs."""
+
+    IDLE = "idle"  # units run eager; launches are announced, so the engine knows what is in the ring
+    CAPTURING = "capturing"  # inside of `capture`
+    UNKNOWN = "unknown"  # since `sync`: graphs may have been launched, so nothing is known of the ring
+    CAPTURING_PIECE = "capturing a piece"  # inside of a capture that an engine made after `sync`, until `join`
+
+
+# An engine that knows the life cycle alone announces neither a capture nor a launch; it calls `sync` before each and
+# `join` inside of a capture. What follows from that:
+#
+#   sync      The first one after eager steps brings the ring to the start of a step and waits for every copy. From then
+#             on the graphs keep the ring in order among themselves ([Note: graphs and the wrap-around]), and nothing
+#             more is done until a unit runs eager or a launch is announced: then all that the ring holds is forgotten.
+#   pieces    The first unit that is waited for or released inside of a capture opens a recording, and `join` ends it.
+#             A step may be captured in pieces. Each goes on where the one before ended, with the units that it left in
+#             use: a wait may stand in one piece and its release in the next, or several pieces on. Operators that run
+#             eager between them read those units too, as nothing is filled over a unit in use. A piece without a unit
+#             of ours has no recording and changes nothing.
+#   errors    A capture that ends without `join` failed. Its piece is dropped, and the one before it is the last again:
+#             the engine may capture the piece anew, begin the step anew, or run eager. A unit that runs eager, or a
+#             step that begins before the last one was through, drops the pieces and what they have in use.
+#
+# A step is all graphs or all eager, and its graphs reach the last unit that streams: what `sync` prepares is the start
+# of a step, since it cannot know which graph comes.
+
+
+class Graphs:
+    """Captures and launches. Not thread-safe: the streamer lets one step in at a time."""
+
+    def __init__(self, backend: Backend, binding: Callable[[], Binding]) -> None:
+        self.recordings: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
+        self._backend = backend
+        self._binding = binding  # the one in force: another plan has another
+        self._mode = Mode.IDLE
+        self._recording: Recording | None = None  # of the capture that is under way
+        self._last: Recording | None = None  # the piece captured last, if the step may go on behind it
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def clear(self) -> None:
+        """Graphs captured so far cannot be launched any more."""
+        self.recordings.clear()
+
+    @contextmanager
+    def capture(self, graph: Any, within: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+        """Capture a step, or a piece of one, whose launches are announced. `within()` is the device's capture, before
+        which the copies are queued that the graph takes for granted."""
+        if self._mode is not Mode.IDLE:
+            self.resume_eager()
+        engine = self._binding().engine
+        if not self._backend.capturing():
+            if self._last is None:
+                engine.prime()  # planned, and outside of the graph
+            self._backend.prepare_graph(self._copies())
+        with within():
+            self._recording = recording = Recording(engine, self._backend, self._last)
+            self._move(Mode.IDLE, Mode.CAPTURING)
+            try:
+                yield
+            finally:
+                self._recording = None
+                self._move(Mode.CAPTURING, Mode.IDLE)
+                self._binding().ahead.join()
+                recording.end()
+        self._last = self.recordings[graph] = recording
+
+    def replay(self, graph: Any, launch: Callable[[], object]) -> None:
+        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        recording = self.recording_of(graph)
+        if self._mode is Mode.UNKNOWN:
+            self.resume_eager()
+        engine = self._binding().engine
+        engine.counters.steps += recording.begins
+        with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
+            engine.before_graph(recording.entry)
+            self._backend.prepare_graph()
+            try:
+                launch()
+                recording.after_launch()
+            except BaseException:  # the graph may run all the same
+                engine.forget_all()
+                raise
+
+    def recording_of(self, graph: Any) -> Recording:
+        if (recording := self.recordings.get(graph)) is None:
+            raise OffloadError(
+                "no graph of this streamer's capture(), or since then came remove(), a new layout, or an update of "
+                "a weight that copies took from its file: capture it again"
+            )
+        return recording
+
+    def sync(self) -> None:
+        """Before an engine captures or launches a graph: make compute wait for every copy in flight."""
+        self._drop_failed()
+        if self._mode is Mode.IDLE:
+            self.resume_eager()
+            self._binding().abandon()  # what an error in an eager step left in use
+            self._binding().engine.prime()
+            self._binding().engine.settle()
+            self._move(Mode.IDLE, Mode.UNKNOWN)
+        if not self._backend.capturing():
+            self._backend.prepare_graph()
+
+    def join(self) -> None:
+        """Inside of an engine's capture, before it ends: make the copies that are due, and join them."""
+        if self._mode is Mode.CAPTURING_PIECE and self._recording is not None:
+            self._last, self._recording = self._recording, None
+            self._move(Mode.CAPTURING_PIECE, Mode.UNKNOWN)
+            self._binding().ahead.join()
+            self._last.end()
+
+    def wait(self, unit: int) -> None:
+        """Order compute after the unit's fill and decode the unit, in the recording or outside of one."""
+        binding, recording = self._binding(), self._current()
+        if recording is None:
+            self.resume_eager()
+            binding.enter(unit)
+            binding.hold(unit)
+            binding.decode(unit)
+            return
+        if recording.restarts(unit) and recording.in_use:
+            binding.abandon()
+        binding.enter(unit)
+        recording.wait(unit)
+        binding.decode(unit)
+
+    def release(self, unit: int) -> None:
+        """The unit's last kernel is queued."""
+        recording = self._current()
+        self._binding().leave(unit)
+        if recording is None:
+            self._binding().let_go(unit)
+        else:
+            recording.release(unit)
+
+    def resume_eager(self) -> None:
+        """Units run eager from here on, or launches are announced: the engine has to know what is in the ring."""
+        if self._last is not None and self._last.in_use:
+            self._binding().abandon()
+        self._last = None
+        if self._mode is Mode.UNKNOWN:
+            self._binding().engine.forget_all()  # graphs that were not announced may have been launched
+            self._move(Mode.UNKNOWN, Mode.IDLE)
+
+    def heal(self) -> None:
+        """No capture is under way, whatever was cut; where one was, nothing is known of the ring."""
+        self._recording = self._last = None
+        if self._mode is not Mode.IDLE and not self._backend.capturing():
+            self._mode = Mode.IDLE
+            self._binding().engine.forget_all()
+
+    def _copies(self) -> Iterator[Copy]:
+        """Those that a step may make."""
+        engine = self._binding().engine
+        streamed = (unit for unit in range(len(engine.fences)) if engine.plan.streams(unit))
+        return chain.from_iterable(engine.copies[unit] for unit in streamed)
+
+    def _current(self) -> Recording | None:
+        """The recording that takes the units now."""
+        self._drop_failed()
+        if self._recording is None and self._backend.capturing():
+            if self._mode is Mode.IDLE:
+                raise OffloadError(CAPTURED)
+            self._recording = Recording(self._binding().engine, self._backend, self._last, deferred=False)
+            self._move(Mode.UNKNOWN, Mode.CAPTURING_PIECE)
+        return self._recording
+
+    def _drop_failed(self) -> None:
+        """A piece whose capture is over without `join`."""
+        if self._mode is Mode.CAPTURING_PIECE and not self._backend.capturing():
+            self._recording = None
+            self._move(Mode.CAPTURING_PIECE, Mode.UNKNOWN)
+            self._binding().abandon()
+
+    def _move(self, before: Mode, after: Mode) -> None:
+        if self._mode is not before:
+            raise InvariantError(f"graphs go from {before.value} to {after.value}, and were {self._mode.value}")
+        self._mode = after

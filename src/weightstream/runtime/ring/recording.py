@@ -1,0 +1,208 @@
+"""A recording: what one captured graph does with the ring, what it needs before its launch and leaves to do after.
+
+A graph is made of edges, so a copy is placed where its unit is first waited for, behind the reads that it must follow:
+it runs as early as the ring allows all the same. So the cursor moves as the engine's does, and where the engine fills
+what is due, a recording looks at what the plan has in the ring at the end of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weightstream.errors import InvariantError, OffloadError
+from weightstream.plan.schedule import Cursor
+from weightstream.runtime.devices.backend import Backend, Event, Side
+from weightstream.runtime.ring.engine import Engine, GraphOutcome
+
+# [Note: graphs and the wrap-around]
+#
+# A graph has to know at its capture what will be in the ring when it is launched. It takes for granted what the plan
+# has there at the position where it starts, and whatever it does, it leaves there what the plan has at the position
+# where it ends (`Cursor.needed`), but for bytes of units in use at that point. Both depend on the position alone, so
+# graphs may be launched in any order in which each starts where the last one ended: one captured step behind another,
+# pieces of a step whichever batch they were captured for, graphs behind eager steps.
+#
+# What the plan has there at the end and the graph has not filled belongs to the next graph or step (at the end of a
+# step: the wrap-around). Inside of the graph these copies would hold up its end. So:
+#
+#   deferred   The launch is announced (`Graphs.replay`). The engine queues them behind each launch, where they overlap
+#              the rest of the graph: each follows an external event that is recorded inside behind the last read of
+#              the bytes. Such a record takes 40 us (H200), so only reads with a copy of the next step behind them have
+#              one. What the graph takes for granted is made sure of before each launch, so that a wrong guess costs
+#              time; its reads wait for those copies inside, by external events too.
+#   alone      An engine launches the graph that announces nothing but `sync()`. The graph makes these copies itself
+#              and ends joined; nothing can be made sure of, and the position is all that counts.
+#
+# A graph is at most one step: only its first unit may begin one. A unit that was waited for in one piece and is
+# released in a later one is in use at the start of that, read there without a wait, and nothing is filled over it.
+
+
+class Recording:
+    """Stands in for the engine during one capture. `before`: the piece of the step that precedes this one."""
+
+    def __init__(
+        self, engine: Engine, backend: Backend, before: Recording | None = None, *, deferred: bool = True
+    ) -> None:
+        plan = engine.plan
+        self._engine = engine
+        self._backend = backend
+        self._deferred = deferred
+        position = None if before is None else before._cursor.position
+        self._cursor: Cursor = Cursor(plan.manifest.order, plan.after, position)
+        self._in_use: Counter[int] = Counter() if before is None else before._in_use.copy()
+        self._is_empty = True  # no unit was waited for or released in here
+        self._held: dict[int, Event | None] = {}  # units in the ring -> the fill that compute does not follow yet
+        self._take_for_granted({*self._needed(), *self._in_use})
+        self._held |= dict.fromkeys(self._in_use)
+        self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
+        self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
+        self.begins = False  # the first unit of a step is in here
+        self.entry = set(self._in_use)  # units that are read before they are filled in here
+        self.filled: list[int] = []
+        self.due: list[int] = []  # units that belong in the ring at the end and are not there
+        self._outcome = GraphOutcome()
+        self._behind: list[
+            tuple[int, Event | None]
+        ] = []  # those, each with the event that its copy follows: None: the end
+        fork = backend.edge()  # what comes first on the copy stream joins the capture by it
+        backend.record(Side.COMPUTE, fork)
+        backend.wait(Side.COPY, fork)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that streams in a step is in here."""
+        return self.begins and not any(map(self._tells, self._cursor.order[self._cursor.position :]))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a unit was waited for and not released, in here or in the pieces before."""
+        return bool(self._in_use)
+
+    def restarts(self, unit: int) -> bool:
+        """Whether a wait for the unit, now, begins a step and does not go on with that of the pieces before."""
+        return self._is_empty and (unit in self._in_use or self._cursor.is_behind(unit))
+
+    def wait(self, unit: int) -> None:
+        """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
+        if not self._tells(unit):
+            return
+        if self.restarts(unit):
+            self._restart()
+        self._is_empty = False
+        self._cursor.reach(unit)
+        self.begins = self.begins or not any(map(self._tells, self._cursor.order[: self._cursor.position]))
+        if not self._engine.plan.streams(unit):
+            return
+        if unit not in self._held:
+            self._fill(unit)
+        elif self._held[unit] is not None:
+            self.entry.add(unit)
+        if (filled := self._held[unit]) is not None:
+            self._backend.wait(Side.COMPUTE, filled)
+            self._held[unit] = None
+        self._in_use[unit] += 1
+
+    def release(self, unit: int) -> None:
+        """The unit's last kernel is recorded."""
+        if not self._tells(unit):
+            return
+        if not self._engine.plan.streams(unit):
+            self._is_empty = False
+            self._cursor.release(unit)
+            return
+        if not self._in_use[unit]:
+            raise InvariantError(f"unit {unit} is released, and no wait for it was captured")
+        self._is_empty = False
+        self._in_use -= Counter([unit])
+        if unit in self._in_use:
+            return
+        self._external.pop(unit, None)
+        self._reads.pop(unit, None)
+        self._reads[unit] = self._backend.edge()
+        self._backend.record(Side.COMPUTE, self._reads[unit])
+        fills = self._cursor.release(unit)
+        if self._deferred and not set(fills) <= set(self._cursor.order[self._cursor.position :]):  # the next step's
+            self._external[unit] = self._backend.event()
+            self._backend.record(Side.COMPUTE, self._external[unit])
+
+    def end(self) -> None:
+        """Join the copies that compute does not follow yet, before the capture ends."""
+        due = self._missing()
+        if not self._deferred:
+            for unit in due:
+                self._fill(unit)
+            due = []
+        join = self._backend.edge()
+        self._backend.record(Side.COPY, join)
+        self._backend.wait(Side.COMPUTE, join)
+        # A launch looks at this alone: what the recording says is worked out once.
+        self.due = due
+        readers = map(self._last_reader, due)  # of an edge nothing outside can wait
+        self._behind = [(u, None if r is None else self._external.get(r)) for u, r in zip(due, readers, strict=True)]
+        filled, sharing = set(self.filled), self._engine.sharing
+        self._outcome = GraphOutcome(
+            num_fills=len(self.filled),
+            filled_nbytes=sum(self._engine.plan.unit_nbytes[unit] for unit in self.filled),
+            read=frozenset(self._reads),
+            left=frozenset(self._held.keys() & (self._reads.keys() | filled)),
+            gone=frozenset(filled.union(*(sharing[unit] for unit in filled)) - self._held.keys()),
+        )
+
+    def after_launch(self) -> None:
+        """Tell the engine what is in the ring now, and queue the fills that are due."""
+        end = self._engine.after_graph(self._outcome)
+        for unit, read in self._behind:
+            if not self._engine.is_in_ring(unit):
+                self._engine.fill(unit, after=end if read is None else read)
+
+    def _missing(self) -> list[int]:
+        """Units that belong in the ring now and are not there; those first whose bytes were read first."""
+        missing = [(self._last_reader(unit), unit) for unit in self._needed() if unit not in self._held]
+        places = {unit: place for place, unit in enumerate(self._reads)}
+        return [unit for _, unit in sorted(missing, key=lambda m: -1 if m[0] is None else places[m[0]])]
+
+    def _needed(self) -> list[int]:
+        """What the plan has in the ring at the cursor, but for bytes of units in use."""
+        plan, sharing = self._engine.plan, self._engine.sharing
+        return [u for u in self._cursor.needed() if plan.streams(u) and not sharing[u] & self._in_use.keys()]
+
+    def _tells(self, unit: int) -> bool:
+        """Whether the unit tells where a step begins and ends: where nothing streams, all do that open."""
+        plan = self._engine.plan
+        return plan.streams(unit) or (not plan.ring_nbytes and plan.opens(unit))
+
+    def _take_for_granted(self, units: set[int]) -> None:
+        self._held = {unit: self._engine.fences[unit].filled if self._deferred else None for unit in units}
+
+    def _restart(self) -> None:
+        """Begin a step where the pieces before may have left one midway, as the owner of the graphs had an error.
+
+        What they have in use is in use no more. They may as well be pieces of this step, in an order of its own: what
+        is taken for granted holds in either case.
+        """
+        granted = self._held.keys()
+        self._in_use.clear()
+        self.entry.clear()
+        self._cursor.begin()
+        self._take_for_granted({unit for unit in self._needed() if unit in granted})
+
+    def _last_reader(self, unit: int) -> int | None:
+        """The unit that was last to read the bytes of this one in here."""
+        sharing = self._engine.sharing[unit]
+        return next((other for other in reversed(self._reads) if other == unit or other in sharing), None)
+
+    def _fill(self, unit: int) -> None:
+        # One edge, from the last read, which is behind the others: with an edge from each a copy starts 60 us late.
+        if (last := self._last_reader(unit)) is not None:
+            self._backend.wait(Side.COPY, self._reads[last])
+        for other in (unit, *self._engine.sharing[unit]):
+            if self._in_use[other]:
+                raise OffloadError(
+                    f"unit {unit} and unit {other} are in use at once and share bytes of the ring: such a step cannot "
+                    "be captured; run it eager, or give a larger budget"
+                )
+            self._held.pop(other, None)
+        self._backend.copy(self._engine.copies[unit])
+        self._held[unit] = self._backend.edge()
+        self._backend.record(Side.COPY, self._held[unit])
+        self.filled.append(unit)

@@ -1,0 +1,358 @@
+"""The timeline: when the units of a step were waited for, computed and copied, by the device's own clock.
+
+Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17. A trace keeps the same marks of all steps.
+Marks are read once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch.autograd import profiler
+
+from weightstream.errors import OffloadError
+from weightstream.plan.manifest import Workload
+from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.backend import Backend, Side, Stamp
+from weightstream.runtime.experts.counters import Tally, since
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.trace import Experts, Row, Span, SpanKind, Trace
+
+logger = logging.getLogger("weightstream")
+
+_SIDES = MappingProxyType({"wait": Side.COMPUTE, "fill": Side.COPY})
+_WARM = range(2, 6)
+_EVERY = 17  # a prime: of generations of 64 tokens the same places would be timed again and again
+_WINDOW = 16  # timed steps that medians are taken over, and that may wait to be read
+
+
+class Kind(NamedTuple):
+    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph; and
+    whether they are compiled."""
+
+    what: str
+    size: int
+
+
+def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
+    """The kind of a forward with these arguments."""
+    first = next(tensors_in((args, kwargs)), None)
+    return Kind(what, 0 if first is None else int(first.numel()))  # a tensor while torch.jit traces
+
+
+def kind_of_workload(workload: Workload) -> Kind:
+    """The kind of the forwards of a language model's workload."""
+    return Kind("forward", workload.batch * workload.tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitTimes:
+    """Seconds of a unit, medians over timed steps; 0.0 for what happened in none of them.
+
+    `copy_s` is a fill of `nbytes` bytes, `wait_s` what compute waited for it, `compute_s` from there to the next wait,
+    of whatever unit, at one position. The last unit's goes on to the end of the step, and from its begin to the first
+    wait: waits and compute are the step.
+    """
+
+    name: str
+    nbytes: int
+    copy_s: float
+    wait_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """The timed steps of the kind that ran last; `units` by index in the manifest, none where graphs were launched.
+
+    `host_s`: the least that a call took to return, in which the host may have waited for the device.
+    """
+
+    kind: Kind
+    num_steps: int
+    step_s: float
+    host_s: float
+    units: tuple[UnitTimes, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Mark:
+    """A unit's wait, its fill or its release, or a step. What takes no time ends at the stamp that it begins at."""
+
+    kind: SpanKind
+    unit: int
+    begin: Stamp
+    end: Stamp
+    planned: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Seconds of one step, of the host and of all waits in it, and by unit the mean of its fills, waits and compute."""
+
+    kind: Kind
+    step_s: float
+    host_s: float
+    wait_s: float
+    means: dict[tuple[SpanKind, int], float]
+
+
+@dataclass(eq=False, slots=True)
+class TimedStep:
+    """The marks of one step, of which the step's own comes last."""
+
+    plan: Plan
+    kind: Kind
+    begin: Stamp
+    host_s: float = 0.0
+    marks: list[Mark] = field(default_factory=list)
+
+    def sample(self, seconds: Callable[[Stamp, Stamp], float | None]) -> Sample | None:
+        """What the marks say; None until the device has passed them all. The last is asked for first."""
+        timed: list[tuple[Mark, float, float]] = []
+        for mark in reversed(self.marks):
+            begin_s, end_s = seconds(self.begin, mark.begin), seconds(self.begin, mark.end)
+            if begin_s is None or end_s is None:
+                return None
+            timed.append((mark, begin_s, end_s))
+        *units, (_, _, step_s) = reversed(timed)
+        found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
+        for mark, begin_s, end_s in units:
+            found[mark.kind, mark.unit].append(end_s - begin_s)
+        waits = [(mark.unit, begin_s, end_s) for mark, begin_s, end_s in units if mark.kind == "wait"]
+        # The order goes round: what comes before the first unit is computed between the last one and it.
+        ends = [begin_s for _, begin_s, _ in waits[1:]] + [step_s + begin_s for _, begin_s, _ in waits[:1]]
+        for (unit, _, resumed_s), next_s in zip(waits, ends, strict=True):
+            found["unit", unit].append(next_s - resumed_s)
+        wait_s = sum(end_s - begin_s for _, begin_s, end_s in waits)
+        means = {what: fmean(values) for what, values in found.items()}
+        return Sample(kind=self.kind, step_s=step_s, host_s=self.host_s, wait_s=wait_s, means=means)
+
+
+@dataclass(eq=False, slots=True)
+class Tracing:
+    """A trace that is being recorded: its marks, each with what its span says beside the times."""
+
+    trace: Trace
+    origin: Stamp
+    host_origin_s: float
+    experts: Mapping[str, Experts]  # as they were counted before
+    num_steps: int = 0
+    step: int = 0  # the one under way; 0 between two
+    marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
+
+    def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
+        """Take in a mark, as long as there is room."""
+        if len(self.marks) <= self.trace.limit:
+            about = {"kind": mark.kind, "name": name, "step": self.step, "nbytes": nbytes, "planned": mark.planned}
+            self.marks.append((mark, about))
+
+    def add_step(self, mark: Mark, what: str, host_begin_s: float) -> None:
+        """Take in a step's mark, and what the host took for it."""
+        self.add(mark, name := f"{what} {self.step}")
+        begin_s, end_s = host_begin_s - self.host_origin_s, time.perf_counter() - self.host_origin_s
+        host = Span(row="host", kind="step", name=name, begin_s=begin_s, end_s=end_s, step=self.step)
+        self.trace.spans.append(host)
+
+    def finish(self, seconds: Callable[[Stamp, Stamp], float | None]) -> None:
+        """Make spans of the marks, which the device has passed. A unit computes from the end of its wait."""
+        resumed: dict[int, Stamp] = {}
+        for mark, about in self.marks:
+            if mark.kind == "wait":
+                resumed[mark.unit] = mark.end
+            begin = resumed.get(mark.unit, mark.end) if mark.kind == "unit" else mark.begin
+            begin_s, end_s = seconds(self.origin, begin), seconds(self.origin, mark.end)
+            if begin is not mark.end and begin_s is not None and end_s is not None:
+                row: Row = "copy" if mark.kind == "fill" else "compute"
+                self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
+        self.trace.spans.sort(key=lambda span: span.begin_s)
+        if max(len(self.marks), len(self.trace.spans)) > self.trace.limit:  # waits for nothing are marks, not spans
+            logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
+            del self.trace.spans[self.trace.limit :]
+
+
+class Timeline:
+    """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated.
+
+    `tally` has what caches of experts counted in all of them.
+    """
+
+    def __init__(self, backend: Backend, tally: Tally | None = None) -> None:
+        self.stall_s = 0.0
+        self.tally = tally or Tally()
+        self._backend = backend
+        self._plan: Plan
+        self._num_steps = self._in_a_row = 0
+        self._last_kind: Kind | None = None
+        self._timed: TimedStep | None = None  # where the marks of units go now
+        self._pending: deque[TimedStep] = deque()
+        self._samples: deque[Sample] = deque(maxlen=_WINDOW)
+        self._reading = threading.RLock()
+        self._tracing: Tracing | None = None
+
+    def bind(self, plan: Plan) -> None:
+        """Another plan comes into force: what was measured under the one before says nothing of it."""
+        with self._reading:
+            self._plan, self._num_steps, self._in_a_row = plan, 0, 0
+            self._samples.clear()
+
+    @property
+    def kind(self) -> Kind | None:
+        """The kind of the last timed step that was read; None before any."""
+        return self._samples[-1].kind if self._samples else None
+
+    def measured(self) -> Measured | None:
+        """Medians over the timed steps of the last kind, as far as the device has run them; None before any."""
+        self._read()
+        with self._reading:
+            plan = self._plan
+            samples = [sample for sample in self._samples if sample.kind == self._samples[-1].kind]
+        if not samples:
+            return None
+        has_units = any(what == "unit" for sample in samples for what, _ in sample.means)
+        return Measured(
+            kind=samples[-1].kind,
+            num_steps=len(samples),
+            step_s=median(sample.step_s for sample in samples),
+            host_s=min(sample.host_s for sample in samples),
+            units=tuple(_times(plan, unit, samples) for unit in range(len(plan.extents)) if has_units),
+        )
+
+    def heal(self) -> None:
+        """No step is under way, whatever was cut short."""
+        self._timed = None
+        if self._tracing is not None:
+            self._tracing.step = 0
+
+    def close(self) -> None:
+        """Let go of every mark; what was measured stays."""
+        self.end_trace()
+        self._pending.clear()
+
+    # -- what the streamer tells -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, kind: Kind, *, inside: bool = True, whole: bool = True) -> Iterator[None]:
+        """Around a step, or a piece of one; `inside` of it units are timed. One that fails is not timed."""
+        is_due, tracing = self._count(kind, whole), self._tracing
+        if (not is_due and tracing is None) or self._backend.capturing():
+            yield
+            return
+        host_begin_s, begin = time.perf_counter(), self._backend.stamp(Side.COMPUTE)
+        timed = TimedStep(self._plan, kind, begin)
+        self._timed = timed if is_due and inside else None
+        if tracing is not None:
+            tracing.num_steps += whole
+            tracing.step = tracing.num_steps
+        try:
+            yield
+            mark = Mark("step", -1, begin, self._backend.stamp(Side.COMPUTE))
+            timed.host_s = time.perf_counter() - host_begin_s
+            if is_due:
+                timed.marks.append(mark)
+                self._pending.append(timed)
+            if tracing is not None:
+                tracing.add_step(mark, kind.what, host_begin_s)
+        finally:
+            self._timed = None
+            if tracing is not None:
+                tracing.step = 0
+
+    def _count(self, kind: Kind, whole: bool) -> bool:
+        """Count a step, and tell whether it is to be timed; of one that is not, the waits are those of the last."""
+        if whole:
+            self._num_steps += 1
+            self._in_a_row = self._in_a_row + 1 if kind == self._last_kind else 1
+            self._last_kind = kind
+        self._read()
+        if is_due := whole and self._is_due():
+            return is_due
+        with self._reading:
+            if self.kind == kind:
+                self.stall_s += self._samples[-1].wait_s
+        return False
+
+    def _is_due(self) -> bool:
+        return (self._in_a_row in _WARM or self._num_steps % _EVERY == 0) and len(self._pending) < _WINDOW
+
+    # -- what the engine tells ---------------------------------------------------------------------------------------
+
+    def begins(self, kind: SpanKind, unit: int, *, planned: bool = True) -> Mark | None:
+        """Compute has come to where the unit is needed, or the unit's copy may begin; `ends` takes what is returned."""
+        if self._timed is None and self._tracing is None:
+            return None
+        now = self._backend.stamp(_SIDES[kind])
+        mark = Mark(kind, unit, now, now, planned)
+        if self._timed is not None:
+            self._timed.marks.append(mark)
+        if self._tracing is not None:
+            nbytes = self._plan.unit_nbytes[unit] if kind == "fill" else 0
+            self._tracing.add(mark, self._plan.manifest.units[unit].name, nbytes)
+        return mark
+
+    def ends(self, mark: Mark | None) -> None:
+        """What compute has waited for is there, or the copy is queued."""
+        if mark is not None:
+            mark.end = self._backend.stamp(_SIDES[mark.kind])
+
+    def releases(self, unit: int) -> None:
+        """The unit's last kernel is queued."""
+        if self._tracing is not None:
+            now = self._backend.stamp(Side.COMPUTE)
+            self._tracing.add(Mark("unit", unit, now, now), self._plan.manifest.units[unit].name)
+
+    # -- a trace -----------------------------------------------------------------------------------------------------
+
+    def begin_trace(self, trace: Trace) -> None:
+        """Record all that comes until `end_trace`; the device is idle."""
+        if self._tracing is not None:
+            raise OffloadError("trace() inside of trace(): this streamer is recording one already")
+        stamp = self._backend.stamp(Side.COMPUTE)
+        self._tracing = Tracing(trace, stamp, time.perf_counter(), self.tally.read())
+
+    def end_trace(self) -> None:
+        """The device is idle: what was recorded is in the trace now."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            tracing.finish(self._backend.seconds)
+            tracing.trace.experts = since(tracing.experts, self.tally.read())
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take in the steps that the device has passed."""
+        if not self._pending or self._backend.capturing():  # to ask for an event would end the capture
+            return
+        with self._reading:
+            while self._pending and (sample := self._pending[0].sample(self._backend.seconds)) is not None:
+                timed = self._pending.popleft()
+                if timed.plan is self._plan:
+                    self._samples.append(sample)
+                    self.stall_s += sample.wait_s
+
+
+def _times(plan: Plan, unit: int, samples: list[Sample]) -> UnitTimes:
+    def typical(what: SpanKind) -> float:
+        return median([sample.means[what, unit] for sample in samples if (what, unit) in sample.means] or [0.0])
+
+    return UnitTimes(
+        name=plan.manifest.units[unit].name,
+        nbytes=plan.unit_nbytes[unit],
+        copy_s=typical("fill"),
+        wait_s=typical("wait"),
+        compute_s=typical("unit"),
+    )
+
+
+def profiled(name: str, what: str = "") -> AbstractContextManager[Any]:
+    """A range of that name where torch's profiler looks on; elsewhere it costs 0.2 us."""
+    return profiler.record_function(f"weightstream::{what}{name}") if profiler._is_profiler_enabled else nullcontext()

@@ -1,0 +1,1 @@
+"""The streamer, which runs the forward passes of one offloaded model."""

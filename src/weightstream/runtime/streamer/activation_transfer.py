@@ -1,0 +1,181 @@
+"""What goes between the devices of one model: a block's tensors to where it computes, and what it gives back again.
+
+Whatever runs between blocks sees tensors of the first device. What a block writes into its arguments, tensors and
+containers, is written there, too. Arguments that show the same memory do so on the other device, and what shows memory
+of an argument when it comes back shows that of the argument. That a tensor was written to is told by its version.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weightstream.codec.device import on
+from weightstream.runtime.streamer.forward_patch import Run
+from weightstream.runtime.tensors.pytree import attributes_of, items_of, put, tensors_in, with_tensors
+from weightstream.runtime.weights.alias_groups import span
+
+_ALIGN = 16
+
+
+class Way:
+    """The way from the first device to another and back. What several blocks are given goes once."""
+
+    def __init__(self, home: torch.device, device: torch.device) -> None:
+        self.home, self.device = home, device
+        self.is_open = True
+        self._sent = WeakIdKeyDictionary()  # a tensor -> its version, and the copy there
+
+    def goes(self, tensor: torch.Tensor) -> bool:
+        """Whether it is to be copied to the device."""
+        return tensor.device == self.home != self.device
+
+    def comes(self, tensor: torch.Tensor) -> bool:
+        """Whether it is to be copied from there."""
+        return tensor.device == self.device != self.home
+
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its copy on the device, the same as long as nobody writes to either."""
+        version: int
+        copy: torch.Tensor | None
+        version, copy = self._sent.get(tensor, (-1, None))
+        if copy is None or tensor.is_inference() or version != tensor._version:
+            copy = self.copied(tensor, self.device)
+            if not tensor.is_inference():  # else nobody counts
+                self._sent[tensor] = tensor._version, copy
+        return copy
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """The block wrote to its copy."""
+        self._sent.pop(tensor, None)
+
+    def clear(self) -> None:
+        """Keep nothing of a step that ended."""
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Blocks compute where they are from now on."""
+        self.is_open = False
+        self.clear()
+
+    @staticmethod
+    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+
+class Call:
+    """What one call of a block is given on its device, and what comes back of that."""
+
+    def __init__(self, way: Way) -> None:
+        self._way = way
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # a source's id -> it, its copy, its version
+        self._containers: list[tuple[Any, Any]] = []
+        self._brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the block made, and its copy
+
+    def there(self, value: Any) -> Any:
+        """The same arguments on the device."""
+        given = {id(tensor): tensor for tensor in tensors_in(value) if self._way.goes(tensor)}
+        with torch.inference_mode(False), torch.no_grad():  # where copies count how often they are written to
+            for group in _overlapping(list(given.values())):
+                self._send_together(group)
+            for tensor in given.values():
+                if id(tensor) not in self._made:
+                    self._send(tensor, self._way.sent(tensor))
+        return with_tensors(value, self._there, {}, lambda *both: self._containers.append(both))
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._made[id(tensor)][1] if id(tensor) in self._made else tensor
+
+    def _send(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        self._made[id(tensor)] = tensor, copy, copy._version
+
+    def _send_together(self, tensors: list[torch.Tensor]) -> None:
+        """Tensors that show the same memory, by one copy of it."""
+        begin = min(_begin(tensor) for tensor in tensors) // _ALIGN * _ALIGN
+        nbytes = max(_end(tensor) for tensor in tensors) - begin
+        flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+        memory = self._way.copied(flat.set_(tensors[0].untyped_storage(), begin, (nbytes,), (1,)), self._way.device)
+        for tensor in tensors:
+            at = _begin(tensor) - begin
+            shown = memory[at : at + _end(tensor) - _begin(tensor)].view(tensor.dtype)
+            self._send(tensor, shown.as_strided(tensor.shape, tensor.stride()))
+
+    def back(self, value: Any) -> Any:
+        """The same output on the first device; what the block wrote into its arguments is written there, too."""
+        for source, copy, version in self._made.values():
+            if copy._version != version:
+                source.copy_(copy)
+                self._way.forget(source)
+        memo = {id(made): original for original, made in self._containers}
+        for original, made in self._containers:
+            put(original, {key: with_tensors(item, self._back, memo) for key, item in items_of(made).items()})
+            if attributes := attributes_of(made):
+                now = {key: with_tensors(item, self._back, memo) for key, item in attributes.items()}
+                vars(original).update(now)
+        return with_tensors(value, self._back, memo)
+
+    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._way.comes(tensor):
+            return tensor
+        if id(tensor) not in self._brought:
+            found = self._shown(tensor)
+            self._brought[id(tensor)] = tensor, self._way.copied(tensor, self._way.home) if found is None else found
+        return self._brought[id(tensor)][1]
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same of an argument, where it shows memory of that one's copy."""
+        memory = tensor.untyped_storage()._cdata
+        given = next((source for source, copy, _ in self._made.values() if copy is tensor), None)
+        if given is not None:
+            return given
+        for source, copy, _ in self._made.values():
+            is_alike = copy.stride() == source.stride() and copy.dtype is source.dtype is tensor.dtype
+            if is_alike and copy.untyped_storage()._cdata == memory:
+                at = source.storage_offset() + tensor.storage_offset() - copy.storage_offset()
+                if at >= 0:
+                    return source.as_strided(tensor.shape, tensor.stride(), at)
+        return None
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _end(tensor: torch.Tensor) -> int:
+    return _begin(tensor) + span(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Those of several that may show bytes of another."""
+    by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() and tensor.layout is torch.strided:
+            by_storage[tensor.untyped_storage()._cdata].append(tensor)
+    for group in by_storage.values():
+        ordered = sorted(group, key=_begin)
+        if any(_end(a) > _begin(b) for a, b in pairwise(ordered)):
+            yield ordered
+
+
+def crossing(way: Way) -> Run:
+    """What runs around the forward of a block that another device computes, inside of its unit."""
+
+    def run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not way.is_open:
+            return forward(*args, **kwargs)
+        call = Call(way)
+        args, kwargs = call.there((args, kwargs))
+        try:
+            with on(way.device):
+                output = forward(*args, **kwargs)
+        except BaseException:
+            call.back(None)  # what it wrote until then is seen
+            raise
+        return call.back(output)
+
+    return run

@@ -1,0 +1,234 @@
+"""A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
+
+[Note: a change of plan]
+The work and the order of a call, and weights that were read outside of their unit, change the plan through `switch`,
+to units of another grain too; measured times never do. It happens between steps, with the device idle. The modules are
+detached and the ring is let go; then homes move, those alone whose place or code changes, a ring is made, and units are
+bound to it. On an error the same way leads back to the plan that was in force. The addresses of weights change with the
+plan, and graphs and compiled code hold addresses. So what `compile` made is made again, graphs of `capture` are
+forgotten (`replay` asks for a new capture), and where others hold addresses, an engine or code that they compiled
+themselves, `switch` refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from weightstream.errors import InvariantError, OffloadError, StoreError
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import Manifest
+from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.experts.counters import Cache, Tally
+from weightstream.runtime.experts.stacks import unread
+from weightstream.runtime.experts.unit_decode import buffers
+from weightstream.runtime.ring.binding import Binding
+from weightstream.runtime.ring.engine import Counters
+from weightstream.runtime.ring.graphs import Graphs
+from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.state import Gate, Mode
+from weightstream.runtime.ring.timeline import Timeline
+from weightstream.runtime.streamer.attachment import Attachment
+from weightstream.runtime.streamer.compiled import Compiled
+from weightstream.runtime.streamer.replanning import Replanning
+from weightstream.runtime.trace import Trace
+from weightstream.runtime.weights.alias_groups import Picks, UnitModule, manifest
+from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.relocation import CodeOverflow
+
+logger = logging.getLogger("weightstream")
+
+
+class Installation:
+    """One plan at a time, from `start` to `remove`. Not thread-safe but for `switch`."""
+
+    def __init__(
+        self,
+        modules: Attachment,
+        compiled: Compiled,
+        homes: Homes,
+        backend: Backend,
+        replanning: Replanning,
+        grains: Sequence[Sequence[UnitModule]],
+        on_close: Callable[[], None],
+        block: Block | None = None,
+    ) -> None:
+        self.binding: Binding
+        self.modules = modules
+        self.compiled = compiled
+        self.homes = homes
+        self.backend = backend
+        self.gate = Gate(block)
+        self.replanning = replanning
+        self.grains = [tuple(units) for units in grains]
+        self.graphs = Graphs(backend, lambda: self.binding)
+        self.counters = Counters()
+        self.timeline = Timeline(backend, Tally(self._caches))
+        self._on_close = on_close
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.binding.plan
+
+    def manifest(self) -> Manifest:
+        """All units and weights, plain, in the order of the modules."""
+        return manifest(self.modules.units, {alias: home.group for alias, home in self.homes.homes.items()})
+
+    def _caches(self) -> Iterator[Cache]:
+        """Those of the plan in force."""
+        held = self.plan.manifest.aliases
+        for unit in self.binding.units:
+            if (rows := unit.opening.asked) is not None and rows.cache is not None:
+                spec = self.plan.manifest.units[unit.index]
+                stacks = {t.alias: t.shape[0] for t in spec.tensors if t.alias in self.plan.cached}
+                row_nbytes = sum(held[alias] / num_rows for alias, num_rows in stacks.items())
+                yield Cache(spec.name, rows.cache, rows.most, row_nbytes)
+
+    def start(self, plan: Plan | None) -> None:
+        """Put the first plan in force, or one that is made now. On an error the model is as it was."""
+        try:
+            try:
+                self._bind(plan or self.replanning.plan(self.manifest()))
+            except StoreError:
+                if self.homes.can_map:
+                    raise
+                self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
+                self.replanning.cannot_map()
+                self._bind(self.replanning.plan(self.manifest()))
+        except BaseException:
+            self.remove()
+            raise
+
+    def switch(self, plan: Plan) -> None:
+        """Put another plan in force, [Note: a change of plan]; errors are those of `Streamer.switch`."""
+        prove(plan)
+        names = [unit.name for unit in plan.manifest.units]
+        units = next((own for own in self.grains if [unit.name for unit in own] == names[: len(own)]), None)
+        if units is None:
+            raise InvariantError("the plan is of other units than the model has in any grain")
+        with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():
+            if reason := self._why_not_switched():
+                raise OffloadError(f"the plan cannot change now: {reason}")
+            before, held = (self.plan, self.modules.units), self.modules.hold(self.gate.turn)
+            try:
+                self._detach()
+                if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
+                    self.modules.units = units  # another object: the next step is watched again
+                self._bind(plan)
+            except BaseException:
+                self._detach()
+                plan, self.modules.units = before
+                self._bind_again(plan)
+                raise
+            finally:
+                held()
+
+    def _why_not_switched(self) -> str | None:
+        if self.gate.mode is Mode.HELD:
+            return "the engine that drives the layers holds the addresses of their weights"
+        if self.gate.mode is not Mode.IDLE:
+            return f"the streamer is {self.gate.mode.value}"
+        if self.modules.session.traced and not self.compiled.is_wanted:
+            return "code that torch.compile made of this model holds the addresses of its weights"
+        return None
+
+    def _bind(self, plan: Plan) -> None:
+        """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
+        try:
+            plan = self._settled(plan)
+            block = self.gate.block
+            memory = buffers(plan, self.backend) if block is None else block.parts(plan)
+            counts, picks = (self.counters, self.timeline), self._picks()
+            self.binding = Binding(plan, memory, self.homes, self.backend, *counts, block, picks)
+            self.graphs.clear()  # they read other addresses
+            self.modules.attach(plan)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"weightstream: the plan is {plan.summary()}; the model is as it was. Offload more of it")
+            raise
+
+    def _picks(self) -> dict[int, Picks]:
+        """How the units that read single rows of their stacks do it."""
+        return {index: unit.picks for index, unit in enumerate(self.modules.units) if unit.picks is not None}
+
+    def _settled(self, plan: Plan) -> Plan:
+        """The plan that homes have settled to: where a coded weight is larger than estimated, or rows of a stack cannot
+        be fetched from where it lies, it is made again."""
+        while True:
+            try:
+                self.homes.settle(plan)
+                if not self._is_unread(plan):
+                    return plan
+            except CodeOverflow as error:
+                logger.info("%s", error)
+                self.replanning.learn_sizes(error.sizes)
+            plan = self.replanning.plan(plan.manifest.plain())
+
+    def _is_unread(self, plan: Plan, *, waits: bool = False) -> bool:
+        """Whether rows cannot be fetched from where they lie, as far as is known, or once all pages are there."""
+        why = unread(plan.cached, self.homes.homes, self.backend, waits=waits)
+        if why is not None:
+            logger.warning("experts are planned without a cache: %s", why)
+            self.replanning.cannot_fetch()
+        return why is not None
+
+    def without_cache(self) -> Plan | None:
+        """The plan to move to where pages that were on their way could not be pinned after all."""
+        plan = self.plan
+        return self.replanning.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
+
+    def _bind_again(self, plan: Plan) -> None:
+        """Back to the plan that was in force; where that fails too the model is set free."""
+        try:
+            self._bind(plan)
+        except BaseException:
+            self.remove()
+            raise
+
+    @contextmanager
+    def traced(self, trace: Trace) -> Iterator[None]:
+        """Inside, all goes into the trace; both ends wait for the device."""
+        if self.gate.mode is Mode.REMOVED:
+            raise OffloadError("trace() after remove(): nothing streams any more")
+        with self.gate.turn.taken():
+            self.backend.synchronize()
+            self.timeline.begin_trace(trace)
+        try:
+            yield
+        finally:
+            with self.gate.turn.taken():
+                self.backend.synchronize()
+                self.timeline.end_trace()
+
+    def _detach(self) -> None:
+        """The modules are plain again and the ring is let go; weights stay where they are."""
+        self.backend.synchronize()
+        self.compiled.drop()
+        self.modules.detach()
+        if hasattr(self, "binding"):
+            self.timeline.tally.keep()
+            self.binding.close_all()
+
+    def remove(self) -> None:
+        """The model is plain again, and every weight where it was. What was cut short is done by calling it again."""
+        lost: StoreError | None = None
+        try:
+            self._detach()
+            self.homes.restore()
+        except StoreError as error:
+            lost = error  # weights that cannot be read any more; all others are back
+        for home in self.homes.homes.values():
+            home.forget()
+        self.graphs.clear()
+        self.modules.session.close()
+        self.timeline.close()
+        if self.gate.block is None:  # else whoever has that closes it
+            self.backend.close()
+        self._on_close()
+        self.gate.change(Mode.REMOVED)
+        if lost is not None:
+            raise lost

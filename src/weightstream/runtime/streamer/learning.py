@@ -1,0 +1,322 @@
+"""What calls and steps teach: work, the order of the units, weights that are read outside of them.
+
+Changes the plan. Measured times only correct what is predicted of it. A call of a new kind is followed on shapes before
+it runs. The first step is watched, and those that follow until one reads no weight outside of its unit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+
+from weightstream.errors import OffloadError, PlanError, StoreError
+from weightstream.plan.plan import Plan
+from weightstream.runtime.ring import tensor_views
+from weightstream.runtime.ring.state import Mode
+from weightstream.runtime.ring.timeline import Kind, kind_of_workload
+from weightstream.runtime.streamer.active_plan import Installation
+from weightstream.runtime.streamer.read_watch import ReadWatch
+from weightstream.runtime.weights.alias_groups import UnitModule
+
+logger = logging.getLogger("weightstream")
+
+_KINDS = 8  # of calls that are followed, at most
+_WATCHED = 4  # steps of an engine, at most, until what they read is known, in one budget
+
+
+def _class_of(kind: Kind) -> Kind:
+    """Calls whose first tensors are of about the same size are taken for one kind: a prompt has any length."""
+    return Kind(kind.what, kind.size.bit_length())
+
+
+class _Orders:
+    """The orders of units that steps came in."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] | None = None
+        self._ran: tuple[int, ...] | None = None  # the last that ran as it was planned
+
+    def new(self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool) -> tuple[int, ...] | None:
+        """The order of the step that ended, if it is to be taken over: it is the first, or the second of its kind.
+
+        Not where the planned one comes, too, and this is a part of it: what caches leave out of a step, or one of
+        several entries. Its fills are known then: of what is skipped none is made.
+        """
+        before, self._before = self._before, sequence
+        planned = tuple(unit for unit in plan.manifest.order if plan.opens(unit))
+        if is_part or sequence == planned:
+            self._ran = planned
+        rest = iter(planned)
+        if sequence == planned or (self._ran == planned and all(unit in rest for unit in sequence)):
+            return None
+        return sequence if before in (None, sequence) else None
+
+    def forget(self) -> None:
+        self._before = None
+
+
+class Learning:
+    """The units of the step under way and of the one before, and what was asked for because of them."""
+
+    def __init__(self, installed: Installation) -> None:
+        self.watching = True  # the next step is watched
+        self.outside: dict[str, set[str]] = {}  # reading module -> alias groups read outside of their units
+        self.sequence: list[int] = []
+        self._installed = installed
+        self._orders = _Orders()
+        self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
+        self._has_room = True  # for all of those
+        self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
+        self._has_told = False  # that reads outside of units are slow
+        self._foreseen = set(map(_class_of, installed.replanning.known))
+        self._last: Kind | None = None
+        workload = installed.replanning.prospect.workload
+        self._planned = None if workload is None else _class_of(kind_of_workload(workload))
+
+    @property
+    def watches(self) -> bool:
+        """Whether the next step is watched: that was asked for, or something opens that no watched step had."""
+        return self.watching or not self._installed.plan.opened <= self._seen
+
+    @property
+    def read_outside(self) -> list[str]:
+        """Alias groups, of those that stream, that watched steps read outside of their units."""
+        return sorted({alias for aliases in self.outside.values() for alias in aliases})
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
+        binding, modules = self._installed.binding, self._installed.modules
+        streamed = {id(face.tensor): face for face in binding.faces}
+        shown: set[int] = set()
+
+        def on_read(tensor: torch.Tensor) -> None:
+            face = streamed[id(tensor)]
+            if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
+                return
+            alias = face.alias
+            self.outside.setdefault(modules.reader(), set()).add(alias)
+            shown.add(id(tensor))
+            binding.serve(face, self._installed.homes.read(alias, face.member))
+            self._installed.counters.count(face.home.nbytes, planned=False)
+
+        def on_early() -> None:
+            for unit in binding.open_units[-1:]:
+                modules.hide(unit.index)
+
+        # what an earlier step read may be read again: a prompt does not take the way of a token
+        streaming = {face.alias for face in binding.faces}
+        self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
+        try:
+            with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
+                yield
+        finally:
+            binding.withdraw()
+
+    def steps(self) -> Iterator[None]:
+        """Steps of an engine that are to be watched, until one teaches nothing new, or what it taught has no room."""
+        for _ in range(_WATCHED):
+            if not (self.watches and self._has_room):
+                return
+            yield
+
+    def why_not_fixed(self) -> str | None:
+        """Why weights cannot have fixed addresses now; None if they can."""
+        installed = self._installed
+        if installed.gate.mode is Mode.REMOVED:
+            return "the model is not offloaded any more"
+        if installed.gate.mode is not Mode.IDLE:
+            return "a step is under way"
+        if installed.backend.capturing():
+            return "a capture is under way; enter step() before it"
+        if self.outside:
+            return f"{', '.join(self.read_outside)} are read outside of their module's forward"
+        if self.watching:
+            return "the order of the weights is not known yet; call the model once first"
+        if updated := sorted(installed.binding.updated):
+            return f"{', '.join(updated)} are updated by the model's own forward"
+        if moving := tensor_views.moving(installed.binding.faces):
+            return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
+        units = enumerate(installed.modules.units)
+        writing = (unit for i, unit in units if installed.binding.units[i].has_buffers and installed.modules.trains(i))
+        if training := [unit.name for unit in writing]:
+            return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
+        return None
+
+    def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """Before a call of a new kind: follow it on shapes, and change the plan as its work and its order ask for.
+
+        Where a workload was planned for, as a language model's always is, a kind must come twice in a row.
+        """
+        exact, kind, last = kind, _class_of(kind), self._last
+        self._last = kind
+        is_new = kind not in self._foreseen and kind != self._planned and (self._planned is None or kind == last)
+        if not is_new or self._installed.graphs or len(self._foreseen) >= _KINDS:
+            return
+        self._foreseen.add(kind)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                plan = self._installed.replanning.foresee(self._installed.plan, exact, args, kwargs)
+            except Exception:  # the call itself is not at fault
+                logger.warning("the work of this call cannot be told before it runs", exc_info=True)
+                return
+            if plan is None:
+                return
+            self._change(plan)
+            prospect, now = self._installed.replanning.prospect, self._installed.plan
+            self.watching |= not prospect.grains[prospect.grain_of(now.manifest)].kept <= now.resident
+
+    def _change(self, plan: Plan) -> None:
+        """Put a plan in force that is better for a call."""
+        if plan.acts_as(self._installed.plan):
+            self._installed.binding.plan = plan
+        else:
+            self._try_switch(plan, any_error=True)
+
+    def learn(self, *, watched: bool, is_whole: bool = True) -> None:
+        """Change the plan as the step that ended teaches: weights to keep on the device, order.
+
+        `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
+        """
+        binding, plan = self._installed.binding, self._installed.plan
+        is_part = self._last is not None and self._last.what != "forward"
+        order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
+        missed = frozenset[str]() if is_whole else self._unreached(plan)
+        if watched:
+            self._seen |= plan.opened
+            self.watching = bool(self.outside or missed)
+            for unit in binding.units:
+                binding.look_for_kept(unit)
+        if watched and (found := self._installed.without_cache()) is not None:
+            self._try_switch(found)
+            return
+        if self._installed.graphs:  # they hold the addresses of this plan
+            self.correct()
+            return
+        if not (wanted := missed.union(self._to_keep())) <= self._asked:
+            self._asked |= wanted
+            self._keep(order)
+        elif order is not None and not self.outside:
+            logger.debug("units run in another order than planned: %s", order)
+            self._try_switch(plan.reordered(order))
+        elif not self.watching:
+            self.correct()
+
+    def _to_keep(self) -> frozenset[str]:
+        """Alias groups that steps showed to need bytes of their own."""
+        streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
+        return frozenset(self.read_outside).union(*streamed)
+
+    def _unreached(self, plan: Plan) -> frozenset[str]:
+        """Alias groups that open, of units which the step that ended did not reach."""
+        units = enumerate(plan.manifest.units)
+        found = (unit.aliases() for u, unit in units if u not in self.sequence)
+        return plan.opened.intersection(chain(*found))
+
+    def _keep(self, order: tuple[int, ...] | None) -> None:
+        """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
+        installed = self._installed
+        units = ", ".join(installed.modules.units[unit].name for unit in installed.binding.kept)
+        if self.outside:
+            logger.info("weights read outside of their module's forward: %s", self.outside)
+        reason: Exception | None = None
+        try:
+            movable = installed.homes.movable
+            plan = installed.replanning.replan(installed.manifest(), kept=self._asked, movable=movable)
+            reason = self._try_switch(plan.reordered(order) if order is not None else plan)
+        except PlanError as error:
+            reason = self._cut_finer(error)
+            if reason is not None and self.outside and not self._has_told:
+                names = ", ".join(self.read_outside)
+                logger.warning(
+                    "%s are read outside of their module's forward: they are copied for each read, which is slow. They "
+                    "would stay on the device with more room: %s",
+                    *(names, error),
+                )
+                self._has_told = True
+        self._has_room = reason is None
+        if units:
+            logger.warning(
+                "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. %s",
+                units,
+                "The unit has memory of its own from now on; make the view again"
+                if reason is None
+                else f"The unit cannot have memory of its own: {reason}",
+            )
+
+    def _cut_finer(self, reason: Exception) -> Exception | None:
+        """Where what is read outside of units has no room to stay: units that are called around these reads, of the
+        grain that leaves least outside. Returns `reason` where no grain leaves less."""
+        installed = self._installed
+        nbytes = installed.plan.manifest.aliases
+        left = {index: self._outside_of(units) for index, units in enumerate(installed.grains)}
+        now = sum(nbytes[alias] for alias in self.read_outside)
+        for index in sorted(left, key=lambda index: sum(nbytes[alias] for alias in left[index])):
+            if sum(nbytes[alias] for alias in left[index]) >= now:
+                break
+            try:
+                plan = installed.replanning.plan(installed.replanning.prospect.grains[index])
+            except PlanError:
+                continue
+            return self._try_switch(plan)
+        return reason
+
+    def _outside_of(self, units: Sequence[UnitModule]) -> frozenset[str]:
+        """Alias groups that the reads which were seen would read outside of these units. One is open around a read if
+        it is, or holds, the module that read, unless the step passed it by."""
+        homes = self._installed.homes.homes.items()
+        aliases = {id(member.tensor): alias for alias, home in homes for member in home.group.members}
+        passed = {unit.name for i, unit in enumerate(self._installed.modules.units) if i not in self.sequence}
+        left: set[str] = set()
+        for reader, read in self.outside.items():
+            around = (unit for unit in units if f"{reader}.".startswith(f"{unit.name}.") and unit.name not in passed)
+            left |= read - {aliases.get(id(leaf.tensor)) for unit in around for leaf in unit.leaves()}
+        return frozenset(left)
+
+    def correct(self) -> None:
+        """Take measured times into what is predicted of the plan in force; nothing moves."""
+        installed = self._installed
+        plan = installed.replanning.correct(installed.plan, installed.counters.steps, installed.timeline)
+        if plan is not None:
+            installed.binding.plan = plan
+
+    def switch(self, plan: Plan) -> None:
+        """As `Installation.switch`; reads outside of units of another grain are to be seen."""
+        units = self._installed.modules.units
+        self._installed.switch(plan)
+        self._orders.forget()
+        if self._installed.modules.units is not units:
+            self._seen, self.outside = frozenset(), {}
+            self.watching = True
+
+    def rebudget(self, device_budget: int) -> None:
+        """Move to the plan of another budget. What had no room is asked for again."""
+        replanning = self._installed.replanning
+        self.switch(replanning.rebudget(device_budget))
+        self._asked, self._has_room = replanning.kept, True
+
+    def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
+        """Switch, if that can be; else the plan in force stays. Returns why it did.
+
+        Nobody vouches for what opens first then, so addresses are not fixed before a step has shown its reads.
+        `any_error`: whatever the error, a call is to go on for which the change was only better.
+        """
+        try:
+            self.switch(plan)
+            self.watching = self.watches
+        except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
+            if self._installed.gate.mode is Mode.REMOVED:
+                raise
+            logger.warning("the plan stays as it is: %s", error)
+            return error
+        except Exception as error:
+            if not any_error or self._installed.gate.mode is Mode.REMOVED:
+                raise
+            logger.warning("the plan stays as it is", exc_info=True)
+            return error
+        return None

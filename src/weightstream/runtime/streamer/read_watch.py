@@ -1,0 +1,91 @@
+"""The watch of a step: sees reads of weights outside of their unit's forward. Knows no plan and no device.
+
+A parent may read a child's weight without calling the child, so that no unit opens. During a watched step a dispatch
+mode sees every operator with its arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightstream.runtime.tensors.leaves import plain_tensors
+from weightstream.runtime.tensors.pytree import tensors_in
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that sees operators of higher order, too, and is no reason to compile."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
+
+
+class ReadWatch(OperatorMode):
+    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
+    computes with these and other `weights` alone: a compiler would be free to run it before the weights are there.
+
+    A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
+    """
+
+    def __init__(
+        self,
+        watched: Iterable[torch.Tensor],
+        weights: Iterable[torch.Tensor],
+        on_read: Callable[[torch.Tensor], None],
+        on_early: Callable[[], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {id(t) for t in watched}
+        self._weights = {id(t): t for t in weights}  # and views of them, kept so that ids stay theirs
+        self._streamed = set(self._watched)
+        self._on_read = on_read
+        self._on_early = on_early
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
+            return func(*args, **(kwargs or {}))
+        read = list(plain_tensors(tensors_in((args, kwargs))))
+        for tensor in read:
+            if id(tensor) in self._watched:
+                self._on_read(tensor)
+        output = func(*args, **(kwargs or {}))
+        if any(id(t) in self._streamed for t in read) and all(id(t) in self._weights for t in read):
+            if not func.is_view:
+                self._on_early()
+            else:
+                views = {id(t): t for t in plain_tensors(tensors_in(output))}
+                self._weights |= views
+                self._streamed |= views.keys()
+        return output
+
+
+def reading_module(known: dict[int, str]) -> str | None:
+    """The name of the innermost of the known modules whose method is on this thread's stack; None if none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in known:
+            return known[id(owner)]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def calling_method(model: nn.Module) -> str | None:
+    """The name of the outermost public method of the model's class that is on this thread's stack; None for none."""
+    frame, found = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_locals.get("self") is model and not name.startswith("_") and not hasattr(nn.Module, name):
+            found = name if callable(getattr(type(model), name, None)) else found
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

@@ -1,0 +1,581 @@
+"""The streamer: a model whose weights stream. Lets steps in one at a time, and opens and closes their units.
+
+A unit is open while its module's forward runs; a step is a forward of the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from threading import get_ident
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+
+from weightstream.errors import OffloadError
+from weightstream.plan.multi_device import Lane
+from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.ring.binding import Binding
+from weightstream.runtime.ring.graphs import CAPTURED
+from weightstream.runtime.ring.shared_memory import Block
+from weightstream.runtime.ring.state import Mode
+from weightstream.runtime.ring.timeline import Kind, kind_of, profiled
+from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.streamer.active_plan import Installation
+from weightstream.runtime.streamer.attachment import Attachment
+from weightstream.runtime.streamer.compiled import Compiled
+from weightstream.runtime.streamer.learning import Learning
+from weightstream.runtime.streamer.replanning import Replanning
+from weightstream.runtime.streamer.stats import Stats, stats_of
+from weightstream.runtime.tensors.pytree import moved
+from weightstream.runtime.tensors.thread_state import ThreadState
+from weightstream.runtime.trace import Trace
+from weightstream.runtime.weights.alias_groups import UnitModule
+from weightstream.runtime.weights.homes import Homes
+
+logger = logging.getLogger("weightstream")
+
+_casts = torch._C._is_any_autocast_enabled
+
+
+def _is_traced() -> bool:
+    """Whether `torch.jit.trace` follows this thread. It would record what a change of plan does to weights as a part of
+    the model, and fail, or crash."""
+    return torch._C._get_tracing_state() is not None
+
+
+class Streamer:
+    """Streams the weights of one model. Made by `weightstream.offload`; a context manager that ends with `remove()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grains: Sequence[Sequence[UnitModule]],
+        homes: Homes,
+        backend: Backend,
+        replanning: Replanning,
+        plan: Plan,
+        blocks: Sequence[nn.Module] = (),
+        on_close: Callable[[], None] = lambda: None,
+        block: Block | None = None,
+        entries: Sequence[str] = (),
+    ) -> None:
+        units = grains[replanning.prospect.grain_of(plan.manifest)]
+        self._backend = backend
+        self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
+        self._compiled = Compiled(model, blocks)
+        made = self._compiled, homes, backend, replanning, grains, on_close, block
+        self._installed = Installation(self._modules, *made)
+        self._learning = Learning(self._installed)
+        self._gate, self.graphs, self._homes = self._installed.gate, self._installed.graphs, homes
+        self._installed.start(plan)
+
+    # -- what it tells ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; learning the order replaces it."""
+        return self._binding.plan
+
+    @property
+    def lane(self) -> Lane:
+        """The plan in force, and the seconds of its units as one of several devices has them."""
+        return self._installed.replanning.lane(self.plan)
+
+    @property
+    def _binding(self) -> Binding:
+        return self._installed.binding
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._backend.device
+
+    @property
+    def learned(self) -> bool:
+        """Whether a step has taught the order of the weights."""
+        return not self._learning.watches
+
+    def watch(self) -> None:
+        """Watch the next step, too: it may read what no step before did."""
+        self._learning.watching = True
+
+    def stats(self) -> Stats:
+        """Counters and bytes held, as of now, from any thread. Waits for the device where experts are cached there."""
+        with self._gate.lock:  # not while the plan changes
+            return stats_of(self._installed)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record when every unit is waited for, computed and copied inside of the block; both its ends synchronise.
+
+        Example:
+            >>> import torch, weightstream
+            >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+            >>> with weightstream.offload(model, device="cpu", device_budget="48KiB") as streamer:
+            ...     with streamer.trace() as trace:
+            ...         y = model(torch.randn(1, 64))
+            >>> [span.name for span in trace.spans if span.kind == "step"]
+            ['forward 1', 'forward 1']
+        """
+        trace = Trace(f"{type(self._modules.model).__name__} on {self.device}")
+        with self._installed.traced(trace):
+            yield trace
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Bring every weight back to where it was and set the model free; may be called twice."""
+        self.refuse_inside()
+        with self._turn(), self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            if self._gate.mode is Mode.HELD:
+                self.unfix()
+            if self._gate.is_removed:
+                return
+            try:
+                self._installed.remove()
+            except BaseException:
+                if not self._gate.is_removed:  # it was cut short: the weights are to come back all the same
+                    self._installed.remove()
+                raise
+
+    def refuse_inside(self) -> None:
+        """Raise `OffloadError` inside a step, as `remove` does; one of another thread is waited for."""
+        self._gate.refuse_inside()
+
+    def __enter__(self) -> Streamer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not sys.is_finalizing():  # else a generator was left open: no weight is read any more, and torch may abort
+            self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model is a plain model: its streamer is None
+
+    def switch(self, plan: Plan) -> None:
+        """Put another plan of the same model in force, between steps; what does not change its place is not moved.
+
+        Graphs of `capture` must be captured again, and what `compile` made is made again.
+        Raises `InvariantError` for a plan that breaks a rule; `OffloadError` where the addresses of weights are held;
+        `StoreError`, `torch.OutOfMemoryError` where weights cannot be moved. On every error the plan in force stays.
+        """
+        with self._turn():
+            self._learning.switch(plan)
+
+    def on_added(self, callback: Callable[[], None]) -> None:
+        """Call it whenever tensors such as adapters came to the device, or left, besides the weights of the plan."""
+        self._modules.on_adopted = callback
+
+    def place_added(self, device: torch.device | None) -> None:
+        """Move what was added to the model since, such as adapters; None: to the weights beside it."""
+        self._modules.adopt(device, again=True)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
+        self._gate.refuse_forked()
+        return self._in_turn(partial(self._step, forward, args, kwargs, what))
+
+    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
+        if self._gate.is_running or self._gate.is_removed:  # the model calls itself; or it was let go
+            return forward(*args, **kwargs)
+        args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
+        if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
+            step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if that was asked for
+            return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
+        if self._backend.capturing():
+            if self._modules.session.streams:
+                raise OffloadError(CAPTURED)
+            return forward(*args, **kwargs)
+        forward_patch.refuse_transforms()
+        kind = kind_of(args, kwargs, what)
+        if not _is_traced():
+            self.foresee(kind, args, kwargs)
+        return self.run(partial(forward, *args, **kwargs), kind)
+
+    def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """Before a call that runs these units: what it is to take, and what was added, is seen to."""
+        with self._turn():
+            self._modules.refuse_foreign()
+            self._learning.watching |= self._modules.has_other_code()
+            self._modules.adopt(self.device)
+            self._learning.foresee(kind, args, kwargs)
+
+    def run(self, step: Callable[[], Any], kind: Kind) -> Any:
+        """An eager step that runs these units; what of it is not known is learned."""
+        return self._in_turn(partial(self._run_and_learn, step, kind))
+
+    def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
+        mode = Mode.LEARNING if self._learning.watches else Mode.EAGER
+        with self._installed.timeline.step(kind):
+            output = self._run_eager(step, mode)
+        if _is_traced():
+            return output
+        if mode is Mode.LEARNING:
+            self._modules.watched()
+        with torch.inference_mode(False), torch.no_grad():
+            self._learning.learn(watched=mode is Mode.LEARNING)
+        return output
+
+    def _run_eager(self, step: Callable[[], Any], mode: Mode) -> Any:
+        def whole() -> Any:
+            self._binding.engine.begin_step()
+            self._installed.counters.steps += 1
+            return step()
+
+        self._learning.sequence.clear()
+        try:
+            return self._awake(whole, mode)
+        except RuntimeError as error:
+            if re.search("device|weight type", str(error)):
+                self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
+            if self._modules.was_replaced():
+                raise OffloadError(
+                    "parameters or modules of the model were replaced while it is offloaded: call remove(), "
+                    "change it, and offload again"
+                ) from error
+            raise
+
+    def _in_turn(self, work: Callable[[], Any], progress: Callable[[], int | None] | None = None) -> Any:
+        """Run `work` in the turn, with nothing left of a step that was cut short. Not a context manager: what an
+        interrupt leaves of one ends when its traceback does."""
+        return self._gate.turn.run(partial(self._healed, work), progress)
+
+    def _healed(self, work: Callable[[], Any], is_first: bool) -> Any:
+        if not is_first:
+            return work()
+        state = ThreadState(self.device)
+        try:
+            self._heal_if_cut()
+            return work()
+        except BaseException:
+            state.restore()
+            raise
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The same around a block."""
+        with self._gate.turn.taken() as is_first:
+            if not is_first:
+                yield
+                return
+            state = ThreadState(self.device)
+            try:
+                self._heal_if_cut()
+                yield
+            except BaseException:
+                state.restore()
+                raise
+
+    def _awake(self, work: Callable[[], Any], mode: Mode) -> Any:
+        """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""
+        try:
+            with self._gate.lock:
+                self._binding.wake()
+                self._gate.change(mode)
+            if mode is Mode.LEARNING:
+                with self._learning.watched():
+                    output = work()
+            else:
+                output = work()
+            self._gate.turn.end(self._gate.end_forward)
+            with self._gate.lock:
+                self._binding.rest()
+            return output
+        except BaseException:
+            self._gate.turn.end(self._gate.end_forward, has_failed=True)
+            self._heal()
+            raise
+
+    def _heal_if_cut(self) -> None:
+        """No step is under way: if one seems to be, what was to heal it was cut short, too."""
+        if self._gate.is_cut or (self._binding.is_awake and not self._gate.is_held):
+            self._heal()
+
+    def _heal(self) -> None:
+        """After an error, or an interrupt at any line: no unit is open, and every weight shows its true bytes."""
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            if self._gate.is_held:  # the engine that drives the layers goes on with these addresses
+                self._binding.abandon()
+                self._gate.end_forward()
+                return
+            self.graphs.heal()
+            self._modules.session.fixed = False
+            lost = self._binding.heal(self._modules.trains)
+            self._installed.timeline.heal()
+            self._gate.reset()
+            if lost:
+                logger.warning("%s changed inside of step(), which failed: these updates are lost", ", ".join(lost))
+
+    def _run_unit(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if get_ident() in self._gate.threads:
+            return self._run_opened(unit, forward, args, kwargs)
+        self._gate.refuse_forked()
+        return self._in_turn(partial(self._run_alone, self._modules.units, unit, forward, args, kwargs), self._progress)
+
+    def _run_alone(
+        self, units: Sequence[UnitModule], unit: int, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A unit that is called alone is a step of its own, where this thread has not joined one.
+
+        `units`: those among which it had its index. Where the plan has others by now, the module is called anew.
+        """
+
+        def alone() -> Any:
+            if self._binding.engine.is_behind(unit):
+                self._binding.engine.begin_step()
+            return self._run_opened(unit, forward, args, kwargs)
+
+        if self._gate.is_removed:
+            return forward(*args, **kwargs)
+        if self._modules.units is not units:
+            return forward_patch.anew(forward)(*args, **kwargs)
+        if self._gate.is_running:
+            args, kwargs = moved((args, kwargs), self.device)  # the thread may have nothing to do with the step
+            return self._run_opened(unit, forward, args, kwargs)
+        if self._gate.is_fixed:
+            try:
+                return self._run_opened(unit, forward, args, kwargs)
+            except BaseException:
+                self._binding.abandon()
+                raise
+        args, kwargs = moved((args, kwargs), self.device)
+        self._modules.learn_entry()
+        return self._awake(alone, Mode.EAGER)
+
+    def _progress(self) -> int | None:
+        """How many units the forward under way has opened; None where none is, which other threads could join.
+
+        At fixed addresses it always goes on: a unit of another thread may not find room in the ring there.
+        """
+        if not self._gate.is_running:
+            return None
+        return time.monotonic_ns() if self._gate.is_fixed else len(self._learning.sequence)
+
+    def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output, has_ended, fixed = None, False, self._gate.is_fixed
+        if self._modules.units[unit].picks:
+            with self._gate.lock:
+                forward = self._binding.picked(unit, (forward, args, kwargs), not fixed) or forward
+        self._wait(unit) if fixed else self._open(unit)
+        try:
+            if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
+                name = self._modules.units[unit].name
+                with forward_patch.refuse_backward(name), profiled(name), _uncached():
+                    output = forward(*args, **kwargs)
+            else:
+                output = forward(*args, **kwargs)
+            has_ended = True
+            return output
+        finally:
+            self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
+
+    def _open(self, unit: int) -> None:
+        with self._gate.lock:
+            self._binding.open(unit)
+            self._learning.sequence.append(unit)
+
+    def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
+        watched = self._gate.mode is Mode.LEARNING or not has_ended  # the watch, or the error, holds views
+        with self._gate.lock:
+            training = self._binding.units[unit].has_buffers and self._modules.trains(unit)
+            if self._binding.close(unit, output, training=training, watched=watched):
+                self._modules.hide(unit)
+
+    # -- fixed addresses -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, weights show their fixed addresses in the ring, for code that is compiled or captured.
+
+        Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
+        updates at the entry alone. Gradients are off. Other threads wait.
+        Where classes, forwards or hooks of the model have changed since the last step, forwards inside run eager, and
+        the first one is watched: weights may be read outside of their modules now.
+        Raises `OffloadError` where the model cannot run so; the message says why.
+        """
+        self._gate.refuse_forked()
+        with self._turn(), torch.no_grad():
+            if self.sees_other_code():
+                yield
+            else:
+                with self._fixed():
+                    yield
+
+    def sees_other_code(self) -> bool:
+        """Whether the next step is to be watched, as the model's Python has changed."""
+        if self._gate.mode is not Mode.IDLE or self._backend.capturing():
+            return False
+        if not self._modules.has_other_code(looks_closely=True):
+            return False
+        self._compiled.renew()
+        self._learning.watching = True
+        return True
+
+    @contextmanager
+    def _fixed(self) -> Iterator[None]:
+        """The same for code that is compiled or captured."""
+        with self._turn(), torch.no_grad():
+            if self._gate.is_fixed:
+                yield
+                return
+            self._refuse_fixed()
+            try:
+                self._fix(Mode.STEP)
+                yield
+                self.unfix()
+            except BaseException:
+                self._heal()
+                raise
+            self._learning.correct()
+
+    def learn(self, step: Callable[[], object]) -> bool:
+        """Watch steps that an engine runs until one teaches nothing new: the plan follows what they read.
+
+        Returns whether units may have fixed addresses; not if weights are read outside of them that cannot stay.
+        """
+        with self._turn():
+            for _ in self._learning.steps():
+                self._run_eager(step, Mode.LEARNING)
+                with torch.inference_mode(False), torch.no_grad():
+                    self._learning.learn(watched=True, is_whole=False)
+            return not self._learning.watches
+
+    def rebudget(self, device_budget: int) -> None:
+        """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
+        with self._turn():
+            self._learning.rebudget(device_budget)
+
+    def fix(self) -> None:
+        """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
+        self._learning.watching = False
+        self._refuse_fixed()
+        try:
+            self._fix(Mode.HELD)
+        except BaseException:
+            self._gate.reset()
+            self._heal()
+            raise
+
+    def _refuse_fixed(self) -> None:
+        if reason := self.why_not_fixed():
+            raise OffloadError(f"the weights cannot have fixed addresses now: {reason}")
+
+    def _fix(self, mode: Mode) -> None:
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            self._binding.wake()
+            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
+                self.graphs.clear()
+                self._homes.sources_changed = False
+            self._binding.engine.prime()  # now, as a capture by hand may be under way later
+            self._binding.fix()
+            self._modules.session.fixed = True
+            self._gate.change(mode)
+
+    def unfix(self) -> None:
+        """Undo `fix`."""
+        with self._gate.lock, torch.inference_mode(False), torch.no_grad():
+            self.graphs.resume_eager()
+            self._modules.session.fixed = False
+            try:
+                self._binding.unfix()
+            finally:
+                self._gate.change(Mode.IDLE)
+
+    def why_not_fixed(self) -> str | None:
+        """Why `step` would raise; None if it would not."""
+        return self._learning.why_not_fixed()
+
+    def compile(self, scope: Literal["model", "blocks"] = "model", **options: Any) -> None:
+        """Run the model through `torch.compile` from now on, whole or block by block; `remove()` undoes it.
+
+        The first call of a fresh streamer still runs eager, as it teaches the order of the weights.
+
+        Args:
+            scope: "model" makes one graph; "blocks" one for all blocks of a kind, which compiles faster.
+            options: for `torch.compile`, such as `fullgraph=True`: nothing of ours breaks a graph.
+        """
+        self._compiled.request(scope, options)
+
+    def _is_compiled(self) -> bool:
+        """Whether this step runs compiled; says once why not."""
+        if self._compiled.is_wanted:
+            self.sees_other_code()
+        is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
+        return is_due and self._compiled.runs(self.why_not_fixed())
+
+    def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
+        """As `run`, at fixed addresses."""
+        with self._installed.timeline.step(kind), self._fixed():
+            try:
+                self._gate.change(Mode.FORWARD)
+                output = step()
+                self._gate.turn.end(self._gate.end_forward)
+                return output
+            except BaseException:
+                self._gate.turn.end(self._gate.end_forward, has_failed=True)
+                self._binding.abandon()  # compiled code does not release what an error leaves in use
+                raise
+
+    def wait_unit(self, unit: int) -> None:
+        """What `weightstream::wait` does: order compute after the unit's fill."""
+        self._modules.session.traced = True
+        self._wait(unit)
+
+    def _wait(self, unit: int) -> None:
+        with self._gate.lock:
+            self.graphs.wait(unit)
+
+    def release_unit(self, unit: int, output: object = None) -> None:
+        """What `weightstream::release` does: the unit's last kernel is queued."""
+        with self._gate.lock:
+            if output is not None:
+                self._binding.own_outputs(unit, output)
+            self.graphs.release(unit)
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        """Capture a step, or a piece of one, in place of `torch.cuda.graph(graph, **options)`, or inside of it.
+
+        All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
+        `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
+        """
+        with self._turn():
+            self.sees_other_code()
+        with self._fixed(), self.graphs.capture(graph, partial(self._backend.capture, graph, **options)):
+            yield
+
+    def replay(self, graph: Any) -> None:
+        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        with self._fixed() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
+            self.graphs.replay(graph, graph.replay)
+
+    def sync(self) -> None:
+        """Before a graph is captured or launched by an engine: make compute wait for every copy in flight."""
+        with self._gate.lock:
+            self.graphs.sync()
+
+    def join(self) -> None:
+        """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
+        with self._gate.lock:
+            self.graphs.join()
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Inside, autocast keeps no copies of the weights that it casts: they would stay until it ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

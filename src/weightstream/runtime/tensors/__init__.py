@@ -1,0 +1,1 @@
+"""Tools for the tensors of a model; this package knows nothing but torch."""

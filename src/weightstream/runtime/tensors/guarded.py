@@ -1,0 +1,162 @@
+"""A guarded parameter: a tensor object that tells before its memory is read, written to or taken out.
+
+While it is guarded it is of a class that sees every call of torch, made once for each class of tensors. Calls that ask
+for facts, such as a shape, pass. Its copies and pickles are of the plain class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.runtime.tensors.leaves import storage_of
+from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.tensors.thread_state import quietly, restored
+
+_GUARD = "_weightstream_guard"
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TAKING = frozenset(("numpy", "__array__", "__dlpack__"))
+_WRITING = frozenset(("__setitem__", "__set__", "untyped_storage", "storage", "data_ptr"))
+_MEMORY = frozenset(("data", "real", "imag", "T", "H", "mT", "mH"))  # all other properties are facts
+_METHODS = """size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point
+    is_complex is_conj is_neg is_inference is_signed is_distributed is_same_size is_coalesced get_device dim_order
+    sparse_dim dense_dim _is_view _is_zerotensor _use_count result_type requires_grad_ retain_grad
+    register_hook register_post_accumulate_grad_hook __len__ __hash__ __dlpack_device__ __sizeof__
+    new_empty new_empty_strided new_zeros new_ones new_full
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like"""
+_FACTS = frozenset(
+    [
+        call
+        for name, found in vars(torch._C.TensorBase).items()
+        if type(found) is GetSetDescriptorType and name not in _MEMORY
+        for call in (found.__get__, found.__set__, found.__delete__)
+    ]
+    + [getattr(owner, n) for n in _METHODS.split() for owner in (torch.Tensor, torch) if hasattr(owner, n)]
+)
+_LIKE_ANOTHER = frozenset(  # of their second argument they take facts alone
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "view_as", "expand_as", "reshape_as")
+)
+
+
+class Access(Enum):
+    """What a call does with the memory of a tensor."""
+
+    READ = "read"
+    WRITE = "write"  # it writes, or gives out the address
+    VIEW = "view"  # it has made a view; it is made again if the tensor has other memory now
+    TAKE = "take"  # it hands the memory to what raises no version when it writes
+
+
+def guard(tensor: torch.Tensor, kind: type[torch.Tensor], on_access: Callable[[Access], None]) -> None:
+    """From now on `on_access` runs before any call that needs the memory of `tensor`, of class `kind`."""
+    tensor.__dict__[_GUARD] = on_access
+    tensor.__class__ = _guarded(kind)
+
+
+def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Be of the plain class again."""
+    if _GUARD in tensor.__dict__:
+        del tensor.__dict__[_GUARD]
+    tensor.__class__ = kind
+
+
+@restored
+def before(tensor: torch.Tensor, access: Access) -> None:
+    """Tell who guards the tensor, if somebody does."""
+    if (on_access := tensor.__dict__.get(_GUARD)) is not None:
+        quietly(on_access, access)
+
+
+@contextmanager
+def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, these are of their plain classes, which libraries ask for by `type(tensor)`, and views of them are made.
+
+    Their guards count that as a view of each, whatever is made.
+    """
+    guarded = {id(tensor): (tensor, type(tensor)) for tensor in tensors if _GUARD in tensor.__dict__}.values()
+    for tensor, kind in guarded:
+        before(tensor, Access.READ)
+        before(tensor, Access.VIEW)
+        (plain,) = kind.__bases__
+        tensor.__class__ = plain
+    try:
+        yield
+    finally:
+        for tensor, kind in guarded:
+            if _GUARD in tensor.__dict__:  # else a step has begun since
+                tensor.__class__ = kind
+
+
+@cache
+def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
+    # Plain classes do nothing of their own in a call, and may meet any other class in it.
+    plain = base in (torch.Tensor, nn.Parameter)
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        if not plain:
+            return base.__torch_function__(func, (base,), args, kwargs)
+        return quietly(func, *args, **kwargs)
+
+    def intercept(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            return run(func, args, kwargs)
+        read = args[:1] if func in _LIKE_ANOTHER else (args, kwargs)
+        guarded = [tensor for tensor in tensors_in(read) if _GUARD in tensor.__dict__]
+        access = _access(func, kwargs)
+        for tensor in guarded:
+            before(tensor, access)
+        held = {_address(tensor): tensor for tensor in guarded}
+        result = run(func, args, kwargs)
+        views = [t for t in tensors_in(result) if _address(t) in held and not any(t is own for own in guarded)]
+        for view in views:
+            before(held[_address(view)], Access.VIEW)
+        moved = views and any(_address(tensor) != at for at, tensor in held.items())
+        return run(func, args, kwargs) if moved else result
+
+    members: dict[str, Any] = {"__torch_function__": classmethod(intercept), "__module__": base.__module__}
+    members["__deepcopy__"] = _plainly(base, copy.deepcopy)
+    members["__reduce_ex__"] = _plainly(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
+    return type(base.__name__, (base,), members)
+
+
+def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does what the plain class does, after a read."""
+
+    def method(self: torch.Tensor, *args: Any) -> Any:
+        before(self, Access.READ)
+        ours, kept = type(self), self.__dict__
+        # in its place, as what `__reduce_ex__` returns may hold the dictionary itself
+        self.__dict__ = {name: value for name, value in kept.items() if name != _GUARD}
+        self.__class__ = base
+        try:
+            return call(self, *args)
+        finally:
+            self.__dict__ = kept
+            if _GUARD in kept:
+                self.__class__ = ours
+
+    return method
+
+
+def _access(func: Any, kwargs: dict[str, Any]) -> Access:
+    name: str = func.__name__.partition(".")[0]  # operators have their overload behind it
+    if func == _DATA or name in _TAKING:
+        return Access.TAKE
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+    asked = "out" in kwargs or kwargs.get("inplace") or getattr(getattr(func, "_schema", None), "is_mutable", False)
+    return Access.WRITE if in_place or operator or name in _WRITING or asked else Access.READ
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    storage = quietly(storage_of, tensor)
+    return None if storage is None else storage.data_ptr()

@@ -1,0 +1,360 @@
+"""The weights of a model as movable bytes: alias groups, the tensor objects that view them, units of modules.
+
+Knows `nn.Module` and nothing of devices, plans or architectures.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from weightstream.errors import UnsupportedError
+from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
+from weightstream.runtime.tensors import guarded
+from weightstream.runtime.tensors.guarded import Access
+from weightstream.runtime.tensors.leaves import Leaf, Role, Shell, leaves, leaves_of, storage_of
+from weightstream.runtime.tensors.thread_state import unseen
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One tensor object of the model, plain or behind a parameter, and its place in its alias group."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    begin: int  # in its storage, in bytes
+    spec: TensorSpec = field(init=False)  # once its group is known
+    kind: type[torch.Tensor]
+    stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
+    role: Role
+    shells: tuple[Shell, ...]
+    touched: bool = False  # since the last step: other data may be assigned, or written through a view
+    lent: bool = False  # its memory was handed out: nothing tells when others write to it
+    written: bool | None = None  # its module's forward writes to it, and raises no version; None: not looked at yet
+    blind: tuple[Shell, ...] = field(init=False)  # of its shells: what writes to it through these raises their version
+
+    def __post_init__(self) -> None:
+        self.blind = tuple(shell for shell in self.shells if shell.is_blind)
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte in its storage."""
+        return self.begin + span(self.tensor.shape, self.tensor.stride()) * self.tensor.element_size()
+
+    @property
+    def version(self) -> int:
+        """Grows with every update in place that torch sees."""
+        own = self.tensor._version
+        return own + sum(shell.tensor._version for shell in self.blind) if self.blind else own
+
+    def view(self, base: torch.Tensor, offset: int) -> torch.Tensor:
+        """This tensor over other bytes: `base` is flat uint8, `offset` where the alias group starts in it."""
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        start = offset + self.spec.offset
+        flat = base[start : start + span(self.spec.shape, self.stride) * dtype.itemsize]
+        return flat.view(dtype).as_strided(self.spec.shape, self.stride)
+
+    def guard(self, on_access: Callable[[Access], None]) -> None:
+        """From now on `on_access` runs before any call that needs its memory."""
+        guarded.guard(self.tensor, self.kind, on_access)
+        for shell in self.blind:
+            guarded.guard(shell.tensor, shell.kind, on_access)
+
+    def unguard(self) -> None:
+        """Be plain again."""
+        guarded.unguard(self.tensor, self.kind)
+        for shell in self.blind:
+            guarded.unguard(shell.tensor, shell.kind)
+
+    @unseen
+    def show(self, view: torch.Tensor) -> None:
+        """Be a view of these bytes; no version counts it."""
+        torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
+        for shell in self.shells:
+            shell.follow()
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """An alias group: bytes of one storage and every tensor object that views them."""
+
+    alias: str
+    home: torch.Tensor
+    members: list[Member] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.home.numel()
+
+
+class Picks(Protocol):
+    """How the forward of a module reads single rows of its stacks."""
+
+    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
+        """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
+        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings, where `rows.places` so many; None where
+        it would read more. It tells `rows.look_ahead` the states that it is given."""
+
+    @property
+    def guesses(self) -> bool:
+        """Whether it can tell beforehand what it may read."""
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
+        """Ids of rows that it would read for these states, the likeliest first, where that can be told."""
+
+
+class Scope(Enum):
+    """Which tensors of a module a unit takes."""
+
+    TREE = "tree"  # all in its subtree
+    OWN = "own"  # its direct ones: the children are units themselves
+
+
+@dataclass(kw_only=True, slots=True)
+class UnitModule:
+    """A unit's module: it opens and closes with the module's forward, and with those of `also`.
+
+    `also` are modules with the very same parameters, such as a head that is tied to an embedding. `enclosing` says that
+    other units run inside its forward; `layer` is the index of the repeated block that it is, or is a part of.
+    """
+
+    name: str
+    module: nn.Module
+    scope: Scope = Scope.TREE
+    enclosing: bool = False
+    layer: int | None = None
+    also: tuple[nn.Module, ...] = ()
+    picks: Picks | None = None
+
+    def leaves(self) -> Iterator[Leaf]:
+        """The tensor objects of the unit in module order, shared ones included."""
+        for module in self.module.modules() if self.scope is Scope.TREE else (self.module,):
+            yield from leaves(module)
+
+
+def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
+    """One unit for modules with the very same parameters: these then have one place on the device."""
+    member_of = _members(by_alias)
+    merged: dict[object, tuple[UnitModule, set[str]]] = {}
+    for unit in units:
+        found = _held(unit, member_of)
+        held = {member.spec.alias for member in found}
+        key: object = frozenset(m.spec.alias for m in found if m.role is Role.PARAMETER) or id(unit)
+        first, theirs = merged.get(key, (unit, held))
+        if not (held <= theirs or held >= theirs):  # buffers of their own
+            key, first, theirs = id(unit), unit, held
+        large, small = (first, unit) if held <= theirs else (unit, first)
+        if small is not large:
+            also, enclosing = (*large.also, small.module, *small.also), large.enclosing or small.enclosing
+            large = replace(large, also=also, enclosing=enclosing)
+        merged[key] = large, held | theirs
+    return [unit for unit, _ in merged.values()]
+
+
+def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]:
+    """The tensors that several of these models have, by id, for each model that has some: whose weights they are to
+    be, which is the largest model that has them."""
+    holders: dict[int, dict[str, None]] = {}
+    for name, model in models.items():
+        for leaf in leaves_of(model):
+            holders.setdefault(id(leaf.tensor), {})[name] = None
+    found: dict[str, dict[int, str]] = {}
+    shared = {tensor: names for tensor, names in holders.items() if len(names) > 1}
+    among = {name for names in shared.values() for name in names}
+    nbytes = {name: sum(leaf.tensor.nbytes for leaf in leaves_of(models[name])) for name in among}
+    for tensor, names in shared.items():
+        for name in names:
+            found.setdefault(name, {})[tensor] = max(names, key=nbytes.__getitem__)
+    return found
+
+
+def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors without bytes: nothing to stream, but they must be where the model computes."""
+    return [leaf.tensor for leaf in leaves_of(model) if not leaf.tensor.numel()]
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise `UnsupportedError` for a tensor of which torch itself tells no size, with its name."""
+    for path, tensor, *_ in leaves_of(model):
+        if is_lazy(tensor):
+            raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise UnsupportedError(f"{path} is a nested tensor of layout torch.strided: make it one of torch.jagged")
+
+
+def leave_inference(model: nn.Module) -> None:
+    """Make normal tensors of those that were made in inference mode: same objects, same bytes, but versions count."""
+    for _, tensor, _, _ in list(leaves_of(model)):
+        if tensor.is_inference():
+            normal = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            normal.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            if type(tensor) is not torch.Tensor:
+                normal = torch.Tensor._make_subclass(type(tensor), normal, tensor.requires_grad)
+            normal.__dict__.update(tensor.__dict__)
+            torch.utils.swap_tensors(tensor, normal)
+
+
+def groups(model: nn.Module, *, allow_meta: bool = False, without: Collection[int] = frozenset()) -> dict[str, Group]:
+    """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request. Those whose
+    ids are in `without` are left out.
+
+    Attributes that are on another device than all parameters and buffers are there on purpose, and stay. Raises
+    `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
+    """
+    found = sorted(leaves_of(model), key=lambda leaf: leaf.role is Role.ATTRIBUTE)  # which may refer to the others
+    devices = {leaf.tensor.device for leaf in found if leaf.role is not Role.ATTRIBUTE}
+    shells = {id(shell): Shell(shell) for leaf in found for shell in leaf.shells}
+    members: dict[int, Member] = {}
+    by_storage: dict[tuple[object, ...], list[Member]] = {}
+    for path, tensor, around, role in found:
+        if id(tensor) in without:
+            continue
+        if role is Role.ATTRIBUTE and (tensor.is_meta or (devices and tensor.device not in devices)):
+            continue
+        _check_supported(path, tensor, allow_meta)
+        if id(tensor) in members:
+            members[id(tensor)].names.append(path)
+        elif tensor.numel():
+            members[id(tensor)] = member = Member(
+                tensor=tensor,
+                names=[path],
+                begin=int(tensor.storage_offset()) * tensor.element_size(),
+                kind=type(tensor),
+                stride=tensor.stride(),
+                role=role,
+                shells=tuple(shells[id(shell)] for shell in around),
+            )
+            storage = tensor.untyped_storage()
+            key = (tensor.device, storage._cdata if tensor.is_meta else storage.data_ptr())
+            by_storage.setdefault(key, []).append(member)
+    made = [_group(run) for of_storage in by_storage.values() for run in _overlapping(of_storage)]
+    position = {member.names[0]: index for index, member in enumerate(members.values())}
+    return {group.alias: group for group in sorted(made, key=lambda group: position[group.alias])}
+
+
+def _overlapping(members: list[Member]) -> Iterator[list[Member]]:
+    """The members of one storage, those together whose bytes overlap."""
+    run: list[Member] = []
+    for member in sorted(members, key=lambda member: (member.begin, member.end)):
+        if run and member.begin >= max(other.end for other in run):
+            yield run
+            run = []
+        run.append(member)
+    yield run
+
+
+def _group(members: list[Member]) -> Group:
+    """The alias group of members that overlap, in the order of their bytes."""
+    first, begin = members[0].tensor, members[0].begin
+    nbytes = max(member.end for member in members) - begin
+    home = torch.empty(nbytes if first.is_meta else 0, dtype=torch.uint8, device=first.device)
+    if not first.is_meta:
+        home.set_(first.untyped_storage(), begin, (nbytes,), (1,))
+    for member in members:
+        tensor, name = member.tensor, member.names[0]
+        if (member.begin - begin) % tensor.element_size():
+            raise UnsupportedError(f"{name} views a shared storage at an odd byte: offload cannot move it")
+        member.spec = TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            alias=members[0].names[0],
+            nbytes=nbytes,
+            offset=member.begin - begin,
+        )
+    return Group(alias=members[0].names[0], home=home, members=members)
+
+
+def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
+    """Names of tensors whose memory a tensor outside of the model shows too; a numpy array is a view of such a one.
+
+    Of owners that no Python object stands for nothing is told: the graphs of autograd hold views of weights. Nor is an
+    array known that a tensor was made of, as `torch.from_numpy` does.
+    """
+    handles = {alias: group.home.untyped_storage() for alias, group in by_alias.items()}
+    showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
+    bases: dict[int, torch.Tensor] = {}  # of members that are views: they keep them
+    for alias, group in by_alias.items():
+        bases |= {id(m.tensor._base): m.tensor._base for m in group.members if m.tensor._base is not None}
+        showing[handles[alias]._cdata] += 1 + len(group.members)
+    members = {id(member.tensor) for group in by_alias.values() for member in group.members}
+    showing.update(base.untyped_storage()._cdata for key, base in bases.items() if key not in members)
+    suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
+    if not suspects:
+        return []  # to look at all objects takes up to a second
+    gc.collect()  # what a cycle of objects holds is nobody's any more
+    own = members | bases.keys() | {id(group.home) for group in by_alias.values()}
+    tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
+    suspects &= {_memory_of(tensor) for tensor in tensors}
+    return [m.names[0] for alias, group in by_alias.items() if handles[alias]._cdata in suspects for m in group.members]
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """What tells a storage from others. Its address is not asked for: those of fake tensors have none, and warn."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifest:
+    """The manifest of these units, in the order given."""
+    member_of = _members(by_alias)
+    found: list[UnitSpec] = []
+    for unit in units:
+        specs = tuple({id(member): member.spec for member in _held(unit, member_of)}.values())
+        found.append(
+            UnitSpec(
+                name=unit.name,
+                tensors=specs,
+                enclosing=unit.enclosing,
+                layer=unit.layer,
+                picks=unit.picks is not None,
+            )
+        )
+    return Manifest(units=tuple(found), order=tuple(range(len(found))))
+
+
+def _members(by_alias: dict[str, Group]) -> dict[int, Member]:
+    return {id(member.tensor): member for group in by_alias.values() for member in group.members}
+
+
+def _held(unit: UnitModule, member_of: dict[int, Member]) -> list[Member]:
+    """The members that a unit holds; an attribute that refers to a parameter of another module holds nothing."""
+    found: dict[int, Member] = {}
+    for leaf in unit.leaves():
+        member = member_of.get(id(leaf.tensor))
+        if member is not None and (leaf.role is not Role.ATTRIBUTE or member.role is Role.ATTRIBUTE):
+            found.setdefault(id(member), member)
+    return list(found.values())
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last in storage, gaps of a strided view included."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _check_supported(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
+    if tensor.is_meta and not allow_meta:
+        raise UnsupportedError(f"{name} is on the meta device: load the weights first, or use from_pretrained")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(f"{name} is a conjugated or negated view: call resolve_conj().resolve_neg() on it first")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UnsupportedError(f"{name} is {what}: only dense strided tensors can be streamed")
+    storage = storage_of(tensor)
+    if storage is None or (tensor.numel() and not tensor.is_meta and storage.data_ptr() == 0):
+        kind = type(tensor)
+        raise UnsupportedError(
+            f"{name} is a {kind.__module__}.{kind.__name__}, which has no memory of its own and does not tell what is "
+            "behind it (__tensor_flatten__): it is not supported"
+        )

@@ -1,0 +1,129 @@
+"""The home of one alias group: where its true bytes are, and what its tensors show. Knows no device and no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weightstream.codec.format import Layout
+from weightstream.errors import OffloadError, StoreError
+from weightstream.runtime.weights.alias_groups import Group
+from weightstream.runtime.weights.sources import OnDisk, Pageable, Source, Tier
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Home:
+    """The true bytes of one alias group: where they are, the device they came from, and the file that holds them too.
+
+    `file` is given up when the bytes are written to. Of bytes that left it `version` tells whether tensors were.
+    """
+
+    group: Group
+    origin: torch.device
+    source: Source
+    file: OnDisk | None = None
+    version: int = 0
+
+    @property
+    def tier(self) -> Tier:
+        return self.source.tier
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of the coded form in force."""
+        return self.source.layout
+
+    @property
+    def is_coded(self) -> bool:
+        return self.layout is not None
+
+    @property
+    def coded(self) -> torch.Tensor | None:
+        """The coded form, if it is in memory."""
+        return self.source.coded
+
+    @property
+    def is_undecoded(self) -> bool:
+        """Whether the tensors view memory that holds nothing yet."""
+        return self.source.is_unread
+
+    def check(self) -> None:
+        """Make sure that the bytes can be read; raises `StoreError`."""
+        self.source.check()
+
+    def show(self, source: Source) -> None:
+        """Let every tensor of the group view this source; those that were given data of their own keep it."""
+        before, self.source = self.group.home, source
+        if source.view is before:
+            return
+        shown = [(m, m.tensor.data, m.view(before, 0)) for m in self.group.members]
+        self.group.home, self.version = source.view, self.versions()
+        for member, data, view in shown:
+            is_own = data.data_ptr() != view.data_ptr()
+            member.show(data.to(source.view.device) if is_own else member.view(source.view, 0))
+
+    def versions(self) -> int:
+        """Grows with every update in place that torch sees."""
+        return sum(member.version for member in self.group.members)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether a file may still hold the bytes: no tensor was updated in place since they left it."""
+        return self.file is not None and self.version == self.versions()
+
+    def leave_pages(self) -> None:
+        """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
+        for extent in () if self.file is None else self.file.extents:
+            extent.mapping.leave(extent.begin, extent.end)
+
+    def after_write(self) -> None:
+        """The tensors were written to: no file holds their bytes any more.
+
+        Raises `OffloadError` where that was before the bytes were there, which would go over what was written.
+        """
+        if self.source.was_read_early:
+            raise OffloadError(
+                f"{self.group.alias} was read or written to before it was decoded, as the classes of tensors saw "
+                "nothing (torch._C.DisableTorchFunctionSubclass): what was there were zeros. Call remove(), and change "
+                "it then"
+            )
+        if self.is_undecoded:
+            self.check()
+        self.source, self.file = self.source.after_write(), None
+
+    def fits(self, coded: bool) -> OnDisk | None:
+        """The file, if it holds the bytes in this form."""
+        return self.file if self.file is not None and (self.file.layout is not None) == coded else None
+
+    @property
+    def readable(self) -> OnDisk | None:
+        """The file, if it holds the plain bytes as they are now, in whole rows."""
+        file = self.fits(coded=False) if self.source.is_in_file else None
+        return file if file is not None and not any(extent.pitch for extent in file.extents) else None
+
+    def forget_other_file(self) -> None:
+        """Give the file up where its bytes are others, or cannot be read: compared byte by byte."""
+        if self.file is not None and not self.holds_same(self.file):
+            self.file = None
+
+    def forget(self) -> None:
+        """The weights are the model's alone again: whoever keeps the streamer keeps no memory of them."""
+        self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
+        self.group.home = self.source.view
+
+    def holds_same(self, source: Source) -> bool:
+        """Whether these are the plain bytes of a source; False where it cannot be read."""
+        if source.view is self.source.plain or self.is_undecoded:  # what was not read was not written to
+            return True
+        return self.holds_same_as(source.plain_into)
+
+    def holds_same_as(self, write: Callable[[torch.Tensor], None]) -> bool:
+        """Whether these are the bytes that `write` writes; False where it cannot."""
+        plain = torch.empty(self.group.nbytes, dtype=torch.uint8, device="cpu")
+        try:
+            write(plain)
+        except StoreError:
+            return False
+        return torch.equal(plain, self.source.plain.cpu())

@@ -1,0 +1,401 @@
+"""The homes of all alias groups: moved when a plan settles, by what differs; moved back when it is undone.
+
+Residents go to the device. What streams stays where it is, or moves to pinned memory where the device copies from that
+alone, or to the offload folder where RAM is short. What left its file and was not written to can go back there. Where
+bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from traceback import clear_frames
+
+import torch
+
+from weightstream.codec.format import Layout
+from weightstream.errors import StoreError
+from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.backend import Backend, Copy
+from weightstream.runtime.tensors.guarded import Access
+from weightstream.runtime.weights.alias_groups import Group, Member
+from weightstream.runtime.weights.home import Home
+from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, CodeOverflow, Goal, Moves
+from weightstream.runtime.weights.sources import (
+    Mapped,
+    Pageable,
+    PageWindow,
+    Pinned,
+    Resident,
+    Source,
+    Tier,
+    ZeroCopy,
+    in_file,
+    written,
+)
+from weightstream.store.arena import Arena
+from weightstream.store.folder import OffloadFolder
+from weightstream.store.lazy import DecodedMemory
+from weightstream.store.mapping import FileMapping, Memory
+from weightstream.store.pages import PageCache
+
+
+class Homes:
+    """All homes of a model on one backend. `plan` is the one that is in force."""
+
+    def __init__(
+        self,
+        groups: dict[str, Group],
+        backend: Backend,
+        *,
+        empty: Sequence[torch.Tensor] = (),
+        mappings: Sequence[Memory] = (),
+        arena: Arena | None = None,
+        pages: PageCache | None = None,
+        spill: OffloadFolder | None = None,
+        by_row: frozenset[str] = frozenset(),
+    ) -> None:
+        self.plan: Plan | None = None
+        self.by_row = by_row  # alias groups of which a step reads a few rows
+        self.can_map = True  # until pinning is refused
+        self.sources_changed = False  # graphs that were captured before read old ones
+        self._backend, self._arena, self._pages, self._can_spill = backend, arena, pages, spill is not None
+        self._moves = Moves(backend, arena, spill)
+        self._empty = [(tensor, tensor.device) for tensor in empty]
+        self._memories = tuple(mappings)
+        for memory in (m for m in mappings if isinstance(m, DecodedMemory)):
+            memory.decode = self._moves.decode
+        self.homes = {alias: self._found(group) for alias, group in groups.items()}
+
+    def _found(self, group: Group) -> Home:
+        """The home of a group where it is now."""
+        view, device = group.home, group.home.device
+        if device.type != "cpu":
+            return Home(group=group, origin=device, source=Resident(view=view))
+        if (memory := next((m for m in self._memories if m.locate(view.data_ptr()) is not None), None)) is None:
+            return Home(group=group, origin=device, source=Pageable(view=view))
+        if (file := in_file(view, memory)) is None:
+            memory.populate(0, memory.nbytes)  # a part of a coded tensor cannot be taken as it is
+        return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Of the groups whose file holds them coded."""
+        files = ((alias, home.file) for alias, home in self.homes.items())
+        return {alias: file.layout for alias, file in files if file is not None and file.layout is not None}
+
+    @property
+    def in_parts(self) -> dict[str, list[torch.Tensor]]:
+        """Of the groups that nobody has read yet, and that are plain in several places of files: these."""
+        sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
+        files = ((alias, source.extents) for alias, source in sources.items() if isinstance(source, Mapped))
+        return {a: [extent.bytes() for extent in extents] for a, extents in files}
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """Alias groups that can be on disk as things are now: those in files, and with an offload folder all."""
+        homes = self.homes.items()
+        return frozenset(a for a, h in homes if self._can_spill or h.source.is_in_file or h.has_file)
+
+    @property
+    def files(self) -> tuple[FileMapping, ...]:
+        """The files that weights are in."""
+        return tuple(memory for memory in self._memories if isinstance(memory, FileMapping))
+
+    # -- between plans ---------------------------------------------------------------------------------------------
+
+    def settle(self, plan: Plan) -> None:
+        """Move what is not where the plan wants it, or not as the plan wants it. No copy may be under way.
+
+        On an error all goes back to the plan before, and if that fails too to where it came from. Raises `StoreError`
+        before anything moves where weights cannot be on disk, and `CodeOverflow` once all are in place.
+        """
+        goal, self._moves.too_large = Goal(plan), {}
+        self._see_writes()
+        if self.plan is not None and goal.is_settled_by(self.plan):  # it has another order alone
+            self.plan = plan
+            return
+        self._refuse(goal)
+        try:
+            self._place(goal)
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they hold memory of the device, which has no room for it twice
+            self._put_back()
+            raise
+        self.plan = plan
+        if self._moves.too_large:
+            raise CodeOverflow(self._moves.too_large)
+
+    def _put_back(self) -> None:
+        if self.plan is not None:
+            with suppress(Exception):  # the error that is told is the one before
+                self._place(Goal(self.plan))
+                return
+        self.restore(decode=False)
+
+    def restore(self, *, decode: bool = True) -> None:
+        """Bring every group back to where it came from: its file, if that holds its bytes, or memory of its own.
+
+        Without `decode`, what a file holds coded and nobody has read may stay so: it is to be settled again.
+        Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
+        """
+        self.unguard()
+        self.plan, errors = None, []
+        for home in self.homes.values():
+            if isinstance(home.source, ZeroCopy):
+                home.show(home.source.host)
+        if self._pages is not None:
+            self._pages.close()
+        if self._arena is not None:
+            self._arena.close()  # first: each block then goes back as soon as its last group has left it
+        for tensor, origin in self._empty:
+            tensor.data = tensor.data.to(origin)
+        for home in self.homes.values():
+            try:
+                self._bring_home(home, decode)
+            except StoreError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _bring_home(self, home: Home, decode: bool) -> None:
+        if home.file is not None and self._is_given(home.file) and home.holds_same(home.file):
+            home.show(home.file)
+            if not home.source.lazy or (home.is_undecoded and not decode):
+                return
+        elif self._is_given(home.source):
+            return
+        kind = Pageable if home.origin.type == "cpu" else Resident
+        is_ours = isinstance(home.source, Pinned) and home.layout is None
+        if home.source.view.device == home.origin and not is_ours and (home.source.lazy or not home.source.place):
+            home.check()
+            home.source = kind(view=home.source.view)
+        else:
+            self._moves.move(home, kind(view=torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin)))
+        if home.file is not None and not self._is_given(home.file):
+            home.file = None  # it is of the offload folder
+
+    def _is_given(self, source: Source) -> bool:
+        """Whether the view is in a file that weights came from; the offload folder goes with the homes."""
+        return source.place is not None and source.is_in_file and source.place[0] in self._memories
+
+    def _see_writes(self) -> None:
+        """What was written to since it was last looked at is in no file any more, however it was written to."""
+        files = {alias: home.file.place for alias, home in self.homes.items() if home.file is not None}
+        left = written(files)
+        for alias, home in self.homes.items():
+            lazy = home.source.lazy
+            is_other = lazy is not None and lazy.is_filled and not home.holds_same_as(lazy.write)
+            if is_other or (alias in left and home.source.place == files[alias]):
+                home.after_write()
+            elif alias in left:
+                home.file = None
+
+    def _refuse(self, goal: Goal) -> None:
+        """See which weights can go back to their files; raise where one that is to be on disk cannot be there."""
+        lost = []
+        for alias, home in self.homes.items():
+            on_disk, coded = alias in goal.plan.disk, alias in goal.coded
+            if (on_disk or (alias not in goal.plan.resident and self._keeps_files())) and home.fits(coded) is not None:
+                home.forget_other_file()
+            spills = self._can_spill or (home.source.is_in_file and home.layout is None)
+            if on_disk and home.fits(coded) is None and (coded or not spills):
+                lost.append(alias)
+        if lost:
+            raise StoreError(
+                f"{len(lost)} weights cannot be on disk, such as {', '.join(lost[:4])}: no file holds them as they are "
+                "now, as they were updated or never were in one. Raise host_budget, or name an offload_folder"
+            )
+
+    def _place(self, goal: Goal) -> None:
+        plan, units = goal.plan, range(len(goal.plan.manifest.units))
+        self.unguard()
+        self.sources_changed = True
+        for alias in plan.manifest.aliases:
+            self._return_to_file(goal, alias)
+        for unit in units:  # first what leaves the device: it makes room there
+            if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
+                self._settle_unit(goal, unit)
+        self._settle_residents(goal)
+        for tensor, _ in self._empty:
+            tensor.data = tensor.data.to(self._backend.device)
+        self._keep_blocks()
+        self._hold_pages(plan)
+        self._map([self.homes[alias] for alias in plan.manifest.aliases if alias in plan.mapped])
+        for unit in units:
+            self._settle_unit(goal, unit)
+        self._keep_blocks()
+
+    def _return_to_file(self, goal: Goal, alias: str) -> None:
+        """Where a plan wants a weight in its file, copies start there again."""
+        home, plan = self.homes[alias], goal.plan
+        if isinstance(home.source, ZeroCopy) and (home.source.is_read_only or alias not in plan.mapped):
+            home.show(home.source.host)
+        if alias in plan.resident or (file := home.fits(alias in goal.coded)) is None:
+            return
+        if alias in plan.mapped - self.by_row and not self._moves.reads_in_place(file):
+            return
+        if file.layout is not None and file.layout.nbytes > plan.manifest.aliases[alias]:
+            self._moves.too_large[alias] = file.layout.nbytes
+        if alias in plan.disk:
+            home.show(file)
+        elif self._keeps_files() and not isinstance(home.source, PageWindow):
+            home.show(file.mapped())
+
+    def _keeps_files(self) -> bool:
+        """Whether what streams from host memory is copied from pages of its file, if it has one."""
+        return self._pages is not None or not self._moves.pins
+
+    def _keep_blocks(self) -> None:
+        """Let go of pinned memory that nothing is in any more."""
+        if self._arena is not None:
+            self._arena.keep(part for home in self.homes.values() for part in home.source.parts)
+
+    # -- where a plan wants weights ----------------------------------------------------------------------------------
+
+    def _settle_residents(self, goal: Goal) -> None:
+        homes = ((alias, home) for alias, home in self.homes.items() if alias in goal.plan.resident)
+        moving = {alias: home for alias, home in homes if not self._moves.is_resident(home, alias in goal.coded)}
+        coded = [(home, goal.coded[alias]) for alias, home in moving.items() if alias in goal.coded]
+        for (home, spec), memory in zip(coded, self._moves.memory_of_coded(coded), strict=True):
+            self._moves.to_code(home, spec, Resident, memory)
+        self._moves.to_device([home for alias, home in moving.items() if alias not in goal.coded])
+
+    def _settle_unit(self, goal: Goal, unit: int) -> None:
+        """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
+        waiting = []
+        for alias, offset in goal.plan.hosted(unit).items():
+            home, spec = self.homes[alias], goal.coded.get(alias)
+            if alias in goal.plan.disk:
+                if not home.source.is_in_file or home.is_coded != (spec is not None):
+                    self._moves.to_folder(home)
+            elif home.is_coded != (spec is not None) or not self._streams(home):
+                waiting.append((home, spec, offset, goal.plan.manifest.aliases[alias]))
+        if waiting and self._moves.pins:
+            self._moves.to_block(waiting)
+            return
+        for home, spec, _, _ in waiting:
+            if spec is None:
+                self._moves.to_host(home)
+            else:
+                self._moves.to_code(home, spec, Pageable)
+
+    def _streams(self, home: Home) -> bool:
+        """Whether a group is where copies of the device begin."""
+        is_paged = self._pages is not None and home.file is not None
+        return home.tier is Tier.HOST and (isinstance(home.source, Pinned) or is_paged or not self._moves.pins)
+
+    def _hold_pages(self, plan: Plan) -> None:
+        """Bring what stays in files into the page cache, in the order of need, and let copies start there."""
+        if self._pages is None:
+            return
+        streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.hosted(unit))
+        in_order = dict.fromkeys([*plan.mapped, *streamed, *plan.manifest.aliases])
+        kept: dict[str, Mapped] = {}
+        for alias in in_order:
+            source = self.homes[alias].source
+            in_place = self._moves.reads_in_place(source) or alias not in plan.mapped - self.by_row
+            if isinstance(source, Mapped) and source.tier is Tier.HOST and self.homes[alias].file and in_place:
+                kept[alias] = source
+        held = iter(self._pages.hold([extent.range for s in kept.values() for extent in s.extents], self._moves.tell))
+        for alias, source in kept.items():
+            self.homes[alias].source = source.windowed([next(held) for _ in source.extents])
+
+    def _map(self, homes: list[Home]) -> None:
+        """Let kernels read these from host memory: of exact size and pinned; where the host is the device, in place."""
+        if self._backend.device.type == "cpu":
+            for home in homes:
+                self._moves.map_on_host(home)
+            return
+        try:
+            self._moves.map_to_device(homes)
+        except StoreError as error:
+            self.can_map = False
+            self._moves.tell(error)
+            raise
+
+    # -- while a plan is in force --------------------------------------------------------------------------------------
+
+    def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
+        """What a fill of the unit moves into the ring, as few copies as possible. Waits for pages on their way."""
+        found: list[Copy] = []
+        for alias, offset in plan.streamed(unit).items():
+            home, start = self.homes[alias], plan.extents[unit].offset + offset
+            if home.layout is None and alias in plan.manifest.codes:
+                continue  # it was written to, and its plain bytes do not fit here
+            for copy in home.source.copies(ring[start : start + plan.manifest.aliases[alias]], self._backend):
+                if found and (joined := found[-1].joined(copy)):
+                    found[-1] = joined
+                else:
+                    found.append(copy)
+        return found
+
+    def in_files(self, aliases: Iterable[str]) -> set[str]:
+        """Those of these that copies take from a file or a coded form."""
+        return {alias for alias in aliases if self.homes[alias].source.reads_file}
+
+    def leave_files(self, aliases: Iterable[str]) -> None:
+        """These are updated: their bytes are in memory, and copies start there. Forget earlier copies of them first."""
+        for alias in aliases:
+            self.homes[alias].after_write()
+
+    def written(self) -> set[str]:
+        """Those in files that were written to in this process, by whom and how ever: the kernel knows."""
+        sources = ((alias, home.source) for alias, home in self.homes.items())
+        return written({a: s.place for a, s in sources if s.place is not None and s.reads_file})
+
+    def read(self, alias: str, member: Member) -> torch.Tensor:
+        """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""
+        self.homes[alias].check()
+        data = self.homes[alias].group.home.to(self._backend.device)
+        # kernels choose their way by alignment, and with it the last bits
+        return member.view(data.clone() if data.data_ptr() % CPU_ALIGNMENT else data, 0)
+
+    def held_nbytes(self) -> dict[str, int]:
+        """Bytes of weights whose home is on each tier."""
+        held = sum((home.source.held() for home in self.homes.values()), Counter[Tier]())
+        return {tier.value: held[tier] for tier in Tier}
+
+    def guard(self) -> None:
+        """Between steps nobody writes to pages of a file, which the device may not: they get memory of their own."""
+        for home, member in self._read_only():
+            member.guard(partial(self._make_writable, home))
+
+    def unguard(self) -> None:
+        for _, member in self._read_only():
+            member.unguard()
+
+    def _read_only(self) -> Iterator[tuple[Home, Member]]:
+        for alias in () if self.plan is None else self.plan.mapped:
+            home = self.homes[alias]
+            if isinstance(home.source, ZeroCopy) and home.source.is_read_only:
+                yield from ((home, member) for member in home.group.members)
+
+    def _make_writable(self, home: Home, access: Access) -> None:
+        if access is Access.READ:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for member in home.group.members:
+                member.unguard()
+            self._moves.make_writable(home)
+            self.sources_changed = True
+
+
+class UnitCopies(dict[int, list[Copy]]):
+    """The copies of every unit of a plan, made when the first fill of the unit needs them."""
+
+    def __init__(self, homes: Homes, plan: Plan, ring: torch.Tensor) -> None:
+        self._homes, self._plan, self._ring = homes, plan, ring
+
+    def __missing__(self, unit: int) -> list[Copy]:
+        self[unit] = made = self._homes.copies(self._plan, unit, self._ring)
+        return made
+
+    def forget(self, aliases: set[str]) -> list[int]:
+        """The sources of these changed; returns the units that hold them."""
+        units = [u for u in range(len(self._plan.manifest.units)) if aliases & self._plan.streamed(u).keys()]
+        for unit in units:
+            self.pop(unit, None)
+        return units

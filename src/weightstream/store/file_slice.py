@@ -1,0 +1,89 @@
+"""Extent: bytes of a file, all in a row or those of some columns of a matrix; and extents read as one.
+
+Neither knows a model or a device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from weightstream.store.mapping import FileMapping
+from weightstream.store.readers import CachedFile
+from weightstream.store.staging import Source
+
+
+class Extent(NamedTuple):
+    """Bytes [begin, end) of a file; with a `pitch` only the first `width` of every `pitch` of them."""
+
+    mapping: FileMapping
+    begin: int
+    end: int
+    width: int = 0
+    pitch: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its own bytes, without those between its rows."""
+        return self.num_rows * self.width if self.pitch else self.end - self.begin
+
+    @property
+    def num_rows(self) -> int:
+        return -(-(self.end - self.begin) // self.pitch) if self.pitch else 1
+
+    @property
+    def range(self) -> tuple[FileMapping, int, int]:
+        """Where all of it lies."""
+        return self.mapping, self.begin, self.end
+
+    def within(self, data: torch.Tensor) -> torch.Tensor:
+        """Its own bytes in those of the range: flat, or `[num_rows, width]`."""
+        return data.as_strided((self.num_rows, self.width), (self.pitch, 1)) if self.pitch else data
+
+    def bytes(self) -> torch.Tensor:
+        """A view of its own bytes in the private map, whatever they hold now."""
+        return self.within(self.mapping.bytes(self.begin, self.end))
+
+    def populated(self) -> torch.Tensor:
+        """The same, once they can be read; raises `StoreError`."""
+        return self.within(self.mapping.populated(self.begin, self.end))
+
+    def reading(self) -> tuple[Source, int, int]:
+        """What gives its own bytes in pieces, and where they begin and end there."""
+        return (_Rows(self), 0, self.nbytes) if self.pitch else self.range
+
+
+class _Rows(NamedTuple):
+    """The rows of an extent, one after another, as a source."""
+
+    extent: Extent
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        extent = self.extent
+        first, last = begin // extent.width, -(-end // extent.width)
+        start, stop = extent.begin + first * extent.pitch, extent.begin + (last - 1) * extent.pitch + extent.width
+        packed = extent._replace(begin=start, end=stop).populated().reshape(-1)
+        return memory[: end - begin].copy_(packed[begin - first * extent.width :][: end - begin])
+
+
+class Joined:
+    """Extents without a pitch, one after another, read through the page cache."""
+
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._parts = [(CachedFile(extent.mapping), extent.begin) for extent in extents]
+        self._starts = list(accumulate((extent.nbytes for extent in extents), initial=0))
+        self.nbytes = self._starts[-1]
+
+    def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
+        """Reads bytes [begin, end) into `memory` and returns the view of these; raises `StoreError`."""
+        at, index = begin, bisect_right(self._starts, begin) - 1
+        while at < end:
+            (file, offset), start = self._parts[index], self._starts[index]
+            stop = min(end, self._starts[index + 1])
+            file.read(offset + at - start, offset + stop - start, memory[at - begin : stop - begin])
+            at, index = stop, index + 1
+        return memory[: end - begin]

@@ -1,0 +1,394 @@
+"""One canary for each name of transformers that it does not promise to keep: which one a new version has lost."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import cache_utils, core_model_loading  # noqa: E402
+
+from models import TEXT  # noqa: E402
+from weightstream.adapters.hf import deferred_stop, private, static_cache  # noqa: E402
+
+SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
+
+
+class Strict(transformers.LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = ("input_layernorm",)
+
+
+def lost(name: str) -> str:
+    return f"transformers {transformers.__version__} has no {name}, or uses it otherwise: mend adapters/hf/private.py"
+
+
+@contextlib.contextmanager
+def needs(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        pytest.fail(f"{lost(name)} ({type(error).__name__}: {error})", pytrace=False)
+
+
+def on_meta(cls: Any = transformers.LlamaForCausalLM, **config: Any) -> Any:
+    with needs("get_init_context, ContextManagers"):
+        return private.build_on_meta(cls, transformers.LlamaConfig(**SMALL, **config), torch.bfloat16)
+
+
+def saved(folder: Any, **config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **config)).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return dict(model.state_dict())
+
+
+class Traced:
+    """A tensor of a checkpoint that notes which thread takes it."""
+
+    def __init__(self, tensor: torch.Tensor, threads: set[int]) -> None:
+        self._tensor, self._threads = tensor, threads
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        self._threads.add(threading.get_ident())
+        return self._tensor[key]
+
+
+def converted(tensors: dict[str, torch.Tensor]) -> tuple[Any, set[int]]:
+    model, threads = on_meta(), set[int]()
+    with needs("convert_and_load_state_dict_in_model, LoadStateDictConfig, get_model_conversion_mapping"):
+        private.convert_into(model, {name: Traced(t, threads) for name, t in tensors.items()}, torch.bfloat16)
+    return model, threads
+
+
+def test_conversion_fills_a_model_on_meta(tmp_path: Any) -> None:
+    tensors = saved(tmp_path)
+    missing = tensors.pop("model.norm.weight")
+    model, _ = converted(tensors | {"lm_head.weight": torch.zeros(3, 3), "unknown": missing})
+    state = model.state_dict()
+    kept = [name for name, tensor in state.items() if tensor.is_meta]
+    assert kept == ["model.norm.weight", "lm_head.weight"], lost("convert_and_load_state_dict_in_model")
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items() if name not in kept)
+
+
+def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies it for each tensor that it collects, of which there may be tens of thousands."""
+    num, copied = [0], copy.copy
+
+    def counting(found: Any) -> Any:
+        num[0] += isinstance(found, core_model_loading.WeightConverter)
+        return copied(found)
+
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=8)
+    model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    _, twice, hidden = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape
+    shapes = {"w1": (twice // 2, hidden), "w2": (hidden, twice // 2), "w3": (twice // 2, hidden)}
+    tensors = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}.weight": torch.full(shape, expert + 1.0)
+        for layer, expert, (name, shape) in itertools.product(range(2), range(8), shapes.items())
+    }
+    monkeypatch.setattr(copy, "copy", counting)
+    private.convert_into(model, tensors, torch.bfloat16)
+    assert num[0] == 4 + 2, lost("deepcopy")  # one more of each converter waits for another parameter
+    for name, stack in model.state_dict().items():
+        if "experts" in name:
+            assert stack.mean((1, 2)).tolist() == [expert + 1.0 for expert in range(8)], name
+    assert "__deepcopy__" not in vars(core_model_loading.WeightConverter)
+
+
+def test_loading_is_sequential(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = saved(tmp_path)
+    assert converted(tensors)[1] == {threading.get_ident()}, lost(private.SEQUENTIAL)
+    monkeypatch.setattr(private, "SEQUENTIAL", "ANOTHER")
+    if converted(tensors)[1] == {threading.get_ident()}:
+        pytest.fail(f"transformers {transformers.__version__} loads in sequence anyway: {private.SEQUENTIAL} can go")
+
+
+def test_loaded_parameters_are_marked(tmp_path: Any) -> None:
+    tensors = saved(tmp_path)
+    del tensors["lm_head.weight"]
+    model, _ = converted(tensors)
+    marked = [name for name, param in model.named_parameters() if private.is_loaded(param)]
+    assert marked == list(tensors), lost(private.LOADED)
+
+
+def test_places_of_names() -> None:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    experts = "model.layers.1.mlp.experts"
+    with needs("WeightConverter, WeightRenaming, rename_source_key"):
+        names = ["norm.weight", "model.other.weight", "b", "model.layers.1.block_sparse_moe.experts.0.w1.weight"]
+        found, _ = private.places(model, [*names, f"{experts}.gate_up_proj"])
+        assert private.unused_names(model, found) == ["b", "model.other.weight"]
+    assert found == {
+        "norm.weight": ("model.norm.weight", False),
+        "model.other.weight": (None, False),
+        "b": (None, False),
+        "model.layers.1.block_sparse_moe.experts.0.w1.weight": (f"{experts}.gate_up_proj", True),
+        f"{experts}.gate_up_proj": (f"{experts}.gate_up_proj", False),
+    }, lost("rename_source_key")
+
+
+def test_conversions_are_remembered() -> None:
+    """By what a model is saved as; `save_pretrained` turns these round."""
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
+    for names, num in (([name], 1), (["model.norm.weight"], 0)):
+        model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+        with needs("was_used"):
+            private.remember_conversions(model, private.places(model, names)[1])
+        found = [t for t in model._weight_conversions if type(t).__name__ == "WeightConverter"]
+        assert len(found) == num, lost("was_used")
+    assert "_weight_conversions" in inspect.getsource(core_model_loading.revert_weight_conversion), lost(
+        "the attribute"
+    )
+
+
+def test_a_model_is_built_on_meta_in_its_dtype() -> None:
+    model = on_meta(tie_word_embeddings=True)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}, lost(
+        "get_init_context"
+    )
+    assert model.lm_head.weight is not model.model.embed_tokens.weight, lost("no_tie_weights of get_init_context")
+    with needs("tie_weights(recompute_mapping=)"):
+        private.tie(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, lost("tie_weights")
+
+
+def test_dtypes_that_are_kept() -> None:
+    with needs("_get_dtype_plan, build_glob_alternation"):
+        plain = private.kept_dtype(on_meta(), torch.bfloat16)
+        strict = private.kept_dtype(on_meta(Strict), torch.bfloat16)
+    name = "model.layers.0.input_layernorm.weight"
+    assert (plain(name), strict(name)) == (None, torch.float32), lost("_keep_in_fp32_modules_strict")
+    assert strict("model.norm.weight") is None, lost("build_glob_alternation")
+
+
+def test_the_dtype_of_a_load() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    config.dtype = None
+    first = {"a": torch.int64, "b": torch.float8_e4m3fn, "c": torch.float16, "d": torch.float32}
+    with needs("_get_dtype"):
+        assert private.loaded_dtype("bfloat16", config, None, first) is torch.bfloat16
+        assert private.loaded_dtype("auto", config, None, first) is torch.float16, lost("get_state_dict_dtype")
+        assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.float64, lost("_get_dtype")
+        assert private.loaded_dtype("auto", config, {}, {}) is torch.float32
+    assert config.dtype is None, "that of the caller stays as it is"
+    config.dtype = torch.bfloat16
+    assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.bfloat16, lost("_get_dtype")
+
+
+def test_the_class_that_an_auto_class_stands_for() -> None:
+    config = transformers.LlamaConfig(**SMALL)
+    with needs("_get_model_class, _model_mapping"):
+        for auto, kind in (("AutoModel", "LlamaModel"), ("AutoModelForCausalLM", "LlamaForCausalLM")):
+            found = private.class_behind(getattr(transformers, auto), config, None)
+            assert found is getattr(transformers, kind), lost("_get_model_class")
+        with pytest.raises(ValueError, match="Unrecognized configuration class"):
+            private.class_behind(transformers.AutoModelForSeq2SeqLM, config, None)
+
+
+def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
+    """Also where there are no files: what transformers would read is never looked for."""
+    tensors = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    del tensors["model.norm.weight"]
+    tensors["more"] = torch.zeros(1)
+    tensors["lm_head.weight"] = torch.zeros(3, 3)
+    names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
+    with needs(", ".join(names)):
+        reading = private.Reading(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
+        with reading():
+            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        assert reading.info is not None, lost("_finalize_model_loading")
+        found = (
+            reading.info.missing_keys,
+            reading.info.unexpected_keys,
+            [key for key, *_ in reading.info.mismatched_keys],
+        )
+    assert found == ({"model.norm.weight"}, {"more"}, ["lm_head.weight"]), lost("loading_info")
+    assert not given
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.state_dict()[layer], tensors[layer]), lost("_load_pretrained_model")
+    with pytest.raises(OSError, match="no file named"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_warnings_are_collected_and_silence_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("transformers")
+    before = logger.level, list(logger.handlers)
+    logger.setLevel(logging.ERROR)
+    try:
+        with private.warnings_of_transformers() as report:
+            transformers.utils.logging.get_logger("transformers.modeling_utils").warning("\x1b[1mbold\x1b[0m")
+    finally:
+        logger.setLevel(before[0])
+    assert report == ["bold"], lost("logger 'transformers'")
+    assert capfd.readouterr().err == ""
+    assert (logger.level, logger.handlers) == before
+
+
+def test_static_caches() -> None:
+    with needs("cache_utils.StaticCache, StaticLayer, StaticSlidingWindowLayer"):
+        cache = cache_utils.StaticCache(config=transformers.LlamaConfig(**SMALL), max_cache_len=4)
+        window = cache_utils.StaticSlidingWindowLayer(max_cache_len=4, sliding_window=4)
+        assert static_cache.is_static(cache), lost("StaticCache")
+        assert not static_cache.is_static(cache_utils.DynamicCache())
+        for layer in (*cache.layers, window):
+            assert (layer.is_initialized, layer.max_cache_len) == (False, 4), lost("is_initialized, max_cache_len")
+            assert callable(layer.update), lost("update")
+            assert callable(layer.get_seq_length), lost("get_seq_length")
+            assert callable(layer.get_mask_sizes), lost("get_mask_sizes")
+    assert vars(window)[private.STATIC_WINDOW_COUNT] == 0, lost(private.STATIC_WINDOW_COUNT)
+    states, one = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 1, 2)
+    window.update(states, states)
+    before = {name: value for name, value in vars(window).items() if not torch.is_tensor(value)}
+    window.update(one, one)
+    changed = {name for name, value in before.items() if vars(window)[name] != value}
+    assert changed == {private.STATIC_WINDOW_COUNT}, f"a static window counts in {changed}: mend adapters/hf/private.py"
+    assert vars(window)[private.STATIC_WINDOW_COUNT] == 4, lost(private.STATIC_WINDOW_COUNT)
+
+
+def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
+    config = transformers.MistralConfig(**SMALL, sliding_window=4)
+    with torch.device("meta"):
+        model = transformers.MistralForCausalLM(config)
+        cache, states = cache_utils.DynamicCache(config=config), torch.ones(1, 2, 3, 16)
+        for index in range(config.num_hidden_layers):
+            cache.update(states, states, index)
+    found = static_cache.static(model, cache, 16, 12)
+    assert static_cache.is_static(found), lost("StaticCache")
+    for layer in found.layers:
+        assert layer.keys.shape == layer.values.shape == (1, 2, 4, 16), lost("update")
+        assert vars(layer)[private.STATIC_WINDOW_COUNT] == 12
+    assert static_cache.static(model, found, 16, 12) is None
+    assert static_cache.static(on_meta(), cache_utils.DynamicCache(), 16, 12) is not None
+
+
+def test_models_that_work_with_a_static_cache() -> None:
+    assert static_cache.unsuited(on_meta()) is None, lost("_can_compile_fullgraph")
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    with torch.device("meta"):
+        reason = static_cache.unsuited(transformers.MambaForCausalLM(config))
+    assert reason is not None, lost("_can_compile_fullgraph")
+
+
+def test_growing_caches() -> None:
+    states = torch.ones(1, 1, 3, 2)
+    window = cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
+    window.update(states, states)
+    assert vars(window)[private.WINDOW_COUNT] == 3, lost(private.WINDOW_COUNT)
+    text = inspect.getsource(cache_utils)
+    is_old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
+    for name in private.BY_POSITION:
+        assert f"self.{name}" in text or (is_old and name == "indexer_keys"), lost(f"{name} of a cache's layer")
+    assert {name for name, v in vars(window).items() if torch.is_tensor(v) and v.dim() > 1} == {"keys", "values"}
+
+
+def test_the_operator_of_experts() -> None:
+    importlib.import_module("transformers.integrations.moe")  # registers it
+    namespace, _, name = private.GROUPED_MM.partition("::")
+    assert hasattr(getattr(torch.ops, namespace), name), lost(private.GROUPED_MM)
+
+
+def test_the_bar_is_as_it_was() -> None:
+    control = transformers.utils.logging
+    before = control.is_progress_bar_enabled()
+    for wanted, shown in ((None, before), (False, False), (True, True)):
+        with private.progress_bar(wanted):
+            assert control.is_progress_bar_enabled() == shown, lost("utils.logging")
+        assert control.is_progress_bar_enabled() == before
+
+
+def test_a_loop_that_looks_a_step_late() -> None:
+    with needs(f"generation.utils.{deferred_stop.NAME}"):
+        late = getattr(importlib.import_module("transformers.generation.utils"), deferred_stop.NAME)
+        asked = (None, False)
+        supported = [late.is_supported(torch.device(kind), *asked, is_assistant=False) for kind in ("mps", "cpu")]
+    assert supported == [True, False], lost("is_supported of mps alone")
+    assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which tells the steps to undo")
+
+
+def test_what_is_set_inside_is_never_gone() -> None:
+    """Another thread may look for it."""
+
+    class Kept(type):
+        def __delattr__(cls, name: str) -> None:
+            raise AssertionError(f"{name} is gone for a moment")
+
+    class Owner(metaclass=Kept):
+        there = 1
+
+    with private.set_inside(Owner, "there", 2):
+        assert Owner.there == 2
+    assert Owner.there == 1
+
+    bare = type("Bare", (), {})
+    with private.set_inside(bare, "new", 3):
+        assert bare.new == 3  # type: ignore[attr-defined]
+    assert not hasattr(bare, "new")
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    there = 1
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "an environment variable": (private.sequential_loading, "sequential_loading"),
+    "handlers and a level": (private.warnings_of_transformers, "warnings_of_transformers"),
+    "bars": (lambda: private.progress_bar(False), "progress_bar"),
+    "an attribute": (lambda: private.set_inside(Plain, "there", 2), "set_inside"),
+    "a new attribute": (lambda: private.set_inside(Plain, "new", 2), "set_inside"),
+}
+
+
+def process_wide() -> Any:
+    logger, control = logging.getLogger("transformers"), transformers.utils.logging
+    held = {key: value for key, value in vars(Plain).items() if not key.startswith("__")}
+    return dict(os.environ), list(logger.handlers), logger.level, control.is_progress_bar_enabled(), held
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_interrupt_on_any_line_puts_back_what_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(private.SEQUENTIAL, raising=False)
+    transformers.utils.logging.enable_progress_bar()
+    make, name = CHANGES[change]
+    names = (name, "put_back")
+    before, tracing, num_lines = process_wide(), sys.gettrace(), 0
+    for wanted in itertools.count(1):
+        lines: list[int] = []
+
+        def on_line(frame: Any, event: str, _: Any, wanted: int = wanted, lines: list[int] = lines) -> Any:
+            if event == "line":
+                lines.append(frame.f_lineno)
+                if len(lines) == wanted:
+                    raise KeyboardInterrupt
+            return on_line
+
+        sys.settrace(lambda frame, *_, on_line=on_line: on_line if frame.f_code.co_name in names else None)
+        try:
+            with make():
+                pass
+        except KeyboardInterrupt:
+            num_lines += 1
+        finally:
+            sys.settrace(tracing)
+        assert process_wide() == before
+        if len(lines) < wanted:
+            break
+    assert num_lines >= 4

@@ -1,0 +1,129 @@
+"""Trials: operators of a call are run with their shapes, and what they take goes over what rates tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightstream.adapters.tracing import op_timing
+from weightstream.adapters.tracing.footprint import Footprint, follow
+from weightstream.plan.manifest import Op, unit_seconds
+from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
+from weightstream.runtime.weights.alias_groups import UnitModule
+
+SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6)  # all is worth a try
+
+
+def seconds_of(found: Footprint) -> dict[Any, float]:
+    return {launch: t.device_s for launch, t in op_timing.measured(found.launches, SLOW, CpuBackend()).items()}
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+        self.conv = nn.Conv1d(64, 64, 3)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.conv(self.table(ids).transpose(1, 2)).transpose(1, 2)
+        x = self.norm(x).masked_fill(mask, 0.0)
+        return nn.functional.dropout(x, 0.5, True).mul_(2)
+
+
+def test_operators_are_tried_with_their_shapes() -> None:
+    model = Mixed()
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    found = follow(model, (torch.full((4, 34), 49), torch.zeros(4, 32, 1, dtype=torch.bool)))
+    seconds = seconds_of(found)
+    assert torch.equal(torch.get_rng_state(), state)
+    names = {launch._call[0].overloadpacket.__name__ for launch in seconds}
+    assert names >= {"embedding", "convolution", "native_layer_norm"}
+    assert not any("dropout" in name or "bernoulli" in name or name.endswith("_") for name in names)
+    assert all(0 < s < 1 for s in seconds.values())
+
+
+def test_what_was_measured_goes_over_rates() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    found = follow(model, (torch.randn(64, 256),))
+    ((launch, num),) = found.launches
+    assert num == 2, "one operator, launched twice"
+    timed = found.tried({launch: op_timing.Trial(0.125, 0)})
+    units = [UnitModule(name=name, module=module) for name, module in model.named_children()]
+    assert [unit_seconds(ops, SLOW)[0] for ops in timed.work(units)] == [0.125, 0.125]
+    assert timed.activation_nbytes == found.activation_nbytes
+    more = found.tried({launch: op_timing.Trial(0.125, 1 << 20)})
+    assert more.activation_nbytes == found.activation_nbytes + (1 << 20), "it runs where most is alive"
+    both = UnitModule(name="both", module=model[0], also=(model[1],))
+    assert unit_seconds(timed.work([both])[0], SLOW)[0] == 0.125
+    assert Op(flops=1e9, rate="half", device_s=0.5).seconds(SLOW) == 0.5
+
+
+def test_what_cannot_be_run_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU())
+    found = follow(model, (torch.randn(64, 256),))
+
+    def fails(spec: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(op_timing._Operands, "take", lambda self, spec: fails(spec))
+    assert seconds_of(found) == {}
+    assert found.tried({}).ops == found.ops
+
+
+@torch.library.custom_op("weightstream_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("what it does with any operands nobody knows")
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_only_operators_of_torch_are_tried() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.gelu(doubled(x))
+
+    found = follow(Own(), (torch.randn(64, 256),))
+    assert {launch._call[0].namespace for launch, _ in found.launches} == {"aten", "weightstream_test"}
+    assert {launch._call[0].namespace for launch in seconds_of(found)} == {"aten"}
+
+
+def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setattr(op_timing, "_rounds", fails)
+    assert seconds_of(follow(nn.Linear(256, 256), (torch.randn(64, 256),))) == {}
+
+
+def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
+    found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
+    for op_s in (CPU_PROFILE.op_s, 1e-3):  # that kernels take long at least is no reason
+        assert op_timing.measured(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
+
+
+def test_a_trial_comes_close_to_the_call() -> None:
+    """Products of 8 ms in sum: the prediction is of the same size, whatever else the machine does."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).eval()
+    x = torch.randn(256, 1024)
+    found = follow(model, (x,))
+    predicted = sum(
+        op.seconds(SLOW) for _, _, op in found.tried(op_timing.measured(found.launches, SLOW, CpuBackend())).ops
+    )
+    backend = CpuBackend()
+    with torch.no_grad():
+        taken = []
+        for _ in range(5):
+            begin = backend.stamp(op_timing.Side.COMPUTE)
+            model(x)
+            end = backend.stamp(op_timing.Side.COMPUTE)
+            taken.append(backend.seconds(begin, end) or 0.0)
+    assert min(taken) / 4 < predicted < 4 * max(taken)

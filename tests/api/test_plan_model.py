@@ -1,0 +1,209 @@
+"""`plan_model` against the plan that `from_pretrained` makes of the same folder, and what it needs to know of a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightstream
+from models import MODELS
+from repeats import thinned
+from weightstream import ConfigError
+from weightstream.errors import CheckpointError, PlanError
+from weightstream.plan.check import prove
+from weightstream.plan.manifest import Profile, Workload
+from weightstream.plan.plan import Plan
+
+transformers = pytest.importorskip("transformers")
+
+KIB = 1024
+ELSEWHERE = Profile(machine="Elsewhere", device_nbytes=1 << 30, link_bytes_per_s=20e9, overhead_s=60e-6)
+# the least budget that works is nearly that of the largest matrix, or of the experts of a layer
+BUDGETS = {"llama": 140 * KIB, "llama-bf16": 80 * KIB, "mixtral": 600 * KIB, "qwen3_moe-bf16": 140 * KIB}
+
+
+@pytest.fixture(autouse=True)
+def reasons(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure shows why work or an order was not known."""
+    caplog.set_level(logging.INFO, "weightstream")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    made = {name: tmp_path_factory.mktemp("checkpoint") / name for name in BUDGETS}
+    for name, path in made.items():
+        MODELS[name]().module.save_pretrained(path, max_shard_size="200KB")
+    return made
+
+
+@contextmanager
+def loaded(path: Path, **settings: Any) -> Iterator[Plan]:
+    model = weightstream.from_pretrained(path, device="cpu", progress=False, **settings)
+    try:
+        yield model.weightstream.plan
+    finally:
+        model.weightstream.remove()
+
+
+def planned(path: Path, **settings: Any) -> Plan:
+    plan = weightstream.plan_model(path, device="cpu", **settings)
+    prove(plan)
+    return plan
+
+
+def assert_same_plan(path: Path, **settings: Any) -> Plan:
+    with loaded(path, **settings) as wanted:
+        plan = planned(path, **settings)
+        for field in fields(Plan):
+            assert getattr(plan, field.name) == getattr(wanted, field.name), field.name
+    return plan
+
+
+def test_an_encoder_is_given_its_text_at_once(tmp_path: Path) -> None:
+    """512 tokens where nobody says how many: a T5 names no number of positions."""
+    options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
+    config = transformers.T5Config(**options)
+    transformers.T5EncoderModel(config).save_pretrained(tmp_path / "encoder")
+    for given, length in (({}, 512), ({"context": 32}, 32), ({"tokens": 48}, 512), ({"tokens": 600}, 600)):
+        planned = weightstream.plan_model(tmp_path / "encoder", device="cpu", device_budget="200KiB", **given)
+        assert planned.workload == Workload(batch=1, tokens=length, context=length)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "times"), thinned(BUDGETS, [1.0, 1.5, 99]))
+def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:
+    plan = assert_same_plan(folders[name], device_budget=int(times * BUDGETS[name]))
+    assert (plan.step_nbytes > 0) == (times < 99)
+    assert plan.step_s > 0
+
+
+WORKLOADS = [
+    ({}, Workload(batch=1, tokens=1, context=64)),  # all positions that the model has
+    ({"batch": 3}, Workload(batch=3, tokens=1, context=64)),
+    ({"batch": 2, "context": 32}, Workload(batch=2, tokens=1, context=32)),
+    ({"tokens": 48, "context": 48}, Workload(batch=1, tokens=48, context=48)),
+    ({"tokens": 40, "context": 8}, Workload(batch=1, tokens=40, context=40)),
+]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "settings", "workload"), thinned(["llama", "mixtral"], WORKLOADS))
+def test_the_workload_counts(
+    folders: Mapping[str, Path], name: str, settings: Mapping[str, int], workload: Workload
+) -> None:
+    plan = assert_same_plan(folders[name], device_budget=BUDGETS[name], **settings)
+    assert plan.workload == workload
+    positions = workload.batch * workload.context
+    assert plan.cache_nbytes == 2 * 4 * 2 * 16 * 4 * positions  # keys and values: layers, heads, their width, float32
+    assert plan.activation_nbytes > 0
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload_group_size": 2},
+        {"cpu_offload_gb": 0.0002, "use_uva": False},
+        {"device_budget": "200KiB", "zero_copy_params": ["embed_tokens"]},
+        {"max_memory": {"cpu": "1GiB"}},
+        {"device_budget": "200KiB", "dtype": "bfloat16"},
+        {"device_budget": "200KiB", "host_budget": "400KiB"},
+    ],
+)
+def test_every_setting_counts(folders: Mapping[str, Path], settings: Mapping[str, Any]) -> None:
+    plan = assert_same_plan(folders["llama"], **settings)
+    assert (len(plan.disk) > 0) == ("host_budget" in settings)
+    assert (len(plan.mapped) > 0) == ("zero_copy_params" in settings)
+
+
+def test_weights_are_not_needed(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folders["llama"] / "config.json").read_bytes())
+    assert planned(tmp_path, device_budget="200KiB") == planned(folders["llama"], device_budget="200KiB")
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+# -- a GPU that is not here ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("settings", [{}, {"device_budget": "80%"}])
+def test_without_a_gpu_a_budget_in_bytes_is_needed(folders: Mapping[str, Path], settings: Mapping[str, Any]) -> None:
+    with pytest.raises(ConfigError) as error:
+        weightstream.plan_model(folders["llama"], **settings)
+    text = str(error.value)
+    assert "give device_budget in bytes" in text
+    assert "weightstream doctor --save FILE" in text
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_bandwidths_are_assumed(folders: Mapping[str, Path]) -> None:
+    plan = weightstream.plan_model(folders["llama"], device_budget="200KiB")
+    assert (plan.machine, plan.budget) == ("", 200 * KIB)
+    assert plan.device_nbytes <= 200 * KIB
+    classic = weightstream.plan_model(folders["llama"], offload_group_size=2)
+    assert classic.step_nbytes > 0
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_profile_of_another_machine_is_planned_for(folders: Mapping[str, Path]) -> None:
+    path = folders["llama"]
+    plan = weightstream.plan_model(path, profile=ELSEWHERE, device_budget="200KiB")
+    assert plan.machine == "Elsewhere"
+    slow = weightstream.plan_model(
+        path, profile=replace(ELSEWHERE, link_bytes_per_s=1e7), device_budget="200KiB", zero_copy_params=[]
+    )
+    assert slow.step_s > plan.step_s
+    assert weightstream.plan_model(path, profile=ELSEWHERE, device_budget="50%").budget == 1 << 29
+    everything = weightstream.plan_model(path, profile=ELSEWHERE)
+    assert not everything.offloaded_nbytes
+    small = replace(ELSEWHERE, device_nbytes=(256 << 20) + 600 * KIB, workspace_nbytes=0)
+    found = weightstream.plan_model(path, profile=small)
+    assert found.budget == 600 * KIB - found.activation_nbytes - found.cache_nbytes
+    assert found.device_nbytes + found.activation_nbytes + found.cache_nbytes <= 600 * KIB
+
+
+# -- what is no model, or no plan ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe-bf16"])
+def test_a_graph_has_the_kernels_of_a_static_cache(folders: Mapping[str, Path], name: str) -> None:
+    """On a GPU whose host takes no time only these tell a step in a graph from any other."""
+    op_s = 1e-3
+    quick = replace(ELSEWHERE, op_s=op_s, op_launch_s=0.0, overhead_s=0.0, device_nbytes=1 << 30)
+    plan = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick)
+    config = transformers.AutoConfig.from_pretrained(folders[name])
+    # arange, add, add_ and twice index_copy_ in place of two cat, and what a mask makes of attention; the mask once
+    in_layers = round((plan.graph_s - plan.step_s) / op_s - 7)
+    assert 3 * config.num_hidden_layers <= in_layers <= 10 * config.num_hidden_layers
+    prompt = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick, tokens=8)
+    assert prompt.graph_s == pytest.approx(prompt.step_s)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        planned(tmp_path, device_budget="1GiB")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(CheckpointError, match="no such model"):
+        planned(tmp_path, device_budget="1GiB")
+
+
+def test_a_budget_that_cannot_work_is_refused_as_it_is_when_loading(folders: Mapping[str, Path]) -> None:
+    told = []
+    for make in (planned, lambda path, **given: loaded(path, **given).__enter__()):
+        with pytest.raises(PlanError, match="must hold the largest unit") as error:
+            make(folders["llama"], device_budget="4KiB")  # type: ignore[operator]
+        told.append(str(error.value))
+    assert told[0] == told[1]

@@ -1,0 +1,300 @@
+"""What caches of experts counted: what a streamer tells, what a trace shows, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from expert_rig import NUM_EXPERTS, NUM_LAYERS, TOP_K, built, counts, held, plan_of
+from models import model_nbytes
+from weightstream.cli.terminal import counted
+from weightstream.measure.comparison import compare
+from weightstream.plan.expert_cache import Counts
+from weightstream.runtime.experts import counters
+from weightstream.runtime.experts.counters import Cache, Tally
+from weightstream.runtime.experts.slot_cache import Found
+from weightstream.runtime.streamer.stats import of_cache
+from weightstream.runtime.trace import Experts, Span, Trace, total
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")
+
+MOST = 4
+ROW_NBYTES = 2 * 3 * 64 * 64  # bfloat16, of up, gate and down
+
+
+def steps(model: Any, num: int, first: int = 0) -> None:
+    """Of one token each, all of them different."""
+    with torch.no_grad():
+        for token in range(first, first + num):
+            model(torch.tensor([[3 + 7 * token % 120]]))
+
+
+def told(streamer: weightstream.Streamer) -> tuple[int, int, int]:
+    found, fetched, nbytes, ahead, used = streamer.stats().experts
+    assert (ahead, used) == (0, 0)
+    return found, fetched, nbytes
+
+
+# -- what a streamer tells ---------------------------------------------------------------------------------------------
+
+
+def test_stats_are_those_of_the_caches() -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        steps(model, 6)
+        found, fetched, nbytes = told(streamer)
+        assert (found, fetched) == counts(streamer)
+        assert found + fetched == 6 * NUM_LAYERS * TOP_K, "the first, watched step reads single rows, too"
+        assert nbytes == fetched * ROW_NBYTES > 0
+
+
+def test_what_was_counted_outlives_a_plan_and_the_streamer() -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        steps(model, 6)
+        before = told(streamer)
+        for form, more in (("cached", 3), ("coded", 0), ("cached", 6)):
+            streamer.switch(plan_of(streamer, "cached", MOST + more) if form == "cached" else streamer.plan)
+            assert told(streamer) == before
+            steps(model, 4)
+            now = told(streamer)
+            assert sum(now[:2]) > sum(before[:2])
+            before = now
+    assert told(streamer) == before
+
+
+def test_without_a_cache_nothing_is_counted() -> None:
+    model = built()
+    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model) // 2, codec="none") as streamer:
+        with streamer.trace() as trace:
+            steps(model, 6)
+        assert told(streamer) == (0, 0, 0)
+        assert trace.experts == {}
+        assert streamer._installed.timeline.tally.counts() is None
+        assert of_cache(streamer.plan, streamer.stats().experts, 6) is None
+
+
+class Told:
+    """Slots that have counted what they are told."""
+
+    def __init__(self) -> None:
+        self.now: tuple[int, ...] = (0, 0)
+
+    def counts(self) -> Found:
+        return Found(*self.now)
+
+
+def test_counts_begin_where_slots_are_full() -> None:
+    """Rows that are fetched into empty slots say nothing of the steps that follow."""
+    slots: list[Any] = [Told(), Told()]
+    found = Tally(lambda: [Cache(f"{k}", each, 4, 10.0) for k, each in enumerate(slots)])
+    for now in ((0, 0), (10, 12), (20, 12), (21, 13)):
+        slots[0].now = now  # of 32 ids the third is the first look
+        assert found.counts() == (None if now != (21, 13) else Counts(4, 1, 1))
+    slots[1].now = (100, 30)
+    assert found.counts() == Counts(4, 1, 1)
+    slots[1].now = (107, 33)
+    assert found.counts() == Counts(4, 8, 4)
+    slots[1].now = (110, 33, 5, 2)
+    assert found.counts() == Counts(4, 9, 6, ahead=5, used=2), "two of those found were fetched as a guess"
+    slots[1].now = (107, 33)
+    assert found.read() == {"0": Experts(21, 13, 130), "1": Experts(107, 33, 330)}
+    slots[1] = Told()  # the stacks lie elsewhere now
+    assert found.counts() == Counts(4, 1, 1)
+
+
+# -- what the plan makes of them ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "_WARM", 1)
+    monkeypatch.setattr("weightstream.plan.expert_cache._WORTH", 0.01)
+
+
+@pytest.mark.few(1)
+@pytest.mark.usefixtures("warm_at_once")
+@pytest.mark.parametrize("num_slots", [2, 6])
+def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
+    model = built()
+    with held(model, "cached", num_slots) as streamer:
+        by_law = streamer._installed.replanning.prospect.planners[0].priced(streamer.plan)
+        steps(model, 4)
+        assert streamer._installed.replanning.prospect.planners[0].counts is None
+        begun = told(streamer)
+        steps(model, 128, 4)
+        found, fetched, nbytes = (b - a for a, b in zip(begun, told(streamer), strict=True))
+        known = streamer._installed.replanning.prospect.planners[0].counts
+        assert known == Counts(num_slots, found, fetched, streamer.plan.workload)
+        assert found + fetched == 128 * NUM_LAYERS * TOP_K
+        assert streamer.plan.fetched_nbytes == pytest.approx(nbytes / 128, rel=0.01)
+        assert streamer.plan.found_share == pytest.approx(found / (found + fetched), rel=0.01)
+        assert by_law.found_share != pytest.approx(streamer.plan.found_share, rel=0.05)
+        assert streamer.plan.cached
+        if (measured_s := streamer.stats().step_s) is not None:
+            assert streamer.plan.step_s == pytest.approx(measured_s, rel=0.5)
+
+
+@pytest.mark.stress
+@pytest.mark.usefixtures("warm_at_once")
+def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reads = built(), [0]
+    counts_of = Tally.counts
+
+    def spied(self: Tally) -> Counts | None:
+        reads[0] += 1
+        return counts_of(self)
+
+    monkeypatch.setattr(Tally, "counts", spied)
+    with held(model, "cached", MOST) as streamer:
+        replanning, known = streamer._installed.replanning, []
+        for k in range(10):
+            steps(model, 64, 64 * k)
+            now = replanning.prospect.planners[0].counts
+            known.append(now.num_rows // (NUM_LAYERS * TOP_K) if now is not None else 0)
+    assert known == [0, 64, 128, 128, 256, 256, 256, 256, 512, 512], "steps since the first look"
+    assert reads[0] <= 12
+
+
+@pytest.mark.usefixtures("warm_at_once")
+def test_another_budget_is_planned_by_what_was_counted() -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        steps(model, 68)
+        known = streamer._installed.replanning.prospect.planners[0].counts
+        assert known is not None
+        streamer.rebudget(model_nbytes(model))
+        assert {planner.counts for planner in streamer._installed.replanning.prospect.planners} == {known}
+        steps(model, 70)
+        assert streamer._installed.replanning.prospect.planners[0].counts == known, "what streams counts nothing"
+
+
+# -- what a trace shows ------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_has_what_was_counted_while_it_was_recorded(tmp_path: Path) -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        steps(model, 6)
+        before = told(streamer)
+        with streamer.trace() as trace:
+            steps(model, 5, 6)
+            during = told(streamer)
+        steps(model, 5, 11)
+        names = [unit.name for unit in streamer.plan.manifest.units if unit.picks]
+        plan = streamer.plan
+    assert list(trace.experts) == names
+    assert len(names) == NUM_LAYERS
+    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, during, strict=True))
+    for found, fetched, nbytes, *_ in trace.experts.values():
+        assert found + fetched == 5 * TOP_K
+        assert nbytes == fetched * ROW_NBYTES
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    (event,) = (e for e in events if e.get("cat") == "experts")
+    assert rows[event["tid"]] == "experts"
+    last = max(span.end_s for span in trace.spans)
+    assert (event["ts"], event["dur"]) == (0, pytest.approx(1e6 * last))
+    sums = total(trace.experts.values())
+    assert event["name"] == f"{sums.found} found, {sums.fetched} fetched"
+    assert event["args"] == sums._asdict() | {"units": {u: e._asdict() for u, e in trace.experts.items()}}
+    assert plan.cached
+
+
+def test_a_trace_goes_on_through_a_change_of_plan_and_ends_with_the_streamer() -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        steps(model, 6)
+        before = told(streamer)
+        context = streamer.trace()
+        trace = context.__enter__()
+        steps(model, 4)
+        streamer.switch(plan_of(streamer, "cached", MOST + 2))
+        steps(model, 5)
+    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, told(streamer), strict=True))
+    context.__exit__(None, None, None)
+    assert sum(total(trace.experts.values())[:2]) > 0
+
+
+def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
+    trace = Trace("model")
+    trace.spans.append(Span(row="compute", kind="step", name="forward 1", begin_s=0.0, end_s=1.0, step=1))
+    trace.save(tmp_path / "trace.json")
+    assert "experts" not in (tmp_path / "trace.json").read_text()
+
+
+# -- what commands tell ------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    from weightstream.adapters.hf.decode_steps import Steps
+
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        streamer._binding.plan = replace(streamer.plan, workload=streamer._installed.replanning.prospect.workload)
+        plan, found = compare(model, Steps, 0.05)
+    assert plan.cached
+    assert found["equal"] is True
+    assert found["experts"]["num_slots"] == found["num_slots"] == MOST
+    share, once = found["experts"]["found_share"], NUM_LAYERS * TOP_K * ROW_NBYTES
+    assert 0.3 < share < 0.9, "its steps are of other tokens each"
+    assert found["experts"]["fetched_nbytes_per_token"] == pytest.approx((1 - share) * once)
+    importlib.import_module("weightstream.cli.bench").show(plan, {"model": "mixture", **found})
+    assert f"counted: {counted(found['experts'])}"[:60] in capsys.readouterr().out
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("form", ["cached", "coded"])
+def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
+    cli = importlib.import_module("weightstream.cli.run")
+    model, tokens = built(), cli.Tokens(None)
+    with held(model, form, MOST) as streamer:
+        steps(model, 8)
+        session = object.__new__(cli.Session)
+        session.name, session.streamer = "mixture", streamer
+        session.tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+        tokens.ids, tokens.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
+        report = session.report({"input_ids": torch.zeros(1, 1)}, tokens)
+        stats = streamer.stats()
+    lines = cli._lines(report, tokens)
+    if form == "coded":
+        assert report["experts"] is None
+        assert "experts" not in lines
+        return
+    num_ids = stats.experts.found + stats.experts.fetched
+    assert report["experts"] == {
+        "num_slots": MOST,
+        "found_share": stats.experts.found / num_ids,
+        "ahead_used_share": None,
+        "fetched_nbytes_per_token": stats.experts.fetched_nbytes / 8,
+    }
+    assert report["stats"]["experts"] == stats.experts._asdict()
+    assert lines["experts"] == counted(report["experts"])
+
+
+def test_what_a_cache_did_in_words() -> None:
+    model = built()
+    with held(model, "cached", MOST) as streamer:
+        plan = streamer.plan
+    some = of_cache(plan, Experts(75, 25, 25 << 20), 10)
+    of_steps = {"num_slots": MOST, "found_share": 0.75, "fetched_nbytes_per_token": 2.5 * (1 << 20)}
+    assert some == of_steps | {"ahead_used_share": None}
+    line = "4 slots for those of a layer; 75.0 % found there, 2.5MiB fetched per token"
+    assert counted(some) == line
+    more = of_cache(plan, Experts(75, 25, 25 << 20, 8, 6), 10)
+    assert more == of_steps | {"ahead_used_share": 0.75}
+    assert counted(more) == f"{line}; of those fetched ahead 75 % were used"
+    none = of_cache(plan, Experts(0, 0, 0), 10)
+    assert none is not None
+    assert counted(none) == "4 slots for those of a layer; none was read there"
+    assert NUM_EXPERTS > MOST

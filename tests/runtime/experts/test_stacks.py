@@ -1,0 +1,249 @@
+"""Where rows of stacks lie: wherever segments, files and windows end, a slot gets the bytes of its row."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightstream.errors import InvariantError, StoreError
+from weightstream.runtime.experts.slot_cache import Piece, Slots
+from weightstream.runtime.experts.stacks import Stack, pieces_of_rows, unread
+from weightstream.runtime.weights.alias_groups import groups
+from weightstream.runtime.weights.home import Home
+from weightstream.runtime.weights.sources import Pinned, in_file
+from weightstream.store import pages as pages_module
+from weightstream.store.file_slice import Extent
+from weightstream.store.lazy import LazyMemory
+from weightstream.store.mapping import FileMapping
+from weightstream.store.pages import PageCache
+
+NUM_ROWS, ROW = 6, 8192  # bytes: one tile of bfloat16
+WORD = 8
+
+
+def fetched(pieces: Sequence[Piece], nbytes: int = ROW) -> torch.Tensor:
+    """All rows, as a cache brings them."""
+    memory = torch.full((NUM_ROWS, nbytes + 64), 77, dtype=torch.uint8)
+    slots = Slots([(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
+    assert (memory[:, nbytes:] == 77).all()
+    return memory[slots, :nbytes]
+
+
+def data_of(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_ROWS * ROW,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+ENDS = {
+    "one segment": [],
+    "a segment for each row": [row * ROW for row in range(1, NUM_ROWS)],
+    "two for each, as gate and up": [half * ROW // 2 for half in range(1, 2 * NUM_ROWS)],
+    "two for each, but some rows lie in a row": [ROW // 2, ROW, 3 * ROW, 3 * ROW + ROW // 2, 4 * ROW],
+    "several rows in each": [2 * ROW, 5 * ROW],
+    "a row over two": [2 * ROW + 4096],
+    "rows over two, at other places": [ROW + 8, 3 * ROW + 4096, 5 * ROW + 8184],
+    "a row over three": [ROW + 64, ROW + 72],
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_rows_are_found_wherever_segments_end(name: str) -> None:
+    data = data_of()
+    segments = [data[begin:end].clone() for begin, end in pairwise([0, *ENDS[name], len(data)])]
+    pieces = pieces_of_rows(segments, NUM_ROWS, ROW)
+    assert torch.equal(fetched(pieces), data.view(NUM_ROWS, ROW))
+    assert len(pieces) <= 1 + len({end % ROW for end in ENDS[name]} - {0})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_found_in_segments_of_any_length(seed: int) -> None:
+    rng, data = random.Random(seed), data_of(seed)
+    ends = sorted(rng.sample(range(WORD, len(data), WORD), rng.randint(0, 12)))
+    segments = [data[begin:end].clone() for begin, end in pairwise([0, *ends, len(data)])]
+    assert torch.equal(fetched(pieces_of_rows(segments, NUM_ROWS, ROW)), data.view(NUM_ROWS, ROW))
+
+
+def test_rows_that_are_cut_inside_of_a_word_are_not_fetched() -> None:
+    data = data_of()
+    assert pieces_of_rows([data[: ROW + 4], data[ROW + 4 :]], NUM_ROWS, ROW) == []
+
+
+def test_segments_of_other_bytes_than_the_rows_are_an_error() -> None:
+    with pytest.raises(InvariantError, match="6 rows of 8192 bytes"):
+        pieces_of_rows([data_of()[:-8]], NUM_ROWS, ROW)
+
+
+# -- pages of files ----------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A device in whose eyes memory is where it is, and which counts how often it is asked."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
+        self.asked.append(memory.numel())
+        return memory
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def cache(device: Device) -> Iterator[PageCache]:
+    made = PageCache(lambda memory: None, lambda memory: None, show=device.device_view)
+    yield made
+    made.close()
+
+
+def stack_in(extents: Sequence[Extent], cache: PageCache) -> Stack:
+    """A stack whose bytes are these, in windows that are pinned."""
+    memory = LazyMemory.of_extents("w", extents)
+    tensor = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(NUM_ROWS, 64, 64)
+    module = torch.nn.Module()
+    module.register_buffer("w", tensor)
+    (group,) = groups(module).values()
+    file = in_file(group.home, memory)
+    assert file is not None
+    source = file.windowed(cache.hold([extent.range for extent in file.extents], lambda error: None))
+    stack = Stack.of(Home(group=group, origin=torch.device("cpu"), source=source), torch.empty(0, dtype=torch.uint8))
+    assert stack is not None
+    return stack
+
+
+def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[Extent]:
+    """Halves of rows in so many files, those of one file one after another with other bytes between."""
+    halves, files = data.view(-1, ROW // 2), [bytearray(before) for _ in range(num)]
+    places = []
+    for index, half in enumerate(halves):
+        file = index * num // len(halves)
+        places.append((file, len(files[file]), len(files[file]) + ROW // 2))
+        files[file] += half.numpy().tobytes() + bytes(64)
+    for index, file in enumerate(files):
+        (folder / f"{index}").write_bytes(file)
+    mappings = [FileMapping(folder / f"{index}") for index in range(num)]
+    return [Extent(mappings[file], begin, end) for file, begin, end in places]
+
+
+@pytest.mark.parametrize("num", [1, 3, 5, 12])
+def test_rows_are_fetched_from_windows_of_several_files(num: int, tmp_path: Path, cache: PageCache) -> None:
+    data = data_of()
+    stack = stack_in(shards(tmp_path, data, num), cache)
+    assert torch.equal(fetched(stack.pieces(Device())), data.view(NUM_ROWS, ROW))
+
+
+def test_rows_are_fetched_from_several_windows_of_one_file(
+    tmp_path: Path, cache: PageCache, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages_module, "_PINNED_NBYTES", 2 * ROW)
+    data = data_of()
+    stack = stack_in(shards(tmp_path, data, 1), cache)
+    assert torch.equal(fetched(stack.pieces(device)), data.view(NUM_ROWS, ROW))
+    assert len(device.asked) > 2
+
+
+def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache, device: Device) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert len(stack.home.source.extents) == 2 * NUM_ROWS
+    for _ in range(2):
+        stack.pieces(device)
+    assert len(device.asked) == 3
+
+
+def told(stack: Stack, device: Device | None = None, *, waits: bool = True) -> str:
+    alias = stack.home.group.alias
+    return unread([alias], {alias: stack.home}, device or Device(), waits=waits) or ""
+
+
+def test_of_rows_that_begin_at_no_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 2, before=4098), cache)
+    assert stack.pieces(Device()) == []
+    assert re.search(r"rows of w .* in .*/0 it does not begin and end at multiples of 8 bytes", told(stack))
+
+
+def test_of_a_row_that_is_cut_inside_of_a_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+    path, data = tmp_path / "0", data_of()
+    path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
+    mapping, cut = FileMapping(path), len(data) - 4
+    stack = stack_in([Extent(mapping, 0, cut), Extent(mapping, cut + 12, cut + 16)], cache)
+    assert stack.pieces(Device()) == []
+    assert "multiples of 8 bytes" in told(stack)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> None:
+    """Of the first window, or from the third on."""
+    windows: list[torch.Tensor] = []
+
+    def refuse(memory: torch.Tensor) -> None:
+        windows.append(memory)
+        if len(windows) == num:
+            raise StoreError("no more")
+
+    cache = PageCache(refuse, lambda memory: None, show=lambda memory: memory)
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert "host memory that the device does not read" in told(stack)
+    assert stack.pieces(Device()) == []
+    cache.close()
+
+
+@pytest.mark.parametrize("refused", [None, 1, 3])
+def test_nobody_waits_for_pages_before_it_is_to_or_asks_the_device(refused: int | None, tmp_path: Path) -> None:
+    """But for who pins: each question to the driver would wait for that, and of 400 windows that takes seconds."""
+    let, windows, asking = threading.Event(), list[torch.Tensor](), set[str]()
+
+    def pin(memory: torch.Tensor) -> None:
+        assert let.wait(30)
+        windows.append(memory)
+        if len(windows) == refused:
+            raise StoreError("no more")
+
+    def show(memory: torch.Tensor) -> torch.Tensor:
+        asking.add(threading.current_thread().name)
+        return memory
+
+    cache, device = PageCache(pin, lambda memory: None, show=show), Device()
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert told(stack, device, waits=False) == "", "they are on their way"
+    let.set()
+    for each in stack.home.source.pages:
+        assert each.done.wait(30)
+    assert bool(told(stack, device, waits=False)) is (refused is not None)
+    assert bool(told(stack, device)) is (refused is not None)
+    assert not device.asked
+    assert asking <= {"weightstream-pages"}
+    assert bool(asking) is (refused != 1)
+    cache.close()
+
+
+def test_of_columns_of_files_it_is_told_at_once(tmp_path: Path, cache: PageCache) -> None:
+    (tmp_path / "0").write_bytes(bytes(4 * NUM_ROWS * ROW))
+    columns = Extent(FileMapping(tmp_path / "0"), 0, 2 * NUM_ROWS * ROW - ROW // 2, pitch=ROW, width=ROW // 2)
+    stack, device = stack_in([columns], cache), Device()
+    for waits in (False, True):
+        assert "it is columns of what is in files" in told(stack, device, waits=waits)
+    assert not device.asked
+
+
+def test_of_what_is_on_disk_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+    stack = stack_in(shards(tmp_path, data_of(), 3), cache)
+    assert told(stack) == ""
+    stack.home.source = in_file(stack.home.group.home, stack.home.source.lazy)
+    assert "disk memory that the device does not read" in told(stack)
+
+
+def test_of_what_is_no_stack_it_is_told() -> None:
+    (group,) = groups(torch.nn.Linear(64, 64, bias=False)).values()
+    home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
+    assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")
