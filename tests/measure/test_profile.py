@@ -587,7 +587,7 @@ def test_kernels_that_take_a_while_are_said_once(
         assert [profile.can_decode(GPU, ["bfloat16"]) for _ in range(3)] == [False] * 3
     ends.join()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert "compiling kernels for bfloat16 on cuda:0" in caplog.messages[0]
+    assert "preparing kernels for bfloat16 on cuda:0" in caplog.messages[0]
     assert capsys.readouterr().err == ""
 
 

@@ -357,9 +357,10 @@ def test_a_weight_that_no_file_holds_is_refused_without_a_folder_and_spilled_wit
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     options: dict[str, Any] = {"device": "cpu", "device_budget": 200 << 10, "host_budget": 0, "progress": False}
     options["allow_missing"] = True
+    before = threads()
     with pytest.raises(PlanError, match="offload_folder"):
         weightstream.from_pretrained(folder, **options)
-    assert threads() == set()
+    assert threads() <= before
     module = weightstream.from_pretrained(folder, **options, offload_folder=tmp_path / "folder")
     with module.weightstream as streamer, torch.no_grad():
         assert missing in on_disk(streamer)
@@ -489,13 +490,14 @@ def test_a_file_that_changes_between_steps(
 def test_a_model_whose_file_changed_can_be_removed(
     fault: type[Fault], model: Model, reference: Model, path: Path, checkpoint: Checkpoint
 ) -> None:
+    before = threads()
     streamer = stream_file(model, checkpoint, host_budget=0)
     assert_steps_equal(model, reference, "cpu", range(2))
     quiet(streamer)
     with fault(path):
         steps_that_fail(model, path)
         streamer.remove()
-        assert threads() == set()
+        assert threads() <= before
     assert_steps_equal(model, reference, "cpu", range(2))
 
 

@@ -120,7 +120,7 @@ def _first_use(device: torch.device, progress: bool | None) -> None:
 
 @cache
 def _announced(device: torch.device, dtype: str, trial: Future[str | None], progress: bool | None) -> None:
-    announce(trial, f"compiling kernels for {dtype} on {device}, once per machine", progress)
+    announce(trial, f"preparing kernels for {dtype} on {device} (compiled once per machine)", progress)
 
 
 def doubt(device: torch.device) -> None:
