@@ -282,7 +282,7 @@ class Turns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []
         self.fails: set[int] = set()
-        find, decode = unit_decode.openings_of, Binding.decode
+        find, decode = unit_decode.unit_decoder, Binding.decode
 
         def found(plan: Any, index: int, *about: Any) -> Any:
             self.told.append(("found", index))
@@ -294,7 +294,7 @@ class Turns:
             self.told.append(("turn", index))
             decode(binding, index)
 
-        monkeypatch.setattr(unit_decode, "openings_of", found)
+        monkeypatch.setattr(unit_decode, "unit_decoder", found)
         monkeypatch.setattr(Binding, "decode", decoded)
 
     def late(self) -> list[int]:

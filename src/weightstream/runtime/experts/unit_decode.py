@@ -83,7 +83,7 @@ class Opening:
     def decode(self) -> Callable[[], None]:
         """What decodes or copies all of them."""
         with _unseen():
-            return openings_of(*self._about)
+            return unit_decoder(*self._about)
 
     @cached_property
     def rows(self) -> Rows | None:
@@ -181,7 +181,7 @@ class Rows:
                 rows = rows.masked_fill(slots >= 0, -1)
 
 
-def openings_of(
+def unit_decoder(
     plan: Plan,
     index: int,
     homes: Mapping[str, Home],
@@ -262,7 +262,7 @@ def rows(plan: Plan, index: int, homes: Mapping[str, Home], memory: Buffers, bac
         readings = {stack.key: stack.picking(_coded(plan, index, stack.home, memory[0])) for stack in found}
         made = Rows(num_rows=found[0].num_rows, capturing=backend.capturing, readings=readings)
     if made is not None and rest:
-        made.rest = openings_of(plan, index, homes, memory, backend, rest)
+        made.rest = unit_decoder(plan, index, homes, memory, backend, rest)
     return made
 
 
