@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-
-from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.inputs.planner_inputs import (
     dtypes_of,
     grains_of,
@@ -27,6 +25,8 @@ from weightstream.inputs.planner_inputs import (
     tables_of,
     weights_of,
 )
+
+from weightstream import OffloadConfig, Plan, PlanError
 from weightstream.plan.planner import Planner
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.weights.alias_groups import groups

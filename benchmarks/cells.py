@@ -22,10 +22,6 @@ from typing import Any
 import rows
 import torch
 import transformers
-
-import weightstream
-from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
-from weightstream.adapters.hf.decode_steps import CACHES, DecodeSteps, takes_ids
 from weightstream.inputs.planner_inputs import (
     dtypes_of,
     grains_of,
@@ -35,10 +31,14 @@ from weightstream.inputs.planner_inputs import (
     tables_of,
     weights_of,
 )
+from weightstream.plan.problem import Prospect
+
+import weightstream
+from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
+from weightstream.adapters.hf.decode_steps import CACHES, DecodeSteps, takes_ids
 from weightstream.measure.bench import copies_s, rounds_s
 from weightstream.plan.manifest import Workload
 from weightstream.plan.planner import Planner
-from weightstream.plan.problem import Prospect
 from weightstream.plan.search import place_layers
 from weightstream.runtime.devices.cpu import CpuBackend
 from weightstream.runtime.devices.cuda import CudaBackend

@@ -78,10 +78,11 @@ class Phases:
 
 def watched(phases: Phases) -> None:
     """Time what an offload consists of."""
+    from weightstream.plan.problem import Prospect
+
     from weightstream.codec import coding
     from weightstream.inputs import planner_inputs
     from weightstream.measure import bench
-    from weightstream.plan.problem import Prospect
     from weightstream.runtime.devices import opening
     from weightstream.runtime.weights.homes import Homes
 

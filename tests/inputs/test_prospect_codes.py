@@ -16,6 +16,7 @@ from click.testing import Result
 from test_plan_cli import MACHINE, SHAPE
 from torch import nn
 from typer.testing import CliRunner
+from weightstream.inputs.planner_inputs import can_decode, sizes_of
 
 import weightstream
 from weightstream.cli import app
@@ -23,7 +24,6 @@ from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.inputs import planner_inputs
-from weightstream.inputs.planner_inputs import can_decode, sizes_of
 from weightstream.measure import checks
 from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove

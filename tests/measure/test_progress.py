@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from weightstream.plan.problem import Prospect
 
 import weightstream
 from weightstream.measure import progress
-from weightstream.plan.problem import Prospect
 from weightstream.runtime.weights.homes import Homes
 
 TEXT = "measuring it"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_planner import DECODE, HEAD, PREFILL, SMALL, TABLE, WIDE, decoder, prospect
 from torch import nn
+from weightstream.plan.problem import Prospect, is_worth
 
 import weightstream
 from models import TEXT
@@ -24,7 +25,6 @@ from weightstream.plan.correction import Times, corrected, corrected_unit_s
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
-from weightstream.plan.problem import Prospect, is_worth
 from weightstream.runtime.devices import opening
 from weightstream.runtime.devices.backend import Copy
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_schedule import GRAIN
 from test_search import LINK_BOUND, SMALL_MODELS, model, placed
+from weightstream.plan.problem import Prospect
 
 from repeats import examples
 from weightstream.errors import PlanError
@@ -18,7 +19,6 @@ from weightstream.plan import multi_device as lanes
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.multi_device import HOP_S, Lane, chosen, fastest_deal, predicted_lanes, step_s, walk, whose
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
-from weightstream.plan.problem import Prospect
 from weightstream.plan.search import place_within
 from weightstream.settings.config import OffloadConfig
 

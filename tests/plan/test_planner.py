@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from test_search import LINK_BOUND, SMALL_MODELS, budgets, grouped
 from test_search import model as model_of
+from weightstream.plan.problem import Prospect
 
 from repeats import only
 from weightstream.errors import PlanError
@@ -21,7 +22,6 @@ from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
-from weightstream.plan.problem import Prospect
 from weightstream.plan.search import place_layers, place_within
 from weightstream.plan.units import human
 from weightstream.settings.config import ConfigWarning, OffloadConfig

@@ -29,6 +29,7 @@ from test_planner import (
     unpruned,
 )
 from test_search import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
+from weightstream.plan.problem import Prospect
 
 from repeats import only, thinned
 from weightstream.errors import PlanError
@@ -39,7 +40,6 @@ from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, decode_rate
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
-from weightstream.plan.problem import Prospect
 from weightstream.plan.search import place_within
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}

@@ -24,14 +24,15 @@ from weightstream.adapters.hf.decode_steps import cache_in
 from weightstream.adapters.modules import device_map
 from weightstream.codec.device import on
 from weightstream.errors import OffloadError
-from weightstream.inputs import planner_inputs
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder, assembled
 from weightstream.inputs.device_split import DeviceSplit, split_over_devices
+from weightstream.inputs.gathering import Example, sketch_of
+from weightstream.inputs.machine import machine_of
 from weightstream.measure import multi_gpu_links
 from weightstream.plan import multi_device
 from weightstream.plan.multi_device import StripedPlan
 from weightstream.plan.planner import Machine, Weights
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.devices import multi_device_graph
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.graphs import CAPTURED
@@ -89,8 +90,8 @@ class Stripes:
             if index:
                 self._undo.add(forward_patch.surround(block, crossing(self._ways[index]), session))
         for name, assembly in assemblies.items():
-            prospect, lane = planned[name]
-            assembly.narrow(prospect)
+            inputs, lane = planned[name]
+            assembly.plan_with(inputs)
             with on(assembly.device):
                 self.parts[name] = part = assembly.attach(lane.plan)
             self._undo.add(part.remove)
@@ -314,7 +315,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
         if given.folder is not None:
             stripes.on_removal(given.folder.close)
         rates = _rates(backends)
-        machines = (planner_inputs.machine_of(backend, config, progress=given.progress) for backend in backends)
+        machines = (machine_of(backend, config, progress=given.progress) for backend in backends)
         deals = split_over_devices(model, list(map(multi_gpu_links.at_most, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)
@@ -323,16 +324,15 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             def assemble(shares: DeviceSplit) -> dict[str, OffloadBuilder]:
                 found = {}
                 for lane in shares.used:
-                    about = replace(given, folder=None, hosted=shares.hosted(lane, model))
+                    about = replace(given, folder=None, subset=shares.subset(lane, model))
                     part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
                     found[stripes.names[lane]] = assembly = assembling.enter_context(part)
-                    known, rate = assembly.prospect, rates[lane]
-                    planners = (replace(p, machine=multi_gpu_links.at_most(p.machine, rate)) for p in known.planners)
-                    assembly.narrow(replace(known, planners=tuple(planners)))
+                    machine = multi_gpu_links.at_most(assembly.inputs.machine, rates[lane])
+                    assembly.plan_with(replace(assembly.inputs, machine=machine))
                 return found
 
-            def known() -> Iterator[dict[str, Prospect]]:
-                yield (first := {name: assembly.prospect for name, assembly in assemblies.items()})
+            def known() -> Iterator[dict[str, PlannerInputs]]:
+                yield (first := {name: assembly.inputs for name, assembly in assemblies.items()})
                 for shares in deals[1:]:
                     yield _dealt_anew(shares, stripes, config, given.example, first)
 
@@ -342,7 +342,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
                 for assembly in assemblies.values():
                     assembly.close()
                 assemblies = assemble(deals[best])
-                planned = multi_device.chosen({name: a.prospect for name, a in assemblies.items()}, stripes.places)
+                planned = multi_device.chosen({name: a.inputs for name, a in assemblies.items()}, stripes.places)
             stripes.attach(assemblies, planned, deals[best].lane_of)
     except BaseException:
         stripes.remove()
@@ -361,23 +361,24 @@ def _dealt_anew(
     shares: DeviceSplit,
     stripes: Stripes,
     config: OffloadConfig,
-    example: planner_inputs.Example | None,
-    known: Mapping[str, Prospect],
-) -> dict[str, Prospect]:
-    """What is planned with in another deal, of weights and machines as they are `known`: nothing is found out anew."""
-    weights = reduce(_both, (prospect.planners[0].weights for prospect in known.values()))
-    model, found = stripes.model, {}
+    example: Example | None,
+    known: Mapping[str, PlannerInputs],
+) -> dict[str, PlannerInputs]:
+    """The planner's inputs in another deal, for weights and machines that are `known`: nothing is found out anew."""
+    weights = reduce(_both, (inputs.weights for inputs in known.values()))
+    model, dealt = stripes.model, {}
     for lane in shares.used:
-        name, own = stripes.names[lane], shares.settings(lane, config)
-        machine, uncoded = known[name].planners[0].machine, own.model_copy(update={"codec": "none"})
-        sketch = planner_inputs.sketch_of(shares.roots[lane], None, uncoded, machine, shares.hosted(lane, model))
-        prospect = sketch.prospect
+        name, settings = stripes.names[lane], shares.settings(lane, config)
+        uncompressed = settings.model_copy(update={"codec": "none"})
+        subset = shares.subset(lane, model)
+        sketch = sketch_of(shares.roots[lane], None, uncompressed, known[name].machine, subset)
+        inputs = sketch.inputs
         if example is not None:
-            about = sketch.by_alias, sketch.grains, model, stripes.backends[lane]
-            prospect = planner_inputs.foreseen(prospect, *about, *example) or prospect
-        planners = (replace(planner, config=own, weights=weights) for planner in prospect.planners)
-        found[name] = replace(prospect, planners=tuple(planners))
-    return found
+            args, kwargs = example
+            gatherer = replace(sketch.gatherer, backend=stripes.backends[lane])
+            inputs = gatherer.for_call(inputs, "forward", args, kwargs) or inputs
+        dealt[name] = replace(inputs, config=settings, weights=weights)
+    return dealt
 
 
 def _both(one: Weights, other: Weights) -> Weights:
@@ -398,12 +399,12 @@ def sketch_striped(
     """The plans that `stripe` would make for a model on meta, on these machines' devices. Raises as that."""
     deals = split_over_devices(model, machines, config)
 
-    def known(shares: DeviceSplit) -> dict[str, Prospect]:
+    def known(shares: DeviceSplit) -> dict[str, PlannerInputs]:
         found = {}
         for lane in shares.used:
-            hosted, own = shares.hosted(lane, model), shares.settings(lane, config)
-            sketch = planner_inputs.sketch_of(shares.roots[lane], checkpoint, own, machines[lane], hosted)
-            found[f"cuda:{lane}"] = sketch.prospect
+            subset, settings = shares.subset(lane, model), shares.settings(lane, config)
+            sketch = sketch_of(shares.roots[lane], checkpoint, settings, machines[lane], subset)
+            found[f"cuda:{lane}"] = sketch.inputs
         return found
 
     _, planned = multi_device.fastest_deal(map(known, deals), places := _places(model))

@@ -16,8 +16,9 @@ from weightstream.adapters.hf.ranks import join, ranks_of, ranks_together
 from weightstream.adapters.modules.partition import Grain
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.inputs import planner_inputs
 from weightstream.inputs.builder import CallerFacts, assembled, rooted
+from weightstream.inputs.gathering import Example, LayerSubset
+from weightstream.inputs.machine import Kernels
 from weightstream.measure.progress import lasting
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -96,7 +97,7 @@ def _opened(
         yield found[::-1]  # so the first device is the current one
 
 
-def _example(model: nn.Module, inputs: Any) -> planner_inputs.Example | None:
+def _example(model: nn.Module, inputs: Any) -> Example | None:
     """Positional and keyword arguments of a forward; raises `ConfigError` where it does not take them."""
     if inputs is None:
         return None
@@ -160,7 +161,7 @@ def from_pretrained(
     # the device first: a wrong one is told before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
-        kernels = planner_inputs.Kernels(backend, config, progress)
+        kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
                 path_or_repo_id,
@@ -226,9 +227,9 @@ def offload_layers(
         raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and all but one of max_memory")
     root = rooted(layers)
     kept = _shared_or_buffers(list(layers.values()), root)
-    hosted = planner_inputs.Hosted(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
+    subset = LayerSubset(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
     with opened_backend(device, config) as backend, torch.no_grad():
-        return _offload(root, backend, config, CallerFacts(hosted=hosted))
+        return _offload(root, backend, config, CallerFacts(subset=subset))
 
 
 @torch.no_grad()
@@ -245,7 +246,7 @@ def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: C
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
         with lasting("planning", given.progress):
-            plan = assembly.prospect.plan()[1]
+            plan = assembly.inputs.plan()[1]
         streamer = assembly.attach(plan)
     if given.ranks is not None:
         try:

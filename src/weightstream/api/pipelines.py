@@ -25,8 +25,9 @@ from weightstream.errors import (
     UnsupportedError,
     WeightstreamError,
 )
-from weightstream.inputs import planner_inputs
 from weightstream.inputs.builder import Beyond, CallerFacts, OffloadBuilder, assembled
+from weightstream.inputs.gathering import Sketch, sketch_of
+from weightstream.inputs.machine import Kernels, machine_of
 from weightstream.inputs.pipeline_planning import (
     Components,
     Shared,
@@ -40,7 +41,6 @@ from weightstream.inputs.pipeline_planning import (
     rehearsed,
     share_budget,
 )
-from weightstream.inputs.planner_inputs import Kernels
 from weightstream.plan.candidates import Share
 from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.units import human
@@ -227,13 +227,13 @@ def _shares(
 
     What components have in `common` stays on the device where it has room, as it is read in the turns of each.
     """
-    before = {name: assembly.prospect for name, assembly in assemblies.items()}
+    before = {name: assembly.inputs for name, assembly in assemblies.items()}
     for kept in (True, False) if common else (False,):
         for name, assembly in assemblies.items():
             aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
-            assembly.prospect = before[name].keeping(aliases)
+            assembly.inputs = before[name].keeping(aliases)
         known = known_of(parts, calls)
-        budget = budget_of({name: prospect for name, (_, prospect) in known.items()}, calls)
+        budget = budget_of({name: inputs for name, (_, inputs) in known.items()}, calls)
         try:
             return budget, *share_budget(parts, known, calls, budget)
         except PlanError:
@@ -242,8 +242,8 @@ def _shares(
     raise InvariantError("no part of the budget was tried")
 
 
-def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> planner_inputs.Sketch:
-    return planner_inputs.sketch_of(module, None, config, planner_inputs.machine_of(backend, config))
+def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> Sketch:
+    return sketch_of(module, None, config, machine_of(backend, config))
 
 
 def _refuse(pipe: Any) -> None:
@@ -358,7 +358,7 @@ class PipelineStreamer:
 
     def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
         """Put the plan of a component in force, which is for these kinds of calls."""
-        assembly.prospect, assembly.known = shared.prospect, kinds
+        assembly.inputs, assembly.known = shared.inputs, kinds
         assembly.recast = partial(self._recast, name)
         entries = pipeline.entries_of(assembly.model)
         streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
@@ -393,8 +393,8 @@ class PipelineStreamer:
 
     def _stream_again(self, name: str, past: OffloadBuilder, share: Share) -> None:
         with assembled(past.model, self._backend, self._config, CallerFacts(elsewhere=past.elsewhere)) as assembly:
-            prospect = assembly.prospect.sharing(share)
-            self.stream(name, assembly, Shared(prospect, prospect.plan()[1]), past.known)
+            inputs = replace(assembly.inputs, share=share)
+            self.stream(name, assembly, Shared(inputs, inputs.plan()[1]), past.known)
 
     def plan(
         self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any

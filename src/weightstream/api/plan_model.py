@@ -14,14 +14,15 @@ import torch
 from weightstream.adapters.hf import ranks
 from weightstream.api.multi_gpu import sketch_striped
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs.gathering import sketch_of
+from weightstream.inputs.machine import dtypes_of, machine_elsewhere, machine_with_rates
 from weightstream.measure.profile import read_profile
 from weightstream.plan.manifest import Profile
 from weightstream.plan.multi_device import StripedPlan
 from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
 from weightstream.settings.arguments import dtype_given, of_model, resolve_config
@@ -90,7 +91,7 @@ def plan_model(
         about |= sharded if is_sharded else {}
     if config.stripes:
         return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
-    return prospect(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
+    return inputs_of(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
 
 
 def is_pipeline_checkpoint(path_or_repo_id: str | Path) -> bool:
@@ -130,42 +131,44 @@ def plan_stripes(
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> StripedPlan:
-    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `prospect`."""
+    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `inputs_of`."""
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
     alone = config.within(next(iter(config.stripes.values())))
-    machine = _machine(alone, device, profile, planner_inputs.dtypes_of(model))
+    machine = _machine(alone, device, profile, dtypes_of(model))
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
-def prospect(
+def inputs_of(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
     device: torch.device | str | None = None,
     profile: Profile | str | Path | None = None,
     **options: Any,
-) -> Prospect:
-    """What `plan_model` plans with, for several budgets; `options` are `dtype`, `trust_remote_code` and what asks for
-    tensor parallelism."""
+) -> PlannerInputs:
+    """The planner's inputs of `plan_model`, which plans can be made from at several budgets.
+
+    `options` are `dtype`, `trust_remote_code` and the arguments of tensor parallelism.
+    """
     from weightstream.adapters.hf import tensor_parallel
     from weightstream.adapters.hf.load import described
 
     wanted = tensor_parallel.wanted(options)
     is_sharded = ranks.is_wanted(wanted, config)
     model, checkpoint = described(path_or_repo_id, **options)
-    machine = _machine(config, device, profile, planner_inputs.dtypes_of(model))
+    machine = _machine(config, device, profile, dtypes_of(model))
     if wanted is not None and is_sharded:
         config, machine = ranks.alike(config, machine, wanted.tp_size)
-    found = planner_inputs.sketch_of(model, checkpoint, config, machine).prospect
-    if wanted is not None and is_sharded and not found.planners[0].demand.work:
+    inputs = sketch_of(model, checkpoint, config, machine).inputs
+    if wanted is not None and is_sharded and not inputs.demands[0].work:
         logger.warning(
             "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
             "heads do not divide among them",
             *(path_or_repo_id, wanted.tp_size),
         )
-    return found
+    return inputs
 
 
 def _machine(
@@ -181,8 +184,8 @@ def _machine(
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.available()):
         with closing(backend_of(device, config)) as backend:
-            return planner_inputs.machine_decoding(backend, config, dtypes)
-    machine = planner_inputs.machine_elsewhere(profile or cuda.CUDA_PROFILE)
+            return machine_with_rates(backend, config, dtypes)
+    machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
     given = config.device_nbytes(machine.total_nbytes or -1)
     if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
         raise ConfigError(

@@ -39,7 +39,7 @@ from weightstream.cli.terminal import (
 from weightstream.errors import ConfigError
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.units import human, milliseconds, rate, scale
 from weightstream.settings.config import OffloadConfig
 
@@ -105,15 +105,15 @@ def _on_one(
     as_json: bool,
 ) -> None:
     """The plan on one GPU, of the model or of a shard of it."""
-    from weightstream.api.plan_model import prospect
+    from weightstream.api.plan_model import inputs_of
 
     shards = loading.get("distributed_config", {})
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
     atexit.register(_leave)
     try:
-        ahead = prospect(model, profile=profile, **loading)
-        planned = ahead.plan()[1]
-        plans = _swept(ahead, planned) if sweep or plot is not None else []
+        inputs = inputs_of(model, profile=profile, **loading)
+        planned = inputs.plan()[1]
+        plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:
         gc.enable()
     if save is not None:
@@ -122,14 +122,14 @@ def _on_one(
         draw_plan(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": model, **shards, **json_facts(ahead, planned), **swept}))
+        typer.echo(json.dumps({"model": model, **shards, **json_facts(inputs, planned), **swept}))
         return
-    whole = {"experts": ahead.whole} if ahead.whole and planned.offloaded_nbytes else {}
+    whole = {"experts": inputs.whole_experts} if inputs.whole_experts and planned.offloaded_nbytes else {}
     if shards:
-        assumed = rate(ahead.planners[0].machine.profile.ranks_bytes_per_s / 1e9)
+        assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
         about = f"one of {shards['tp_size']} processes, which plan alike, and are taken to add up {assumed} GB/s"
         model, whole = f"a shard of {model}", {"ranks": about, **whole}
-    show_plan(model, planned, whole | advice(ahead, planned))
+    show_plan(model, planned, whole | advice(inputs, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
 
@@ -173,10 +173,10 @@ def _leave() -> None:
         gc.freeze()
 
 
-def _swept(ahead: Prospect, planned: Plan) -> list[Plan]:
+def _swept(inputs: PlannerInputs, planned: Plan) -> list[Plan]:
     """The plan in its place among those at even shares of the model's bytes, where one fits."""
     budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
-    others = [plan for plan in map(ahead.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
+    others = [plan for plan in map(inputs.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
     return sorted((planned, *others), key=_budget)
 
 
@@ -214,17 +214,17 @@ def _moved(planned: Plan) -> str:
     return f"{human(planned.step_nbytes)} over the link per step, of {' and '.join(kept)}{mapped}"
 
 
-def advice(ahead: Prospect, planned: Plan) -> dict[str, str]:
+def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
     """What to do with the budget, as a labelled line: nothing, less, or more."""
-    if shortage := ahead.shortage(planned):
+    if shortage := inputs.shortage(planned):
         return {"shortage": shortage}
     if not planned.offloaded_nbytes and planned.manifest.codes:
         plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
         return {"note": f"everything fits, compressed; uncompressed it would take {plain}, and {saved} less per step"}
     if not planned.offloaded_nbytes:
-        remedy = ": leave out the budget, offloading gains nothing here" * ahead.planners[0].config.has_budget
+        remedy = ": leave out the budget, offloading gains nothing here" * inputs.config.has_budget
         return {"note": f"everything fits and nothing streams{remedy}"}
-    enough = ahead.enough(planned)
+    enough = inputs.enough(planned)
     if enough is not None and _budget(enough) < _LESS * _budget(planned):
         return {"note": f"a budget of {human(_budget(enough))} would be as fast"}
     moved = {"link": (planned.copy_s, planned.step_nbytes), "disk": (planned.disk_s, planned.step_disk_nbytes)}
@@ -257,16 +257,16 @@ def _budget(plan: Plan) -> int:
     return plan.budget or plan.device_nbytes
 
 
-def json_facts(ahead: Prospect, planned: Plan) -> dict[str, Any]:
+def json_facts(inputs: PlannerInputs, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough, (num, dtype) = ahead.enough(planned), parameters(planned)
+    enough, (num, dtype) = inputs.enough(planned), parameters(planned)
     return {
         "num_parameters": num if "float" in dtype else None,
         "dtype": dtype,
         **planned.numbers(),
         "enough_budget": enough.budget if enough else None,
-        "shortage": ahead.shortage(planned),
-        "experts": ahead.whole,
+        "shortage": inputs.shortage(planned),
+        "experts": inputs.whole_experts,
         "plan": json.loads(planned.to_json()),
     }
 

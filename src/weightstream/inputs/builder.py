@@ -1,4 +1,4 @@
-"""The assembly of an offloaded model: weights are found, homes made, a prospect gathered; then a plan is attached."""
+"""The builder of an offloaded model: finds weights, makes homes, gathers the planner's inputs, and attaches a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +16,15 @@ from weightstream.adapters.hf.ranks import Ranks
 from weightstream.adapters.modules import device_map
 from weightstream.adapters.modules.partition import called, find_blocks
 from weightstream.adapters.tracing import global_state
-from weightstream.adapters.tracing.footprint import Footprint
 from weightstream.errors import ConfigError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs.gathering import Example, LayerSubset, gatherer_of_homes, grains_of, tables_of
+from weightstream.inputs.machine import can_decompress, dtypes_to_compress, machine_of
 from weightstream.measure import multi_gpu_links
 from weightstream.measure.profile import doubt, prepare_decoding
 from weightstream.measure.progress import lasting
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -51,15 +50,23 @@ _NAMED = 8  # tensors in a warning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallerFacts:
-    """What a caller knows of a model: the memories that its weights view, a folder that goes with it, arguments of a
-    call, who else has shards of it; or what is wanted of layers that are not a model of their own. `elsewhere` are ids
-    of tensors that it shares with another model, whose weights they are. `progress`: whether to say what takes long."""
+    """What a caller knows of a model.
+
+    Attributes:
+        memories: file mappings and lazily filled memories that its weights are views of.
+        folder: a folder that is deleted with the model.
+        example: arguments of a call, to plan for.
+        ranks: the processes of tensor parallelism that hold its other shards.
+        subset: what is wanted of layers that are not a model of their own.
+        elsewhere: ids of tensors that are weights of another offloaded model.
+        progress: whether to show progress; None: where stderr is a terminal.
+    """
 
     memories: Sequence[Memory] = ()
     folder: OffloadFolder | None = None
-    example: planner_inputs.Example | None = None
+    example: Example | None = None
     ranks: Ranks | None = None
-    hosted: planner_inputs.Hosted | None = None
+    subset: LayerSubset | None = None
     elsewhere: frozenset[int] = frozenset()
     progress: bool | None = None
 
@@ -80,7 +87,7 @@ def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
 
 @contextmanager
 def assembled(
-    model: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts
+    model: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts
 ) -> Iterator[OffloadBuilder]:
     """A model about to be offloaded; where the block fails it is as it was.
 
@@ -93,8 +100,8 @@ def assembled(
     closing, by_alias, made = Undo(), dict[str, alias_groups.Group](), list[OffloadBuilder]()
     try:
         closing.add(unpack_late(model, backend.device))
-        by_alias |= _weights(model, given.elsewhere)
-        made.append(OffloadBuilder(model, backend, config, given, closing, by_alias))
+        by_alias |= _weights(model, facts.elsewhere)
+        made.append(OffloadBuilder(model, backend, config, facts, closing, by_alias))
         yield made[0]
     except BaseException:
         closing()
@@ -109,24 +116,35 @@ def assembled(
 
 
 class OffloadBuilder:
-    """The parts of one model; `prospect` is what is known of it. What `closing` holds goes once the model is plain."""
+    """The parts of one model that is about to be offloaded.
+
+    Attributes:
+        model: the module.
+        gatherer: gathers the planner's inputs for calls of the model.
+        inputs: the planner's inputs, for the usual step.
+        known: kinds of calls that the inputs are for.
+        recast: a cast of the model that diffusers has asked for.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         backend: Backend,
         config: OffloadConfig,
-        given: CallerFacts,
+        facts: CallerFacts,
         closing: Undo,
         by_alias: dict[str, alias_groups.Group],
     ) -> None:
         self.model = model
-        self.known: frozenset[Kind] = frozenset()  # kinds of calls that the prospect is for
+        self.known: frozenset[Kind] = frozenset()
         self.recast: device_map.Recast | None = None
-        self._backend, self._config, self._given, self._closing = backend, config, given, closing
+        self._backend = backend
+        self._config = config
+        self._facts = facts
+        self._closing = closing  # runs once the model is plain again
         self._by_alias = by_alias
-        expected = planner_inputs.dtypes_to_code(by_alias, backend, config, among=given.ranks is not None)
-        prepare_decoding(backend.device, expected, given.progress)
+        expected = dtypes_to_compress(by_alias, backend, config, among=facts.ranks is not None)
+        prepare_decoding(backend.device, expected, facts.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
             closing.add(global_state.forget_cached, model)  # which go by a tensor's device as it was
         # of its own: another model may have weights of the same names
@@ -136,23 +154,31 @@ class OffloadBuilder:
             self._by_alias,
             backend,
             empty=alias_groups.empty_tensors(model),
-            mappings=given.memories,
+            mappings=facts.memories,
             arena=arena,
-            pages=pages if given.memories else None,  # nothing else is in files
+            pages=pages if facts.memories else None,  # nothing else is in files
             spill=spill,
-            by_row=planner_inputs.tables_of(model, self._by_alias),
+            by_row=tables_of(model, self._by_alias),
         )
-        hosted = given.hosted
-        self._blocks = list(hosted.blocks) if hosted else find_blocks(model)
-        self._grains = planner_inputs.grains_of(model, self._by_alias, hosted.grains if hosted else None, self._blocks)
-        machine = planner_inputs.machine_of(backend, config, self._homes, given.progress, expected)
-        if given.ranks is not None:
-            config, machine = _among(given.ranks, backend, config, machine)
-        about = given.memories, self._grains, given.example, hosted, given.progress
-        self.prospect = planner_inputs.prospect_of_model(model, self._homes, backend, config, machine, *about)
-        if expected and backend.device.type == "cuda":  # which the caller may capture next: no thread is left to use it
-            planner_inputs.can_decode(backend, config, expected, given.progress)
-        for owned in (given.folder, spill):
+        subset = facts.subset
+        self._blocks = list(subset.blocks) if subset else find_blocks(model)
+        grains = grains_of(model, self._by_alias, subset.grains if subset else None, self._blocks)
+        machine = machine_of(backend, config, self._homes, facts.progress, expected)
+        if facts.ranks is not None:
+            config, machine = _among(facts.ranks, backend, config, machine)
+        self.gatherer = gatherer_of_homes(
+            model,
+            self._homes,
+            backend,
+            grains,
+            memories=facts.memories,
+            subset=subset,
+            progress=facts.progress,
+        )
+        self.inputs = self.gatherer.gather(config, machine, facts.example)
+        if expected and backend.device.type == "cuda":  # the caller may capture next: no thread may use the device then
+            can_decompress(backend, config, expected, facts.progress)
+        for owned in (facts.folder, spill):
             if owned is not None:
                 closing.add(owned.close)
 
@@ -173,27 +199,17 @@ class OffloadBuilder:
     @property
     def elsewhere(self) -> frozenset[int]:
         """Ids of tensors of the model that are another one's weights."""
-        return self._given.elsewhere
+        return self._facts.elsewhere
 
     def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
         """The alias groups of tensors, given by their ids."""
         every = self._by_alias.items()
         return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
-    def narrow(self, prospect: Prospect) -> None:
-        """Plan with this one, which has as many grains or only the first."""
-        self.prospect, self._grains = prospect, self._grains[: len(prospect.grains)]
-
-    def knowing(self, work: Footprint, entry: str) -> Prospect:
-        """The prospect for the work of a call that was followed."""
-        work = planner_inputs.tried(work, self.prospect, self._backend)
-        return planner_inputs.with_work(self.prospect, self._by_alias, self._grains, work, is_part=entry != "forward")
-
-    def with_facts(self, prospect: Prospect) -> Prospect:
-        """The same with what takes time to find out."""
-        return planner_inputs.with_facts(
-            prospect, self._homes, self._backend, self._given.memories, self._given.progress
-        )
+    def plan_with(self, inputs: PlannerInputs) -> None:
+        """Take these inputs, which have as many grains as before, or only the coarsest ones of them."""
+        self.inputs = inputs
+        self.gatherer = replace(self.gatherer, grains=self.gatherer.grains[: len(inputs.grains)])
 
     def attach(
         self,
@@ -203,12 +219,23 @@ class OffloadBuilder:
         on_added: Callable[[], None] | None = None,
     ) -> Streamer:
         """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
-        if block is None and (short := self.prospect.shortage(plan)):  # with a block others count, too
+        if block is None and (short := self.inputs.shortage(plan)):  # in a shared block other models count, too
             logger.warning("device memory may run out: %s", short)
-        replanning = Replanning(self.prospect, self._foresee, partial(doubt, self._backend.device), self.known)
-        around = self._homes, self._backend, replanning, plan, called(self._blocks), self._closing
-        with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._given.progress):
-            streamer = Streamer(self.model, self._grains, *around, block=block, entries=entries)
+        for_call = self.gatherer.for_call
+        replanning = Replanning(self.inputs, for_call, partial(doubt, self._backend.device), self.known)
+        with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
+            streamer = Streamer(
+                self.model,
+                self.gatherer.grains,
+                self._homes,
+                self._backend,
+                replanning,
+                plan,
+                called(self._blocks),
+                self._closing,
+                block=block,
+                entries=entries,
+            )
         try:
             self._finish(streamer, replanning, on_added)
         except BaseException:
@@ -217,22 +244,15 @@ class OffloadBuilder:
         return streamer
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
-        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.prospect.planners[0].budget)
+        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
         streamer.on_added(on_added or beyond.tell)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # what encoding took
         self._closing.add(device_map.attach_device_map(self.model, self._backend.device, self.recast))
         self._closing.add(streamer.place_added, None)  # to where the weights are again
         _report(streamer.plan, self._config)
-        if self.prospect.whole and streamer.plan.offloaded_nbytes:
-            logger.warning("%s", self.prospect.whole)
-
-    def _foresee(self, known: Prospect, entry: str, args: Any, kwargs: Any) -> Prospect | None:
-        hosted = self._given.hosted
-        whole = (hosted and hosted.model) or self.model  # whose calls these are
-        about = self._by_alias, self._grains, whole, self._backend
-        found = planner_inputs.foreseen(known, *about, args, kwargs, entry)
-        return found and self.with_facts(found)
+        if self.inputs.whole_experts and streamer.plan.offloaded_nbytes:
+            logger.warning("%s", self.inputs.whole_experts)
 
 
 class Beyond:

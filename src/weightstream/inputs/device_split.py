@@ -16,8 +16,8 @@ from torch import nn
 from weightstream.adapters.modules.partition import GRAINS, called, find_blocks, find_units
 from weightstream.adapters.tracing.footprint import observe
 from weightstream.errors import ConfigError
-from weightstream.inputs import planner_inputs
 from weightstream.inputs.builder import rooted
+from weightstream.inputs.gathering import LayerSubset, Observe
 from weightstream.plan import multi_device
 from weightstream.plan.planner import Machine
 from weightstream.runtime.tensors.leaves import leaves, leaves_of
@@ -35,17 +35,17 @@ class DeviceSplit(NamedTuple):
     budgets: list[int | None]
     lane_of: dict[nn.Module, int]
     around: list[nn.Module]
-    observe: planner_inputs.Observe
+    observe: Observe
 
     def settings(self, lane: int, config: OffloadConfig) -> OffloadConfig:
         """Those of one device, with a share of the host's budget."""
         return config.within(self.budgets[lane], self.nbytes[lane] / sum(self.nbytes))
 
-    def hosted(self, lane: int, model: nn.Module) -> planner_inputs.Hosted:
-        """What is planned for one device."""
-        own = tuple(block for block, of in self.lane_of.items() if of == lane)
-        share = len(own) / len(self.lane_of)
-        return planner_inputs.Hosted(blocks=own, grains=GRAINS, model=model, share=share, observe=self.observe)
+    def subset(self, lane: int, model: nn.Module) -> LayerSubset:
+        """The layers of the model that one device holds."""
+        blocks = tuple(block for block, owner in self.lane_of.items() if owner == lane)
+        share = len(blocks) / len(self.lane_of)
+        return LayerSubset(blocks=blocks, grains=GRAINS, model=model, cache_share=share, observe=self.observe)
 
     @property
     def used(self) -> list[int]:

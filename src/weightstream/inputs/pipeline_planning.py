@@ -18,14 +18,14 @@ from torch import nn
 
 from weightstream.adapters.diffusers import pipeline
 from weightstream.adapters.diffusers.dry_run import ComponentCall, rehearse, runs
-from weightstream.adapters.tracing.footprint import Footprint
 from weightstream.errors import ConfigError, OffloadError, PlanError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs.gathering import Gatherer, sketch_of
+from weightstream.inputs.machine import dtypes_of
 from weightstream.plan.candidates import Share
 from weightstream.plan.pipeline import ComponentTurn, PipelinePlan, shares
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.schedule import aligned
 from weightstream.settings.config import OffloadConfig
 
@@ -37,19 +37,14 @@ _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
 class Component(Protocol):
-    """A component, and what is known of it."""
+    """A component: its module, its planner's inputs, and what gathers them for a call."""
 
     @property
     def model(self) -> nn.Module: ...
     @property
-    def prospect(self) -> Prospect: ...
-    def knowing(self, work: Footprint, entry: str) -> Prospect:
-        """The prospect for the work of a call that was followed."""
-        ...
-
-    def with_facts(self, prospect: Prospect) -> Prospect:
-        """The same with what takes time to find out."""
-        ...
+    def inputs(self) -> PlannerInputs: ...
+    @property
+    def gatherer(self) -> Gatherer: ...
 
 
 class Components:
@@ -66,20 +61,21 @@ class Components:
         """That which the call runs."""
         return self.plain[call.component] if call.cast is None else self._cast[id(call.cast)]
 
-    def prospect_of(self, call: ComponentCall) -> Prospect:
-        """The prospect for the work of the call."""
-        return self.of(call).knowing(call.work, call.kind.what)
+    def inputs_of(self, call: ComponentCall) -> PlannerInputs:
+        """The planner's inputs for the work of the call."""
+        component = self.of(call)
+        return component.gatherer.for_work(component.inputs, call.work, call.kind.what)
 
 
 class Shared(NamedTuple):
-    """Of a component its part of the budget: the prospect in it, and the plan of its weights as they are."""
+    """A component's part of the budget: its inputs with that share, and the plan of its weights as they are."""
 
-    prospect: Prospect
+    inputs: PlannerInputs
     plan: Plan
 
     @property
     def share(self) -> Share:
-        share = self.prospect.planners[0].share
+        share = self.inputs.share
         assert share is not None
         return share
 
@@ -112,29 +108,27 @@ def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, Com
     """Of each component the kind of call whose weights are largest, then comes most often, then takes most memory."""
     nums = Counter(id(call.work) for call in calls)
     found: dict[str, ComponentCall] = {}
-    for call in sorted(
-        calls, key=lambda c: (_nbytes(parts.of(c).prospect), nums[id(c.work)], c.work.activation_nbytes)
-    ):
+    for call in sorted(calls, key=lambda c: (_nbytes(parts.of(c).inputs), nums[id(c.work)], c.work.activation_nbytes)):
         found[call.component] = call
     return found
 
 
-def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, tuple[Component, Prospect]]:
+def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, tuple[Component, PlannerInputs]]:
     """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
-    known = {name: (part, part.prospect) for name, part in parts.plain.items()}
+    known = {name: (part, part.inputs) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
-        if _nbytes(parts.of(call).prospect) >= _nbytes(known[name][1]):
-            known[name] = parts.of(call), parts.prospect_of(call)
+        if _nbytes(parts.of(call).inputs) >= _nbytes(known[name][1]):
+            known[name] = parts.of(call), parts.inputs_of(call)
     return known
 
 
-def _nbytes(prospect: Prospect) -> int:
-    return prospect.grains[0].nbytes
+def _nbytes(inputs: PlannerInputs) -> int:
+    return inputs.grains[0].nbytes
 
 
 def share_budget(
     parts: Components,
-    known: Mapping[str, tuple[Component, Prospect]],
+    known: Mapping[str, tuple[Component, PlannerInputs]],
     calls: Sequence[ComponentCall],
     budget: int | None = None,
 ) -> tuple[dict[str, Shared], int]:
@@ -143,25 +137,26 @@ def share_budget(
 
     Raises `PlanError` where they have no room.
     """
-    facts = {name: prospect for name, (_, prospect) in known.items()}
-    times = {name: _STEPS if name in _DENOISERS else 1 for name in facts}
+    every = {name: inputs for name, (_, inputs) in known.items()}
+    times = {name: _STEPS if name in _DENOISERS else 1 for name in every}
     times |= Counter(call.component for call in calls)
-    budget = budget_of(facts, calls) if budget is None else budget
-    if sum(map(_nbytes, facts.values())) > budget:  # some of each may have to stream
-        none = Share(0, budget)
-        facts = {
-            name: part.with_facts(prospect.sharing(none)).sharing(None) for name, (part, prospect) in known.items()
-        }
-    planned = shares(facts, times, budget)
+    budget = budget_of(every, calls) if budget is None else budget
+    if sum(map(_nbytes, every.values())) > budget:  # any of them may have to stream
+        streams = Share(0, budget)
+        for name, (component, inputs) in known.items():
+            complete = component.gatherer.complete(replace(inputs, share=streams))
+            every[name] = replace(complete, share=None)
+    planned = shares(every, times, budget)
     ring = block_nbytes([plan for _, plan in planned.values()])
-    found: dict[str, Shared] = {}
+    shared: dict[str, Shared] = {}
     for name, (share, plan) in planned.items():
-        prospect, plain = facts[name].sharing(share._replace(ring_nbytes=ring)), parts.plain[name]
+        share = share._replace(ring_nbytes=ring)
+        inputs, plain = replace(every[name], share=share), parts.plain[name]
         if known[name][0] is not plain:  # cast while it is called; at other times as it is
-            prospect = plain.prospect.sharing(share._replace(ring_nbytes=ring))
-            plan = prospect.plan()[1]
-        found[name] = Shared(prospect, plan)
-    return found, ring
+            inputs = replace(plain.inputs, share=share)
+            plan = inputs.plan()[1]
+        shared[name] = Shared(inputs, plan)
+    return shared, ring
 
 
 def block_nbytes(plans: Sequence[Plan]) -> int:
@@ -169,17 +164,17 @@ def block_nbytes(plans: Sequence[Plan]) -> int:
     return aligned(max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans))
 
 
-def budget_of(known: Mapping[str, Prospect], calls: Sequence[ComponentCall]) -> int:
+def budget_of(every: Mapping[str, PlannerInputs], calls: Sequence[ComponentCall]) -> int:
     """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
     most = max((call.work.activation_nbytes for call in calls), default=0)
-    found = []
-    for prospect in known.values():
-        planner = prospect.planners[0]
+    budgets = []
+    for inputs in every.values():
+        planner = inputs.planner(0)
         demand = replace(planner.demand, activation_nbytes=max(most, planner.demand.activation_nbytes))
         budget = replace(planner, demand=demand).budget
         if budget is not None:
-            found.append(budget)
-    return min(found)
+            budgets.append(budget)
+    return min(budgets)
 
 
 def plan_of_shares(
@@ -206,21 +201,21 @@ def plan_of_call(
 
     Raises `PlanError` where a component that is cast has no room in its share.
     """
-    priced: dict[int, tuple[Plan, Prospect]] = {}
+    priced: dict[int, tuple[Plan, PlannerInputs]] = {}
     turns: list[ComponentTurn] = []
     for first, num in runs(calls):
         if id(first.work) not in priced:
-            prospect, plan = parts.prospect_of(first), plans[first.component]
+            inputs, plan = parts.inputs_of(first), plans[first.component]
             if first.cast is not None:
-                plan = parts.of(first).prospect.sharing(shared[first.component]).plan()[1]
-            priced[id(first.work)] = _priced(plan, prospect), prospect
-        plan, prospect = priced[id(first.work)]
+                plan = replace(parts.of(first).inputs, share=shared[first.component]).plan()[1]
+            priced[id(first.work)] = _priced(plan, inputs), inputs
+        plan, inputs = priced[id(first.work)]
         is_next = bool(turns) and turns[-1].component == first.component
         cold_s = 0.0
         if plan.first and not is_next:  # of the copy that a turn begins with, which nothing hides
-            cold_s = prospect.planners[0].machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
+            cold_s = inputs.machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
         turns.append(ComponentTurn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
-    machine = max((p.prospect.planners[0].machine for p in parts.plain.values()), key=lambda m: m.free_nbytes)
+    machine = max((component.inputs.machine for component in parts.plain.values()), key=lambda m: m.free_nbytes)
     workspace = 0 if machine.on_cpu else machine.profile.workspace_nbytes + _ROUNDED_NBYTES
     free = 0 if machine.on_cpu else machine.free_nbytes
     return PipelinePlan(
@@ -233,11 +228,11 @@ def plan_of_call(
     )
 
 
-def _priced(plan: Plan, prospect: Prospect) -> Plan:
+def _priced(plan: Plan, inputs: PlannerInputs) -> Plan:
     """A plan as it is predicted for the work of a call."""
-    index = prospect.grain_of(plan.manifest)
-    order = prospect.grains[index].order
-    return prospect.planners[index].priced(plan if order == plan.manifest.order else plan.reordered(order))
+    index = inputs.grain_of(plan.manifest)
+    order = inputs.grains[index].order
+    return inputs.planner(index).priced(plan if order == plan.manifest.order else plan.reordered(order))
 
 
 class PipelineSketch:
@@ -246,12 +241,12 @@ class PipelineSketch:
     def __init__(self, parts: Components, calls: Sequence[ComponentCall], notes: tuple[str, ...] = ()) -> None:
         self._parts, self._calls, self._notes = parts, calls, notes
         self._known = known_of(parts, calls)
-        self.budget = budget_of({name: prospect for name, (_, prospect) in self._known.items()}, calls)
+        self.budget = budget_of({name: inputs for name, (_, inputs) in self._known.items()}, calls)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, in plain form."""
-        return sum(part.prospect.grains[0].plain().nbytes for part in self._parts.plain.values())
+        return sum(part.inputs.grains[0].plain().nbytes for part in self._parts.plain.values())
 
     def plan(self, budget: int | None = None) -> PipelinePlan:
         """The plan of the call; raises `PlanError` where components have no room."""
@@ -287,12 +282,9 @@ def sketch_of_files(
     pipe, checkpoints = sketch_components(path_or_repo_id, dtype=dtype, variant=variant)
     calls, notes = rehearse_for_plan(pipe, call)
     modules = pipeline.modules_of(pipe)
-    machine = machine_of(frozenset().union(*map(planner_inputs.dtypes_of, modules.values())))
-    plain = {
-        name: planner_inputs.sketch_of(module, checkpoints.get(name), config, machine)
-        for name, module in modules.items()
-    }
-    cast = partial(planner_inputs.sketch_of, checkpoint=None, config=config, machine=machine)
+    machine = machine_of(frozenset().union(*map(dtypes_of, modules.values())))
+    plain = {name: sketch_of(module, checkpoints.get(name), config, machine) for name, module in modules.items()}
+    cast = partial(sketch_of, checkpoint=None, config=config, machine=machine)
     return PipelineSketch(Components(plain, calls, cast), calls, notes)
 
 

@@ -27,7 +27,7 @@ from weightstream.plan import cost
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan, in_a_graph
 from weightstream.plan.planner import Planner
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.schedule import Cursor
 from weightstream.plan.units import human, milliseconds
 
@@ -284,16 +284,16 @@ def _times_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> tuple[floa
     return step_s(found, turns), step_s(found, turns, captured=True)
 
 
-Planned = dict[str, tuple[Prospect, Lane]]
+Planned = dict[str, tuple[PlannerInputs, Lane]]
 
 
-def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Planned:
+def chosen(inputs: Mapping[str, PlannerInputs], places: Mapping[str, int]) -> Planned:
     """A plan for each device, by name, with which the step of all is fastest, and what it is planned with:
     [Note: whose block].
 
     Raises `PlanError` where one has none.
     """
-    ways = {name: _ways(prospect) for name, prospect in prospects.items()}
+    ways = {name: _ways(each) for name, each in inputs.items()}
     in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
     best, least_s = in_blocks, _taken_s(in_blocks, places)
     for tried in (finer, *({name: way[name]} for way in (finer, in_blocks) for name in ways)):
@@ -302,7 +302,7 @@ def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Plan
     return best
 
 
-def fastest_deal(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, int]) -> tuple[int, Planned]:
+def fastest_deal(deals: Iterable[Mapping[str, PlannerInputs]], places: Mapping[str, int]) -> tuple[int, Planned]:
     """The deal with which the step of all is fastest, and what `chosen` gives for it.
 
     The first is that in turn. Those after it, of neighbours together, are asked for, and planned, only where they can
@@ -313,9 +313,9 @@ def fastest_deal(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, i
     least_s = _WORTH * _taken_s(planned, places)
     if sum(_one_turn_s(lane) for _, lane in planned.values()) >= least_s:
         return best, planned
-    for index, prospects in coming:
+    for index, inputs in coming:
         try:
-            found = chosen(prospects, places)
+            found = chosen(inputs, places)
         except PlanError:
             continue
         if (found_s := _taken_s(found, places)) < least_s:
@@ -337,12 +337,12 @@ def _one_turn_s(lane: Lane) -> float:
     return max(computes_s, over / lane.profile.link_bytes_per_s)
 
 
-def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:
-    coarse, found = whole.coarse(), []
-    for prospect in (coarse,) if coarse is whole else (coarse, whole):
-        index, plan = prospect.plan()
-        found.append((prospect, Lane.of(plan, prospect.planners[index])))
-    return found
+def _ways(whole: PlannerInputs) -> list[tuple[PlannerInputs, Lane]]:
+    coarse, ways = whole.coarse(), []
+    for inputs in (coarse,) if coarse is whole else (coarse, whole):
+        index, plan = inputs.plan()
+        ways.append((inputs, Lane.of(plan, inputs.planner(index))))
+    return ways
 
 
 AnyPlan = Plan | StripedPlan

@@ -8,13 +8,13 @@ leaves; each keeps at least what a plan of it cannot stream.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share, aligned_nbytes
 from weightstream.plan.plan import Plan
-from weightstream.plan.problem import Prospect
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.schedule import aligned
 from weightstream.plan.search import always_resident
 from weightstream.plan.units import human, milliseconds
@@ -22,26 +22,26 @@ from weightstream.plan.units import human, milliseconds
 _BISECTIONS = 10
 
 
-def shares(prospects: Mapping[str, Prospect], times: Mapping[str, int], budget: int) -> dict[str, tuple[Share, Plan]]:
+def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget: int) -> dict[str, tuple[Share, Plan]]:
     """What each component may keep, the ring of all, and its plan, in `budget` bytes; `times` says how often each runs.
 
     Raises `PlanError` with the arithmetic where they have no room.
     """
-    least = {name: _least_kept(prospect) for name, prospect in prospects.items()}
+    least = {name: _least_kept(each) for name, each in inputs.items()}
     total = sum(least.values())
-    order = sorted(prospects, key=lambda name: -times.get(name, 1) * prospects[name].grains[0].nbytes)
+    order = sorted(inputs, key=lambda name: -times.get(name, 1) * inputs[name].grains[0].nbytes)
     ring = 0
     for name in order:
-        ring = _ring_of(prospects[name], Share(least[name], ring), budget - total)
+        ring = _ring_of(inputs[name], Share(least[name], ring), budget - total)
         if total + ring > budget:
-            raise _no_room(prospects, least, budget)
+            raise _no_room(inputs, least, budget)
     first, others = order[0], total - least[order[0]]
-    plan = prospects[first].within(budget - others).plan()[1]  # the ring that suits it best
+    plan = inputs[first].at_budget(budget - others).plan()[1]  # the ring that suits it best
     ring = max(ring, min(aligned(plan.ring_nbytes) + plan.buffer_nbytes, budget - total))
     found: dict[str, tuple[Share, Plan]] = {}
     left = budget - total - ring
     for name in order:
-        plan = prospects[name].sharing(Share(least[name] + left, ring)).plan()[1]
+        plan = replace(inputs[name], share=Share(least[name] + left, ring)).plan()[1]
         kept = max(least[name], min(least[name] + left, aligned_nbytes(plan.manifest, plan.resident)))
         found[name] = Share(kept, ring), plan
         left -= kept - least[name]
@@ -50,16 +50,16 @@ def shares(prospects: Mapping[str, Prospect], times: Mapping[str, int], budget: 
     return found
 
 
-def _least_kept(prospect: Prospect) -> int:
+def _least_kept(inputs: PlannerInputs) -> int:
     """Bytes that stay whatever the budget, in the grain in which these are least."""
-    return min(aligned_nbytes(grain, always_resident(grain)) for grain in prospect.grains)
+    return min(aligned_nbytes(grain, always_resident(grain)) for grain in inputs.grains)
 
 
-def _ring_of(prospect: Prospect, share: Share, most: int) -> int:
+def _ring_of(inputs: PlannerInputs, share: Share, most: int) -> int:
     """The least ring, from that of the share on, through which the component can stream; more than `most`: none."""
 
     def works(ring: int) -> bool:
-        return prospect.sharing(Share(share.kept_nbytes, ring)).has_plan()
+        return replace(inputs, share=Share(share.kept_nbytes, ring)).has_plan()
 
     low, high = share.ring_nbytes, most
     if low and works(low):
@@ -72,12 +72,12 @@ def _ring_of(prospect: Prospect, share: Share, most: int) -> int:
     return aligned(high)
 
 
-def _no_room(prospects: Mapping[str, Prospect], least: Mapping[str, int], budget: int) -> PlanError:
+def _no_room(inputs: Mapping[str, PlannerInputs], least: Mapping[str, int], budget: int) -> PlanError:
     """With the budget that would do."""
     total, rings = sum(least.values()), dict[str, int]()
-    for name, prospect in prospects.items():
-        most = aligned(2 * prospect.grains[0].nbytes)
-        rings[name] = _ring_of(prospect, Share(least[name], 0), most)
+    for name, each in inputs.items():
+        most = aligned(2 * each.grains[0].nbytes)
+        rings[name] = _ring_of(each, Share(least[name], 0), most)
     name = max(rings, key=rings.__getitem__)
     ring = aligned(rings[name])
     return PlanError(

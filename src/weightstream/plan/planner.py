@@ -274,7 +274,7 @@ class Planner:
         least_s = search.least_s(way.aside, profile.decoding(way.aside))
         return max(least_s, over / profile.link_bytes_per_s) + read_s
 
-    def may_code(self, manifest: Manifest) -> bool:
+    def may_compress(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest depends on what can be coded."""
         has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
         return self.config.uses_codes and has_reason
@@ -291,7 +291,7 @@ class Planner:
 
     def _sizes(self, manifest: Manifest) -> Sizes:
         """Alias groups that are worth compressing, where that may be, and the bytes that they take then."""
-        if not (self.may_code(manifest) and self.machine.can_decode):
+        if not (self.may_compress(manifest) and self.machine.can_decode):
             return {}
         plain = search.always_resident(manifest)
         if self.config.backend == "prefetch":

@@ -25,6 +25,8 @@ from models import cache_name, randomise
 transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
+from weightstream.inputs.planner_inputs import Sketch, machine_elsewhere, sketch_of  # noqa: E402
+from weightstream.plan.problem import Prospect  # noqa: E402
 
 from weightstream.adapters.hf import generation, static_cache  # noqa: E402
 from weightstream.adapters.hf.generation import DecodeReport, Recorder, decode_with, generate  # noqa: E402
@@ -32,9 +34,7 @@ from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
-from weightstream.inputs.planner_inputs import Sketch, machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
-from weightstream.plan.problem import Prospect  # noqa: E402
 from weightstream.runtime.streamer import activation_transfer  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 

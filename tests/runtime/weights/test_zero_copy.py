@@ -12,6 +12,7 @@ import torch
 from test_search import model as manifest_of
 from test_search import tensor
 from torch import nn
+from weightstream.plan.problem import Prospect
 
 import weightstream
 from fixtures_structure import Stack
@@ -23,7 +24,6 @@ from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Refusal
-from weightstream.plan.problem import Prospect
 from weightstream.plan.search import Candidate, map_to_host, place_host_bytes, place_layers, place_within
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
 from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig

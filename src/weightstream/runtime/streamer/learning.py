@@ -75,7 +75,7 @@ class Learning:
         self._has_told = False  # that reads outside of units are slow
         self._foreseen = set(map(_class_of, installed.replanning.known))
         self._last: Kind | None = None
-        workload = installed.replanning.prospect.workload
+        workload = installed.replanning.inputs.workload
         self._planned = None if workload is None else _class_of(kind_of_workload(workload))
 
     @property
@@ -168,8 +168,8 @@ class Learning:
             if plan is None:
                 return
             self._change(plan)
-            prospect, now = self._installed.replanning.prospect, self._installed.plan
-            self.watching |= not prospect.grains[prospect.grain_of(now.manifest)].kept <= now.resident
+            inputs, now = self._installed.replanning.inputs, self._installed.plan
+            self.watching |= not inputs.grains[inputs.grain_of(now.manifest)].kept <= now.resident
 
     def _change(self, plan: Plan) -> None:
         """Put a plan in force that is better for a call."""
@@ -260,7 +260,7 @@ class Learning:
             if sum(nbytes[alias] for alias in left[index]) >= now:
                 break
             try:
-                plan = installed.replanning.plan(installed.replanning.prospect.grains[index])
+                plan = installed.replanning.plan(installed.replanning.inputs.grains[index])
             except PlanError:
                 continue
             return self._try_switch(plan)

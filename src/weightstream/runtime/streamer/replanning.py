@@ -1,4 +1,4 @@
-"""The prospect of a streamer, and what it has learned since: the work of calls, measured times, sizes of codes."""
+"""The planner's inputs of a streamer, and what it learns: the work of calls, measured times, compressed sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.multi_device import Lane
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
-from weightstream.plan.problem import Prospect, is_worth
+from weightstream.plan.planner_inputs import PlannerInputs, is_worth
 from weightstream.runtime.ring.timeline import Kind, Measured, Timeline, kind_of_workload
 
 logger = logging.getLogger("weightstream")
@@ -25,106 +25,104 @@ _FROM = 3  # timed steps of one kind
 _MISSED = 1.25  # times what was predicted, or as much less: what is known of a kind of steps holds no more
 _DOUBTED = 2.0  # times: what the machine can do is measured again
 
-Foresee = Callable[[Prospect, str, Any, Any], Prospect | None]  # the method that is called, and its arguments
+# (inputs, the method that is called, args, kwargs) -> the inputs for that call
+ForCall = Callable[[PlannerInputs, str, Any, Any], PlannerInputs | None]
 
 
 class Replanning:
     """Plans, and plans again with the work of calls before they run; measured times correct what is predicted.
 
-    `foresee(prospect, entry, args, kwargs)` tells the work of a call, `doubt()` that the profile was wrong by much.
+    `for_call` gives the inputs for a call, or None where it cannot be followed; `doubt()` is called where the profile
+    was far off.
     """
 
     def __init__(
         self,
-        prospect: Prospect,
-        foresee: Foresee = lambda *_: None,
+        inputs: PlannerInputs,
+        for_call: ForCall = lambda *_: None,
         doubt: Callable[[], None] = lambda: None,
         known: Collection[Kind] = (),
     ) -> None:
-        self.prospect = prospect
-        self.known = known  # kinds of calls that the prospect was made for
-        self._foresee = foresee
+        self.inputs = inputs
+        self.known = known  # kinds of calls that the inputs were gathered for
+        self._for_call = for_call
         self._doubt = doubt
         self.kept = frozenset[str]()  # on the device for good
         self._kind: Kind | None = None  # of the steps that the plan was held against last
-        self._foreseen = _planned(prospect)  # of the call that the plan was predicted for from its work
+        self._foreseen = _planned(inputs)  # of the call that the plan was predicted for from its work
         self._looked_at = 0  # so many steps
 
     def plan(self, manifest: Manifest) -> Plan:
         """The plan of a manifest, proved. Raises `PlanError`."""
-        plan = self._planners[self.prospect.grain_of(manifest)](manifest)
+        plan = self._planner_of(manifest)(manifest)
         prove(plan)
         return plan
 
-    @property
-    def _planners(self) -> tuple[Planner, ...]:
-        return self.prospect.planners
-
-    def _change(self, change: Callable[[Planner], Planner]) -> None:
-        self.prospect = replace(self.prospect, planners=tuple(map(change, self._planners)))
+    def _planner_of(self, manifest: Manifest) -> Planner:
+        return self.inputs.planner(self.inputs.grain_of(manifest))
 
     def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
         """The same with the alias groups `kept` on the device for good, now that those `movable` can be on disk.
 
         Raises `PlanError` where that does not fit.
         """
-        self._change(lambda planner: replace(planner, weights=replace(planner.weights, movable=movable)))
+        self.inputs = replace(self.inputs, weights=replace(self.inputs.weights, movable=movable))
         plan = self.plan(manifest.plain().keeping(kept))
         self.kept = kept
         return plan
 
     def rebudget(self, device_budget: int) -> Plan:
         """The plan of another budget, which holds from now on. Raises `PlanError` where it cannot work."""
-        found = self.prospect.within(device_budget).keeping(self.kept)
-        plan = found.plan()[1]
+        inputs = self.inputs.at_budget(device_budget).keeping(self.kept)
+        plan = inputs.plan()[1]
         prove(plan)
-        self.prospect = found
+        self.inputs = inputs
         return plan
 
     def read_whole(self, plan: Plan) -> tuple[int, ...]:
         """Bytes of each weight that kernels read from host memory; of tables a step reads a few rows."""
-        whole = plan.mapped - self._planners[0].weights.by_row
+        whole = plan.mapped - self.inputs.weights.by_row
         return tuple(nbytes for alias, nbytes in plan.manifest.aliases.items() if alias in whole)
 
     def lane(self, plan: Plan) -> Lane:
         """A plan as that of one of several devices."""
-        return Lane.of(plan, self._planners[self.prospect.grain_of(plan.manifest)])
+        return Lane.of(plan, self._planner_of(plan.manifest))
 
     def learn_sizes(self, sizes: Mapping[str, int]) -> None:
         """Take over what compressed weights take, which was estimated before."""
-        known = {**self._planners[0].weights.codes, **sizes}
-        self._change(lambda planner: replace(planner, weights=replace(planner.weights, codes=known)))
+        weights = self.inputs.weights
+        self.inputs = replace(self.inputs, weights=replace(weights, codes={**weights.codes, **sizes}))
 
     def cannot_map(self) -> None:
         """Kernels cannot read host memory after all."""
-        self._change(lambda planner: replace(planner, machine=replace(planner.machine, maps_host_memory=False)))
+        self.inputs = replace(self.inputs, machine=replace(self.inputs.machine, maps_host_memory=False))
 
     def cannot_fetch(self) -> None:
         """They cannot read single rows of stacks where these lie."""
-        self._change(lambda planner: replace(planner, machine=replace(planner.machine, fetches_rows=False)))
+        self.inputs = replace(self.inputs, machine=replace(self.inputs.machine, fetches_rows=False))
 
     def foresee(self, plan: Plan, kind: Kind, args: Any, kwargs: Any) -> Plan | None:
         """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
 
         None: nothing tells of them.
         """
-        found = self._foresee(self.prospect, kind.what, args, kwargs)
-        if found is None:
+        inputs = self._for_call(self.inputs, kind.what, args, kwargs)
+        if inputs is None:
             return None
         # what one kind of calls keeps stays for all
-        self.prospect = found = found.keeping(self.kept)
-        index = found.grain_of(plan.manifest)
-        planner, grain = found.planners[index], found.grains[index]
+        self.inputs = inputs = inputs.keeping(self.kept)
+        index = inputs.grain_of(plan.manifest)
+        planner, grain = inputs.planner(index), inputs.grains[index]
         same = planner.priced(plan.reordered(grain.order))
         try:
-            better = found.plan()[1]
+            better = inputs.plan()[1]
         except PlanError as error:  # what the call needs beside weights leaves no room for a plan: it may still run
             logger.warning("%s", error)
             better = same
         fits = grain.kept <= plan.resident and (planner.budget is None or same.device_nbytes <= planner.budget)
         is_better = is_worth(same, better, planner.machine) and not (better.moving - same.moving)
         chosen = better if not fits or is_better else same
-        if short := found.shortage(chosen):
+        if short := inputs.shortage(chosen):
             logger.warning("device memory may run out: %s", short)
         told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
         logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
@@ -151,24 +149,23 @@ class Replanning:
         if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
         self._kind, self._foreseen = measured.kind, None  # from here on measured times are in what is predicted
-        found = corrected(self._planners[self.prospect.grain_of(plan.manifest)], plan, _times(measured))
+        found = corrected(self._planner_of(plan.manifest), plan, _times(measured))
         told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
         logger.info("%s; from what was measured %.1f", told, 1e3 * found.step_s)
         return found
 
     def _learn_counts(self, counts: Counts | None) -> bool:
         """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
-        known = self._planners[0].counts
+        known = self.inputs.counts
         if counts is None or counts.num_rows < 2 * (known.num_rows if known else 1):
             return False
-        of_kind = counts._replace(workload=self.prospect.workload)
-        self._change(lambda planner: replace(planner, counts=of_kind))
+        self.inputs = replace(self.inputs, counts=counts._replace(workload=self.inputs.workload))
         return True
 
 
-def _planned(prospect: Prospect) -> Kind | None:
+def _planned(inputs: PlannerInputs) -> Kind | None:
     """The kind of the steps whose work was known before any call."""
-    demand = prospect.planners[0].demand
+    demand = inputs.demands[0]
     return kind_of_workload(demand.workload) if demand.workload is not None and demand.work else None
 
 

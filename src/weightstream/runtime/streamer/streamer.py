@@ -68,7 +68,7 @@ class Streamer:
         block: SharedMemory | None = None,
         entries: Sequence[str] = (),
     ) -> None:
-        units = grains[replanning.prospect.grain_of(plan.manifest)]
+        units = grains[replanning.inputs.grain_of(plan.manifest)]
         self._backend = backend
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
         self._compiled = Compiled(model, blocks)

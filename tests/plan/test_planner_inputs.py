@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from test_planner import PREFILL, SMALL, decoder, prospect
+from weightstream.plan.problem import is_worth, moved_nbytes
 
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.problem import is_worth, moved_nbytes
 
 
 def planned(percent: int) -> tuple[Machine, Plan]:

@@ -1,0 +1,416 @@
+"""Gathers the planner's inputs of one model: its weights and units, the work of a step, the machine. Decides nothing.
+
+What takes time to find out (samples of weights, compiled kernels, the speed of files) is found out only where a plan
+within the budget can depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightstream.adapters.modules.moe import why_whole
+from weightstream.adapters.modules.partition import GRAINS, Grain, find_units, row_tables
+from weightstream.adapters.tracing import op_timing
+from weightstream.adapters.tracing.footprint import Footprint, follow, observe
+from weightstream.codec.estimate import ASSUMED_BITS, estimate
+from weightstream.codec.format import ELEMENTS, Layout
+from weightstream.errors import UnsupportedError
+from weightstream.inputs.machine import can_decompress, compressible_dtypes, with_decode_rates
+from weightstream.measure import bench
+from weightstream.plan.coding import Sizes
+from weightstream.plan.manifest import Manifest, Op, Rate, Workload
+from weightstream.plan.planner import Demand, Machine, Weights
+from weightstream.plan.planner_inputs import PlannerInputs
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.tensors.leaves import Role
+from weightstream.runtime.weights.alias_groups import Group, UnitModule, groups, manifest, merge_tied
+from weightstream.runtime.weights.homes import Homes
+from weightstream.settings.config import OffloadConfig
+from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.mapping import Memory
+
+logger = logging.getLogger("weightstream")
+
+_TEXT = 512  # tokens of an encoder's input, where none are given
+_CONTEXT = 4096  # positions to plan for where none are given, if a model has so many
+_FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
+Grains = list[list[UnitModule]]
+Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+Observe = Callable[[nn.Module, Workload], Footprint]
+_RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSubset:
+    """Layers of a model that are offloaded without the rest: those that an engine runs, or one device's of several.
+
+    Attributes:
+        blocks: the layers.
+        kept: names of tensors that stay on the device.
+        grains: how layers may be cut into units; parts of layers only where a step is watched before addresses are
+            fixed.
+        in_graphs: steps are CUDA graphs, in which the host launches no kernel.
+        model: the model that the layers are part of, whose steps are planned for; None: an engine runs them.
+        cache_share: the share of the model's cache that belongs to the layers.
+        observe: gives the work of the model's step, once for all devices.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    kept: frozenset[str] = frozenset()
+    grains: tuple[Grain, ...] = ("block",)
+    in_graphs: bool = False
+    model: nn.Module | None = None
+    cache_share: float = 1.0
+    observe: Observe = observe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedWeights:
+    """Where the weights of a loaded model are: what is slow to find out about them can be found out."""
+
+    homes: Homes
+    memories: Sequence[Memory] = ()
+    progress: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gatherer:
+    """Gathers the planner's inputs of one model.
+
+    Attributes:
+        model: the module whose units are planned.
+        by_alias: its weights.
+        grains: its units in each grain.
+        weights: where its weights may be placed.
+        backend: the device on which operators can be timed; None: they are not.
+        loaded: where the weights are; None of a model on meta, of which nothing more can be found out.
+        subset: what is to be known of a model that is not offloaded as a whole.
+    """
+
+    model: nn.Module
+    by_alias: dict[str, Group]
+    grains: Grains
+    weights: Weights
+    backend: Backend | None = None
+    loaded: LoadedWeights | None = None
+    subset: LayerSubset | None = None
+
+    @property
+    def called(self) -> nn.Module:
+        """The module whose calls are planned for."""
+        whole = self.subset.model if self.subset is not None else None
+        return self.model if whole is None else whole
+
+    def gather(self, config: OffloadConfig, machine: Machine, example: Example | None = None) -> PlannerInputs:
+        """The inputs for the model's usual step, or for a forward with the arguments of `example`.
+
+        The usual step is that of a language model; where an engine runs the layers, one product with every matrix; of
+        any other model nothing is known before its first call.
+        """
+        # before an example is followed: a trial of operators shares the device with no compiler
+        inputs = self.complete(self._usual_step(config, machine))
+        if example is None:
+            return inputs
+        args, kwargs = example
+        for_example = self.for_call(inputs, "forward", args, kwargs)
+        if for_example is None:
+            logger.warning(
+                "a call of %s with example_inputs cannot be followed: its first steps tell its work",
+                type(self.called).__name__,
+            )
+        return for_example or inputs
+
+    def for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
+        """The inputs for one call of the method `entry`, with its units in the order in which they run.
+
+        None where the call cannot be followed. Neither the model nor the arguments change. Takes a few seconds at most.
+        """
+        device = self.backend.device if self.backend is not None else torch.device("cpu")
+        try:
+            work = follow(self.called, args, kwargs, entry=entry, limit_s=_FOLLOW_S, device=device)
+        except UnsupportedError as error:
+            logger.info("the work of this call is not known before it ran: %s", error)
+            return None
+        work = self._timed(work, inputs.machine)
+        is_text = inputs.demands[0].is_text
+        return self.complete(self._with_work(inputs, work, is_part=entry != "forward", is_text=is_text))
+
+    def for_work(self, inputs: PlannerInputs, work: Footprint, entry: str) -> PlannerInputs:
+        """The inputs for a call of the method `entry` that was followed."""
+        return self._with_work(inputs, self._timed(work, inputs.machine), is_part=entry != "forward")
+
+    def complete(self, inputs: PlannerInputs) -> PlannerInputs:
+        """The inputs with what takes time to find out, where a plan can depend on it and it is not known yet."""
+        loaded, backend, machine, weights = self.loaded, self.backend, inputs.machine, inputs.weights
+        if loaded is None or backend is None:
+            return inputs
+        homes = loaded.homes
+        dtypes = compressible_dtypes(self.by_alias) if inputs.may_compress and not weights.codes else frozenset[str]()
+        if dtypes and can_decompress(backend, inputs.config, dtypes, loaded.progress):
+            for memory in loaded.memories:
+                memory.check()
+            sizes = sizes_of(self.by_alias, homes.layouts, homes.in_parts, weights.by_row)
+            machine = with_decode_rates(machine, backend, dtypes, loaded.progress)
+            weights = replace(weights, codes=sizes)
+        if machine.disk_bytes_per_s is None and inputs.may_use_disk:
+            machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))
+        return replace(inputs, machine=machine, weights=weights)
+
+    def _usual_step(self, config: OffloadConfig, machine: Machine) -> PlannerInputs:
+        subset = self.subset
+        grains = tuple(manifest(units, self.by_alias) for units in self.grains)
+        if subset is not None and subset.model is None:
+            return self._engine_step(config, machine, grains, subset)
+        inputs = PlannerInputs(
+            config=config,
+            machine=machine,
+            weights=self.weights,
+            grains=grains,
+            demands=(Demand(),) * len(grains),
+            whole_experts=why_whole(self.called),
+        )
+        workload = _workload(self.called, config)
+        # the calls of a loaded model that is none of language are known when they come
+        if workload is None or (self.loaded is not None and not _generates(self.called)):
+            return inputs
+        try:
+            work = (subset.observe if subset is not None else observe)(self.called, workload)
+        except UnsupportedError as error:
+            logger.info("activations and compute times are not known before the first step: %s", error)
+            return inputs
+        inputs = self._with_work(inputs, work, workload)
+        if subset is None:
+            return inputs
+        cache_nbytes = int(subset.cache_share * inputs.demands[0].cache_nbytes)
+        return replace(inputs, demands=tuple(replace(demand, cache_nbytes=cache_nbytes) for demand in inputs.demands))
+
+    def _engine_step(
+        self, config: OffloadConfig, machine: Machine, grains: tuple[Manifest, ...], subset: LayerSubset
+    ) -> PlannerInputs:
+        rows = config.batch * config.tokens
+        if subset.in_graphs:
+            machine = replace(machine, profile=machine.profile.without_host())
+        kept = {alias for alias, names in self.weights.names.items() if not subset.kept.isdisjoint(names)}
+        return PlannerInputs(
+            config=config,
+            machine=machine,
+            weights=self.weights,
+            grains=tuple(grain.keeping(kept) for grain in grains),
+            demands=tuple(Demand(work=_products(grain, rows)) for grain in grains),
+            whole_experts=why_whole(self.model),
+        )
+
+    def _timed(self, work: Footprint, machine: Machine) -> Footprint:
+        """The work with the seconds of its operators in a trial; on a CPU a step is as quick, and tells more."""
+        if self.backend is None or self.backend.device.type == "cpu":
+            return work
+        return work.tried(op_timing.time_ops(work.launches, machine.profile, self.backend))
+
+    def _with_work(
+        self,
+        inputs: PlannerInputs,
+        work: Footprint,
+        workload: Workload | None = None,
+        *,
+        is_part: bool = False,
+        is_text: bool = False,
+    ) -> PlannerInputs:
+        """The inputs for a step that was followed; weights that are read outside of their units stay on the device.
+
+        `is_part`: other steps run other units, so the order has all of them. `is_text`: text from graphs comes later.
+        """
+        aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
+        # a graph can only hold copies of pinned memory
+        is_text |= work.captured is not None and inputs.config.pin_memory
+        manifests, demands = [], []
+        for units, grain in zip(self.grains, inputs.grains, strict=True):
+            captured = {} if work.captured is None else _by_unit(work.captured, units)
+            demand = Demand(
+                workload=workload,
+                work=_by_unit(work, units),
+                captured=captured,
+                activation_nbytes=work.activation_nbytes,
+                cache_nbytes=work.cache_nbytes,
+                states_nbytes=work.states_nbytes(self.grains[0]),
+                is_text=is_text,
+            )
+            order = work.order(units)
+            outside = {aliases[id(tensor)] for tensor in work.outside(units) if id(tensor) in aliases}
+            # a call needs no unit that it skips; but a synthetic step of text proves nothing about image units
+            is_whole = len(set(order)) == len(units) or (workload is None and order and not is_part)
+            manifests.append((replace(grain, order=order) if is_whole else grain).keeping(outside))
+            demands.append(demand)
+        return replace(inputs, grains=tuple(manifests), demands=tuple(demands))
+
+
+def gatherer_of_homes(
+    model: nn.Module,
+    homes: Homes,
+    backend: Backend,
+    grains: Grains,
+    *,
+    memories: Sequence[Memory] = (),
+    subset: LayerSubset | None = None,
+    progress: bool | None = None,
+) -> Gatherer:
+    """That of a loaded model, whose weights are in these homes."""
+    by_alias = {alias: home.group for alias, home in homes.homes.items()}
+    weights = Weights(
+        names=_names(by_alias),
+        by_row=homes.by_row,
+        coded_in_files=frozenset(homes.layouts),
+        movable=homes.movable,
+        kept=subset.kept if subset is not None else frozenset(),
+    )
+    return Gatherer(
+        model=model,
+        by_alias=by_alias,
+        grains=grains,
+        weights=weights,
+        backend=backend,
+        loaded=LoadedWeights(homes=homes, memories=memories, progress=progress),
+        subset=subset,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sketch:
+    """A model of which only shapes are known, and its planner's inputs."""
+
+    model: nn.Module
+    gatherer: Gatherer
+    inputs: PlannerInputs
+
+
+def sketch_of(
+    model: nn.Module,
+    checkpoint: Checkpoint | None,
+    config: OffloadConfig,
+    machine: Machine,
+    subset: LayerSubset | None = None,
+) -> Sketch:
+    """That of a model on meta, or of one whose tensors are not to be read.
+
+    `checkpoint`: the files of its weights, where these are here. `subset`: one device's layers of several.
+    """
+    by_alias = groups(model, allow_meta=True)
+    entries = checkpoint.entries if checkpoint is not None else {}
+    layouts = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
+    compressed = _compressed_in_files(by_alias, layouts) if config.uses_codes and machine.can_decode else {}
+    by_row = tables_of(model, by_alias)
+    weights = Weights(
+        names=_names(by_alias),
+        by_row=by_row,
+        movable=frozenset(by_alias),
+        coded_in_files=frozenset(compressed),
+        codes=sizes_of(by_alias, compressed, {}, by_row) if config.uses_codes else {},
+    )
+    grains = grains_of(model, by_alias, None, list(subset.blocks) if subset is not None else None)
+    gatherer = Gatherer(model=model, by_alias=by_alias, grains=grains, weights=weights, subset=subset)
+    return Sketch(model=model, gatherer=gatherer, inputs=gatherer.gather(config, machine))
+
+
+def grains_of(
+    model: nn.Module,
+    by_alias: dict[str, Group],
+    grains: Sequence[Grain] | None = None,
+    blocks: list[nn.Module] | None = None,
+) -> Grains:
+    """The units of a model in each of these grains, else in every one; `blocks` are those that the caller knows."""
+    return [merge_tied(find_units(model, grain, blocks), by_alias) for grain in grains or GRAINS]
+
+
+def tables_of(model: nn.Module, by_alias: Mapping[str, Group]) -> frozenset[str]:
+    """Alias groups of which a step reads a few rows."""
+    rows = row_tables(model)
+    return frozenset(a for a, group in by_alias.items() if all(id(m.tensor) in rows for m in group.members))
+
+
+def sizes_of(
+    by_alias: Mapping[str, Group],
+    in_files: Mapping[str, Layout],
+    in_parts: Mapping[str, Sequence[torch.Tensor]],
+    by_row: frozenset[str],
+) -> Sizes:
+    """The compressed bytes of each alias group that can be compressed. Reads samples of the weights.
+
+    `in_files` are the layouts of those that are compressed in a file, `in_parts` the bytes of those whose memory is
+    not filled yet. Tables of which a step reads a few rows (`by_row`) are left out.
+    """
+    sizes = {a: _size(group, in_files.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
+    return {alias: nbytes for alias, nbytes in sizes.items() if nbytes is not None}
+
+
+def _size(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> int | None:
+    """The compressed bytes of a group: from a file, a sample, or assumed; None: only parameters can be compressed."""
+    dtype = group.members[0].spec.dtype
+    if layout is not None:
+        return layout.nbytes
+    if dtype not in ELEMENTS or any(m.spec.dtype != dtype or m.role is not Role.PARAMETER for m in group.members):
+        return None
+    if not group.home.is_meta:
+        return estimate(parts or [group.home], dtype)
+    count = group.nbytes // ELEMENTS[dtype].nbytes
+    least = Layout(dtype=dtype, count=count, num_escapes=0).nbytes
+    return max(least, aligned(round(count * ASSUMED_BITS[dtype] / 8)))
+
+
+def _compressed_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The layouts of groups that are one tensor of a file, as it is there: transformers may convert the others."""
+    found: dict[str, Layout] = {}
+    for alias, group in by_alias.items():
+        spec = group.members[0].spec
+        layout = next((layouts[name] for m in group.members for name in m.names if name in layouts), None)
+        if layout is not None and (layout.dtype, layout.raw_nbytes) == (spec.dtype, group.nbytes):
+            found[alias] = layout
+    return found
+
+
+def _names(by_alias: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
+    """All names of each alias group."""
+    return {alias: tuple(name for m in group.members for name in m.names) for alias, group in by_alias.items()}
+
+
+def _workload(model: nn.Module, config: OffloadConfig) -> Workload | None:
+    """The step of a model of transformers that is planned for; None of any other."""
+    settings = getattr(model, "config", None)
+    if settings is None:
+        return None
+    positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
+    usual = min(_CONTEXT if _generates(model) else _TEXT, positions)
+    context = max(config.tokens, config.context or usual)
+    tokens = config.tokens if _generates(model) else context  # an encoder takes its input at once
+    return Workload(batch=config.batch, tokens=tokens, context=context)
+
+
+def _generates(model: nn.Module) -> bool:
+    """Whether a model's steps are those of a language model; of any other the first call tells its work."""
+    return bool(getattr(model, "can_generate", bool)())
+
+
+def _by_unit(work: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op, ...]]:
+    """The operators of each unit, by its name."""
+    return {unit.name: ops for unit, ops in zip(units, work.work(units), strict=True)}
+
+
+def _products(grain: Manifest, rows: int) -> dict[str, tuple[Op, ...]]:
+    """The work of units in which `rows` rows are multiplied by every matrix.
+
+    Of stacks of matrices, such as experts, a step does not use all, but may read all.
+    """
+
+    def op(shape: tuple[int, ...], dtype: str, nbytes: int) -> Op:
+        rate = _RATES.get(dtype, "none") if len(shape) == 2 else "none"
+        return Op(rate=rate, flops=2.0 * rows * math.prod(shape), nbytes=nbytes)
+
+    matrices = ((unit.name, [t for t in unit.tensors if len(t.shape) > 1]) for unit in grain.units)
+    return {name: tuple(op(t.shape, t.dtype, t.nbytes) for t in tensors) for name, tensors in matrices}

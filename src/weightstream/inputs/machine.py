@@ -1,0 +1,168 @@
+"""The machine to plan for: free memory, links and rates, measured or from a profile, and whether it decompresses.
+
+Kernels that decompress take seconds to compile: this starts to compile them while a model loads, for the dtypes that a
+plan may compress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from weightstream.codec.format import ELEMENTS
+from weightstream.measure.profile import can_decode as decodes
+from weightstream.measure.profile import prepare_decoding, profile_for, with_decoding
+from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.planner import Machine
+from weightstream.runtime.devices import cpu, cuda
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.tensors.leaves import Role
+from weightstream.runtime.weights.alias_groups import Group
+from weightstream.runtime.weights.homes import Homes
+from weightstream.settings.config import OffloadConfig
+from weightstream.store.limits import available_nbytes
+
+
+def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
+    """A GPU that is not in this machine, with this machine's host; `held_nbytes` of its memory would become free."""
+    return Machine(
+        profile=profile,
+        on_cpu=False,
+        free_nbytes=profile.device_nbytes,
+        total_nbytes=profile.device_nbytes,
+        host_free_nbytes=cpu.free_nbytes() + held_nbytes,
+        host_total_nbytes=available_nbytes() + held_nbytes,
+    )
+
+
+def machine_of(
+    backend: Backend,
+    config: OffloadConfig,
+    homes: Homes | None = None,
+    progress: bool | None = None,
+    dtypes: Collection[str] = (),
+) -> Machine:
+    """This machine. Memory that a model's weights (`homes`) take now counts as free where they would leave it.
+
+    `dtypes`: of weights that a plan may compress, as far as they are known.
+    """
+    there = [home for home in homes.homes.values() if home.file is None] if homes else []
+    held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
+    on_cpu, profile = backend.device.type == "cpu", profile_for(backend, dtypes=dtypes, progress=progress)
+    machine = machine_elsewhere(profile, held_nbytes)
+    free, total = machine.host_free_nbytes, machine.host_total_nbytes
+    if not on_cpu:
+        free, total = cuda.memory(backend.device)
+        free += sum(home.group.nbytes for home in there if home.origin == backend.device)
+    return replace(
+        machine,
+        on_cpu=on_cpu,
+        free_nbytes=free,
+        total_nbytes=total,
+        maps_host_memory=(homes is None or homes.can_map) and _reads_host(backend, config),
+        can_decode=False,  # until it is asked for: kernels are compiled for that
+    )
+
+
+def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
+    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+    if backend.device.type == "cpu":
+        return True
+    is_allowed = config.pin_memory and config.use_uva
+    return is_allowed and backend.device_view(torch.empty(1, pin_memory=True, device="cpu")) is not None
+
+
+def can_decompress(
+    backend: Backend, config: OffloadConfig, dtypes: Collection[str], progress: bool | None = None
+) -> bool:
+    """Whether compressed weights of these dtypes may stream: on a GPU where kernels run; on a CPU, which is slow, only
+    on request."""
+    if backend.device.type == "cpu":
+        return config.uses_codes and config.codec != "auto"
+    return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
+
+
+def with_decode_rates(
+    machine: Machine, backend: Backend, dtypes: Collection[str], progress: bool | None = None
+) -> Machine:
+    """The machine with the measured rates of decompressing these dtypes."""
+    found = with_decoding(backend, machine.profile, dtypes, progress=progress)
+    rates = {name: getattr(found, name) for name in (*map(decode_rate, dtypes), "decoding_s")}
+    return replace(machine, can_decode=True, profile=replace(machine.profile, **rates))
+
+
+def machine_with_rates(backend: Backend, config: OffloadConfig, dtypes: Collection[str]) -> Machine:
+    """The machine, and how fast it decompresses these dtypes if it can. Kernels compile while it is measured."""
+    dtypes = dtypes if config.uses_codes else ()
+    machine = machine_of(backend, config, dtypes=dtypes)
+    if not dtypes or not can_decompress(backend, config, dtypes):
+        return machine
+    return with_decode_rates(machine, backend, dtypes)
+
+
+class Kernels:
+    """The kernels that decompress the weights of a model that is loaded. They compile once its headers are read."""
+
+    def __init__(self, backend: Backend, config: OffloadConfig, progress: bool | None) -> None:
+        self._backend, self._config, self._progress = backend, config, progress
+        self._expected: set[str] = set()  # dtypes
+        prepare_decoding(backend.device, (), progress)
+
+    def expect(self, dtype: torch.dtype, nbytes: int) -> None:
+        """Start to compile for a model of `nbytes` that is about to be loaded in this dtype."""
+        self._expected |= dtypes_to_load(dtype, nbytes, self._backend, self._config)
+        prepare_decoding(self._backend.device, self._expected, self._progress)
+
+    def are_missing(self, dtypes: Collection[str]) -> bool:
+        """Whether compressed weights of these dtypes cannot stream."""
+        return not can_decompress(self._backend, self._config, dtypes, self._progress)
+
+    def wait(self) -> None:
+        """Wait for all kernels: a thread that compiles may use the device, which would break a capture."""
+        if self._expected:
+            can_decompress(self._backend, self._config, self._expected, self._progress)
+
+
+def dtypes_to_compress(
+    by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig, *, among: bool = False
+) -> frozenset[str]:
+    """The dtypes of weights that a plan may compress, known before the planner's inputs: kernels compile meanwhile.
+
+    Empty where only `PlannerInputs.may_compress` can tell; not `among` processes of tensor parallelism, which agree on
+    a machine before they plan.
+    """
+    nbytes = sum(group.nbytes for group in by_alias.values())
+    here_nbytes = sum(group.nbytes for group in by_alias.values() if group.home.device == backend.device)
+    may_compress = _may_compress(nbytes, backend, config, here_nbytes)
+    may_compress |= among and config.uses_codes and backend.device.type != "cpu"
+    return compressible_dtypes(by_alias) if may_compress else frozenset()
+
+
+def dtypes_to_load(dtype: torch.dtype, nbytes: int, backend: Backend, config: OffloadConfig) -> frozenset[str]:
+    """As `dtypes_to_compress`, for a model of `nbytes` that is about to be loaded in one dtype."""
+    found = {str(dtype).removeprefix("torch.")} & ELEMENTS.keys()
+    return frozenset(found) if _may_compress(nbytes, backend, config) else frozenset()
+
+
+def dtypes_of(model: nn.Module) -> frozenset[str]:
+    """The dtypes of a model's parameters that can be compressed."""
+    return frozenset({str(p.dtype).removeprefix("torch.") for p in model.parameters()} & ELEMENTS.keys())
+
+
+def _may_compress(nbytes: int, backend: Backend, config: OffloadConfig, here_nbytes: int = 0) -> bool:
+    """Whether a plan for weights of `nbytes`, `here_nbytes` of them on the device now, may compress them."""
+    if backend.device.type == "cpu" or not config.uses_codes:
+        return config.uses_codes and config.codec != "auto"
+    free, total = cuda.memory(backend.device)
+    budget = config.device_nbytes(total)
+    is_over = nbytes > (free + here_nbytes if budget is None else budget)
+    return config.codec != "auto" or (config.backend == "none" and is_over)
+
+
+def compressible_dtypes(by_alias: Mapping[str, Group]) -> frozenset[str]:
+    """The dtypes of weights that can be compressed."""
+    members = (group.members[0] for group in by_alias.values())
+    return frozenset(m.spec.dtype for m in members if m.spec.dtype in ELEMENTS and m.role is Role.PARAMETER)

@@ -1,0 +1,205 @@
+"""The planner's inputs: one frozen value with everything that a plan of a model depends on, and the plans made from it.
+
+A model is cut into units in several grains, from blocks to single matrices; each grain has a planner of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from weightstream.errors import PlanError
+from weightstream.plan.candidates import Share
+from weightstream.plan.expert_cache import Counts
+from weightstream.plan.manifest import KEPT, Manifest, Workload
+from weightstream.plan.plan import Plan
+from weightstream.plan.planner import Demand, Machine, Planner, Refusal, Weights, fastest
+from weightstream.plan.search import Candidate
+from weightstream.plan.units import human
+from weightstream.settings.config import OffloadConfig
+
+_BISECTIONS = 8
+_AS_FAST = 1e-3
+_GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
+_STEPS = 500  # in which the move must pay
+_MOVED_BYTES_PER_S = 5e9  # to memory that is pinned anew
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerInputs:
+    """Everything that a planner must know of one model on one machine. Prints as a table.
+
+    Attributes:
+        config: what the caller asks for.
+        machine: memory, links and rates of the device and its host.
+        weights: names of the alias groups, where each may be placed, and their compressed sizes.
+        grains: the model in units, one manifest per grain, coarsest first.
+        demands: what a step needs besides weights, one per grain.
+        share: device memory of this model where several take turns in one budget; None: the config's budget.
+        counts: hits and misses of an expert cache that ran; None: assumed.
+        whole_experts: why every step reads all experts, in words; None: it does not.
+    """
+
+    config: OffloadConfig
+    machine: Machine
+    weights: Weights
+    grains: tuple[Manifest, ...]
+    demands: tuple[Demand, ...]
+    share: Share | None = None
+    counts: Counts | None = None
+    whole_experts: str | None = None
+
+    @property
+    def planners(self) -> tuple[Planner, ...]:
+        """The planner of each grain."""
+        return tuple(map(self.planner, range(len(self.grains))))
+
+    def planner(self, grain: int) -> Planner:
+        """The planner of one grain, by its index."""
+        return Planner(
+            config=self.config,
+            machine=self.machine,
+            weights=self.weights,
+            demand=self.demands[grain],
+            share=self.share,
+            counts=self.counts,
+        )
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of device memory for weights; None: as many as the classic settings leave there."""
+        return self.planner(0).budget
+
+    @property
+    def workload(self) -> Workload | None:
+        """The step of a language model that is planned for; None for any other model."""
+        return self.demands[0].workload
+
+    @property
+    def may_compress(self) -> bool:
+        """Whether a plan can depend on which weights can be compressed."""
+        return self.planner(-1).may_compress(self.grains[-1])
+
+    @property
+    def may_use_disk(self) -> bool:
+        """Whether a plan may leave weights on disk."""
+        return self.planner(-1).may_use_disk(self.grains[-1])
+
+    def plan(self) -> tuple[int, Plan]:
+        """The index of the grain whose plan is predicted to be fastest (of equals: smallest), and that plan.
+
+        Finer units need a smaller ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
+        """
+        candidates: list[Candidate] = []
+        for manifest, planner in zip(self.grains, self.planners, strict=True):
+            refusals: list[Refusal] = []  # of the finest, in the end
+            candidates += planner.candidates(manifest, refusals)
+        plan = fastest(candidates, refusals)
+        index = self.grain_of(plan.manifest)
+        return index, self.planner(index).priced(plan)
+
+    def coarse(self) -> PlannerInputs:
+        """The same in the coarsest grain only, where that has a plan."""
+        coarsest = replace(self, grains=self.grains[:1], demands=self.demands[:1])
+        return coarsest if coarsest.has_plan() else self
+
+    def has_plan(self) -> bool:
+        """Whether any plan fits, which takes less time than to find the best."""
+        for manifest, planner in zip(self.grains, self.planners, strict=True):
+            for candidate in planner.candidates(manifest, []):
+                plan = candidate.make()
+                if isinstance(plan, Plan) or any(True for _ in plan or ()):
+                    return True
+        return False
+
+    def grain_of(self, manifest: Manifest) -> int:
+        """The index of the grain that a plan's manifest belongs to."""
+        names = _names(manifest)
+        return next(index for index, grain in enumerate(self.grains) if _names(grain) == names)
+
+    def keeping(self, aliases: Collection[str]) -> PlannerInputs:
+        """The same with these alias groups on the device for good."""
+        return replace(self, grains=tuple(grain.keeping(aliases) for grain in self.grains))
+
+    def at_budget(self, device_budget: int) -> PlannerInputs:
+        """The same with another device budget, in bytes."""
+        return replace(self, config=self.config.within(device_budget))
+
+    def plan_at(self, device_budget: int) -> Plan | None:
+        """The plan at another device budget, None where none fits."""
+        try:
+            return self.at_budget(device_budget).plan()[1]
+        except PlanError:
+            return None
+
+    def enough(self, plan: Plan) -> Plan | None:
+        """A plan with less device memory that takes the same time, within a thousandth, if there is one.
+
+        Only a step that computes longer than it copies has one. Found by bisection, eight budgets deep.
+        """
+        if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
+            return None
+        low, high, best = 0, plan.budget, None
+        for _ in range(_BISECTIONS):
+            middle = (low + high) // 2
+            smaller = self.plan_at(middle)
+            if smaller is not None and all(
+                getattr(smaller, name) <= getattr(plan, name) * (1 + _AS_FAST) for name in ("step_s", "graph_s")
+            ):
+                best, high = smaller, middle
+            else:
+                low = middle
+        return best
+
+    def shortage(self, plan: Plan) -> str | None:
+        """In words, where weights, activations and cache are more than the device has free; None: they fit."""
+        machine = self.machine
+        workspace_nbytes = machine.profile.workspace_nbytes
+        needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
+        is_known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
+        if not is_known or needed <= machine.free_nbytes:
+            return None
+        return (
+            f"weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
+            f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
+            f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<12}{text}" for label, text in self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        machine, weights, demand = self.machine, self.weights, self.demands[0]
+        units = ", ".join(str(len(grain.order)) for grain in self.grains)
+        step = str(demand.workload) if demand.workload is not None else "any call"
+        budget = "unlimited" if self.budget is None else human(self.budget)
+        device = "the CPU" if machine.on_cpu else machine.profile.machine or "a GPU with assumed rates"
+        sizes = [(self.grains[-1].plain().nbytes, "of weights"), (sum(weights.codes.values()), "compressed")]
+        return [
+            ("budget", f"{budget} of device memory for weights"),
+            ("device", f"{device}, {human(machine.free_nbytes)} of {human(machine.total_nbytes)} free"),
+            ("host", f"{human(machine.host_free_nbytes)} of {human(machine.host_total_nbytes)} free"),
+            ("weights", ", ".join(f"{human(nbytes)} {what}" for nbytes, what in sizes if nbytes)),
+            ("units", f"{units} in a step, by grain"),
+            ("step", f"{step}, its work {'known' if demand.work else 'unknown'}"),
+            ("besides", f"{human(demand.activation_nbytes)} of activations, {human(demand.cache_nbytes)} of cache"),
+        ]
+
+
+def is_worth(plan: Plan, found: Plan, machine: Machine) -> bool:
+    """Whether to move weights from the plan in force to another pays: soon, and without breaking the host."""
+    gain_s, moved_s = plan.step_s - found.step_s, moved_nbytes(plan, found) / _MOVED_BYTES_PER_S
+    home_again = plan.offloaded_nbytes + plan.resident_nbytes <= machine.host_free_nbytes
+    return gain_s > _GAIN * plan.step_s and gain_s * _STEPS > moved_s and home_again
+
+
+def moved_nbytes(plan: Plan, found: Plan) -> int:
+    """Uncompressed bytes of the weights whose place or form differs between two plans."""
+    changed = (plan.resident ^ found.resident) | (plan.mapped ^ found.mapped) | (plan.disk ^ found.disk)
+    changed |= plan.cached ^ found.cached
+    changed |= plan.manifest.codes.keys() ^ found.manifest.codes.keys()
+    return sum(nbytes for alias, nbytes in plan.manifest.spans.items() if alias in changed)
+
+
+def _names(manifest: Manifest) -> list[str]:
+    return [unit.name for unit in manifest.units if unit.name != KEPT]
