@@ -260,7 +260,7 @@ def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
     model, tokens = built(), cli.Tokens(None)
     with held(model, form, MOST) as streamer:
         steps(model, 8)
-        session = object.__new__(cli.Session)
+        session = object.__new__(cli.ModelSession)
         session.name, session.streamer = "mixture", streamer
         session.tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
         tokens.ids, tokens.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
