@@ -16,18 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from weightstream.inputs.planner_inputs import (
-    dtypes_of,
-    grains_of,
-    machine_decoding,
-    prospect_of,
-    sizes_of,
-    tables_of,
-    weights_of,
-)
 
 from weightstream import OffloadConfig, Plan, PlanError
-from weightstream.plan.planner import Planner
+from weightstream.inputs.gathering import sketch_of, tables_of
+from weightstream.inputs.machine import dtypes_of, machine_with_rates
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.weights.alias_groups import groups
 
@@ -64,13 +56,11 @@ def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dic
     tables, found = tables_of(model, by_alias), {}
     nbytes = sum(group.nbytes for group in by_alias.values())
     tables_nbytes = sum(by_alias[alias].nbytes for alias in tables)
-    machine = replace(machine_decoding(backend, config, dtypes_of(model)), host_free_nbytes=2 * nbytes)
-    weights = weights_of(by_alias, by_row=tables, codes=sizes_of(by_alias, {}, {}, tables))
-    planner = Planner(config=config, machine=machine, weights=weights)
-    prospect = prospect_of(model, by_alias, grains_of(model, by_alias), planner)
+    machine = replace(machine_with_rates(backend, config, dtypes_of(model)), host_free_nbytes=2 * nbytes)
+    inputs = sketch_of(model, None, config, machine).inputs
     for budget in budgets:
         coded = []
-        for grain, planner in zip(prospect.grains, prospect.within(budget).planners, strict=True):
+        for grain, planner in zip(inputs.grains, inputs.at_budget(budget).planners, strict=True):
             with suppress(PlanError):
                 coded.append(planner(grain))
         found[budget] = Bound(budget=budget, nbytes=nbytes - tables_nbytes, tables_nbytes=tables_nbytes, coded=coded)

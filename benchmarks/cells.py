@@ -22,27 +22,18 @@ from typing import Any
 import rows
 import torch
 import transformers
-from weightstream.inputs.planner_inputs import (
-    dtypes_of,
-    grains_of,
-    machine_decoding,
-    prospect_of,
-    sizes_of,
-    tables_of,
-    weights_of,
-)
-from weightstream.plan.problem import Prospect
 
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
 from weightstream.adapters.hf.decode_steps import CACHES, DecodeSteps, takes_ids
+from weightstream.inputs.gathering import sketch_of
+from weightstream.inputs.machine import dtypes_of, machine_with_rates
 from weightstream.measure.bench import copies_s, rounds_s
 from weightstream.plan.manifest import Workload
-from weightstream.plan.planner import Planner
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.search import place_layers
 from weightstream.runtime.devices.cpu import CpuBackend
 from weightstream.runtime.devices.cuda import CudaBackend
-from weightstream.runtime.weights.alias_groups import groups
 
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},
@@ -80,30 +71,26 @@ def build(shape: str, device: torch.device) -> Any:
     return model.eval()
 
 
-def prospects(model: Any, config: OffloadConfig, machine: Any) -> dict[str, Prospect]:
-    """What each workload is planned with."""
-    by_alias = groups(model)
-    tables = tables_of(model, by_alias)
-    weights = weights_of(by_alias, by_row=tables, codes=sizes_of(by_alias, {}, {}, tables))
+def inputs_of(model: Any, config: OffloadConfig, machine: Any) -> dict[str, PlannerInputs]:
+    """The planner's inputs of each workload."""
     found = {}
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
-        planner = Planner(config=config.merged(**over), machine=machine, weights=weights)
-        found[name] = prospect_of(model, by_alias, grains_of(model, by_alias), planner)
+        found[name] = sketch_of(model, None, config.merged(**over), machine).inputs
     return found
 
 
-def priced(plan: Plan, prospect: Prospect) -> Plan:
+def priced(plan: Plan, inputs: PlannerInputs) -> Plan:
     """The plan as it is predicted for another workload."""
     planner = next(
-        p for grain, p in zip(prospect.grains, prospect.planners, strict=True) if grain.units == plan.manifest.units
+        p for grain, p in zip(inputs.grains, inputs.planners, strict=True) if grain.units == plan.manifest.units
     )
     return planner.priced(plan)
 
 
-def best_classic(prospect: Prospect, plan: Plan) -> tuple[tuple[int, int, int] | None, float | None, int]:
+def best_classic(inputs: PlannerInputs, plan: Plan) -> tuple[tuple[int, int, int] | None, float | None, int]:
     """The classic settings, of those that need no more device memory, that are predicted to be fastest."""
-    manifest, planner = prospect.grains[0], prospect.planners[0]
+    manifest, planner = inputs.grains[0], inputs.planner(0)
     found = []
     for group_size, num_in_group, step in CLASSIC:
         prefetch = PrefetchOffloadConfig(
@@ -123,9 +110,9 @@ class Cells:
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
-        machine = machine_decoding(self.backend, OffloadConfig(), dtypes_of(self.model))
+        machine = machine_with_rates(self.backend, OffloadConfig(), dtypes_of(self.model))
         print(machine.profile, flush=True)
-        self.prospects = prospects(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
+        self.inputs = inputs_of(self.model, OffloadConfig(), replace(machine, free_nbytes=self.nbytes * 2))
         self.resident: dict[str, float] = {}
         self.want: dict[str, torch.Tensor] = {}
         self.equal = False
@@ -160,7 +147,7 @@ class Cells:
             seconds, peak = self.timed(name)
             ms = rows.percentiles([1e3 * s for s in seconds])
             self.resident[name] = ms["p50"] / 1e3
-            plan = priced(self.prospects[name].within(2 * self.nbytes).plan()[1], self.prospects[name])
+            plan = priced(self.inputs[name].at_budget(2 * self.nbytes).plan()[1], self.inputs[name])
             yield self.row(name, 100, plan, ms, peak) | {"refined_ms": None}
 
     def at(self, percent: int, first: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
@@ -178,8 +165,8 @@ class Cells:
             for name in WORKLOADS if workload.tokens == 1 else [first]:
                 seconds, peak = self.timed(name)
                 ms = rows.percentiles([1e3 * s for s in seconds])
-                plan = planned if name == first else priced(planned, self.prospects[name])
-                settings, classic_s, num = best_classic(self.prospects[name], plan)
+                plan = planned if name == first else priced(planned, self.inputs[name])
+                settings, classic_s, num = best_classic(self.inputs[name], plan)
                 refined = streamer.stats()
                 bound_ms = max(floor_ms, 1e3 * self.resident[name])
                 yield self.row(name, percent, plan, ms, peak) | {
@@ -199,8 +186,8 @@ class Cells:
 
     def classic(self, percent: int, name: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
         """The classic settings of no more device memory that are predicted to be best, measured."""
-        plan = self.prospects[name].within(self.nbytes * percent // 100).plan()[1]
-        settings, _, num = best_classic(self.prospects[name], plan)
+        plan = self.inputs[name].at_budget(self.nbytes * percent // 100).plan()[1]
+        settings, _, num = best_classic(self.inputs[name], plan)
         if settings is None:
             return
         keys = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")

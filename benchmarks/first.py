@@ -78,11 +78,10 @@ class Phases:
 
 def watched(phases: Phases) -> None:
     """Time what an offload consists of."""
-    from weightstream.plan.problem import Prospect
-
     from weightstream.codec import coding
-    from weightstream.inputs import planner_inputs
+    from weightstream.inputs import gathering, machine
     from weightstream.measure import bench
+    from weightstream.plan.planner_inputs import PlannerInputs
     from weightstream.runtime.devices import opening
     from weightstream.runtime.weights.homes import Homes
 
@@ -90,10 +89,10 @@ def watched(phases: Phases) -> None:
     phases.time("measure", bench, "measure")
     phases.time("measure", bench, "measure_decoding")
     phases.time("wait for kernels", coding, "why_not")
-    phases.time("wait for kernels", planner_inputs, "decodes")
-    phases.time("follow a step", planner_inputs, "prospect_of")
-    phases.time("sample weights", planner_inputs, "sizes_of")
-    phases.time("plan", Prospect, "plan")
+    phases.time("wait for kernels", machine, "decodes")
+    phases.time("follow a step", gathering, "observe")
+    phases.time("sample weights", gathering, "sizes_of")
+    phases.time("plan", PlannerInputs, "plan")
     phases.time("move", Homes, "settle")
 
 

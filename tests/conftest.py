@@ -186,7 +186,7 @@ def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is followed before it runs: the plan is the first one, and the first step finds its own order."""
-    monkeypatch.setattr("weightstream.inputs.planner_inputs.foreseen", lambda *_: None)
+    monkeypatch.setattr("weightstream.inputs.gathering.Gatherer.for_call", lambda *_: None)
 
 
 @pytest.fixture

@@ -372,7 +372,7 @@ def test_budgets_of_the_host_are_shared_out() -> None:
     with pytest.raises(PlanError, match="host_budget"):
         weightstream.offload(model.module, device="cpu", device_budget=few, host_budget=nbytes // 16)
     with striped(model, 2, host_budget=nbytes) as stripes:
-        given = [part._installed.replanning.prospect.planners[0]._host_budget for part in stripes.parts.values()]
+        given = [part._installed.replanning.inputs.planners[0]._host_budget for part in stripes.parts.values()]
         assert nbytes - 2 <= sum(given) <= nbytes
 
 
@@ -468,13 +468,13 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
 def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     with striped(model, 2) as stripes:
-        alone = [part._installed.replanning.prospect for part in stripes.parts.values()]
+        alone = [part._installed.replanning.inputs for part in stripes.parts.values()]
         nbytes = stripes.plan.plans["cpu:0"].step_nbytes
     monkeypatch.setattr(multi_gpu, "_rates", lambda _: [1e3, math.inf])
     with striped(model, 2) as stripes:
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
-        found = [part._installed.replanning.prospect for part in stripes.parts.values()]
-        rates = [{p.machine.profile.link_bytes_per_s for p in prospect.planners} for prospect in found]
+        found = [part._installed.replanning.inputs for part in stripes.parts.values()]
+        rates = [{p.machine.profile.link_bytes_per_s for p in inputs.planners} for inputs in found]
         assert rates == [{1e3}, {alone[1].planners[0].machine.profile.link_bytes_per_s}]
         assert stripes.plan.plans["cpu:0"].step_nbytes < nbytes, "a slow link has less to bring"
 

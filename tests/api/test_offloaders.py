@@ -690,7 +690,7 @@ def test_the_step_to_plan_for_is_heeded() -> None:
 
     one, many, in_graphs = plan_of(1), plan_of(1 << 16), plan_of(1, in_graphs=True)
     assert many.plan.step_s > 2 * one.plan.step_s
-    profiles = [s._installed.replanning.prospect.planners[0].machine.profile for s in (one, in_graphs)]
+    profiles = [s._installed.replanning.inputs.planners[0].machine.profile for s in (one, in_graphs)]
     assert profiles[1] == profiles[0].without_host()
     assert profiles[1] != profiles[0]
 

@@ -162,7 +162,7 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
         while sum(streamer.stats().experts[:2]) < 40 * LAYERS * streamer.plan.num_slots:
             generated(model, ids)
         found, fetched, *_ = streamer.stats().experts
-        assert streamer._installed.replanning.prospect.planners[0].counts is not None
+        assert streamer._installed.replanning.inputs.planners[0].counts is not None
         assert streamer.plan.found_share == pytest.approx(found / (found + fetched), abs=0.1)
 
 

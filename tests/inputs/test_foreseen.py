@@ -15,7 +15,7 @@ import weightstream
 from models import ARCHITECTURES, FIXTURES
 from repeats import thinned
 from weightstream.errors import ConfigError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs import gathering
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.weights.homes import Homes
 
@@ -64,20 +64,20 @@ def assert_steps(model: nn.Module, plain: nn.Module, num: int = 3, rows: int = 2
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a call is followed to its end."""
-    monkeypatch.setattr(planner_inputs, "_FOLLOW_S", 300.0)
+    monkeypatch.setattr(gathering, "_FOLLOW_S", 300.0)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the calls that were followed."""
     sizes: list[int] = []
-    follow = planner_inputs.follow
+    follow = gathering.follow
 
     def counted(model: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         sizes.append(next(tensors_in((args, kwargs))).numel())
         return follow(model, args, kwargs, **options)
 
-    monkeypatch.setattr(planner_inputs, "follow", counted)
+    monkeypatch.setattr(gathering, "follow", counted)
     return sizes
 
 
@@ -146,7 +146,7 @@ def test_an_example_that_tells_nothing_is_no_error(caplog: pytest.LogCaptureFixt
     ):
         assert streamer.plan.manifest.order == tuple(range(8))
         assert_steps(model, plain)
-    assert "example_inputs tell nothing of Looks ahead" in caplog.text
+    assert "a call of Looks with example_inputs cannot be followed" in caplog.text
 
 
 def test_a_call_that_depends_on_values_is_learned_from_its_first_step(asked: list[int]) -> None:
@@ -190,7 +190,7 @@ def test_an_error_of_following_is_no_error_of_the_call(
     def breaks(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(planner_inputs, "follow", breaks)
+    monkeypatch.setattr(gathering, "follow", breaks)
     model, plain = models()
     with (
         caplog.at_level(logging.WARNING, "weightstream"),
@@ -245,8 +245,8 @@ def test_what_one_kind_of_calls_keeps_stays_for_all() -> None:
         for rows in (2, 16, 64, 256):
             kept = {"layers.2.weight"} if rows >= 16 else set()
             assert_steps(model, plain, 2, rows)
-            prospect = streamer._installed.replanning.prospect
-            assert all(grain.kept == kept for grain in prospect.grains)
+            inputs = streamer._installed.replanning.inputs
+            assert all(grain.kept == kept for grain in inputs.grains)
             assert streamer.plan.resident >= kept
         before = streamer.stats().unplanned_fills
         assert_steps(model, plain, 2, 16)
@@ -279,7 +279,7 @@ class Deep(nn.Module):
 def test_a_plan_of_another_grain_can_be_put_in_force() -> None:
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
-        found = streamer._installed.replanning.prospect
+        found = streamer._installed.replanning.inputs
         assert_steps(model, plain, 2)
         for manifest, planner in zip(found.grains, found.planners, strict=True):
             streamer.switch(planner(manifest))
@@ -307,7 +307,7 @@ class DeepReads(Deep):
 def test_reads_outside_of_finer_units_are_seen_after_a_change_of_grain() -> None:
     model, plain = models(DeepReads)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
-        found = streamer._installed.replanning.prospect
+        found = streamer._installed.replanning.inputs
         blocks, matrices = found.grains[0], found.grains[-1]
         assert len(blocks.units) < len(matrices.units)
         for manifest, outside in ((blocks, 0), (matrices, 6), (blocks, 0)):
@@ -321,7 +321,7 @@ def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.Mon
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
         assert_steps(model, plain, 2)
-        found, before = streamer._installed.replanning.prospect, streamer.plan
+        found, before = streamer._installed.replanning.inputs, streamer.plan
         other = next(i for i, m in enumerate(found.grains) if len(m.units) != len(before.manifest.units))
         plan = found.planners[other](found.grains[other])
         alloc, calls = streamer._backend.alloc, []

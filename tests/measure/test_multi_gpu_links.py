@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from weightstream.inputs.planner_inputs import machine_elsewhere
 
 from weightstream.errors import OffloadError
 from weightstream.inputs import builder
+from weightstream.inputs.gathering import machine_elsewhere
 from weightstream.measure import multi_gpu_links
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 from weightstream.settings.config import OffloadConfig

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from torch import nn
-from weightstream.plan.problem import Prospect
 
 import weightstream
 from weightstream.measure import progress
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.weights.homes import Homes
 
 TEXT = "measuring it"
@@ -128,7 +128,7 @@ def test_a_stderr_that_takes_nothing_stops_nothing(
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize(
-    ("owner", "name", "said"), [(Homes, "settle", "moving 130.0KiB of weights"), (Prospect, "plan", "planning")]
+    ("owner", "name", "said"), [(Homes, "settle", "moving 130.0KiB of weights"), (PlannerInputs, "plan", "planning")]
 )
 def test_phases_of_an_offload_that_last_are_said(
     owner: type, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

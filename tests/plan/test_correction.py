@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_planner import DECODE, HEAD, PREFILL, SMALL, TABLE, WIDE, decoder, prospect
+from test_planner import DECODE, HEAD, PREFILL, SMALL, TABLE, WIDE, decoder, inputs_of
 from torch import nn
-from weightstream.plan.problem import Prospect, is_worth
 
 import weightstream
 from models import TEXT
-from weightstream.inputs import planner_inputs
+from weightstream.inputs import machine as machine_inputs
 from weightstream.plan import correction, cost
 from weightstream.plan.correction import Times, corrected, corrected_unit_s
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
+from weightstream.plan.planner_inputs import PlannerInputs, is_worth
 from weightstream.runtime.devices import opening
 from weightstream.runtime.devices.backend import Copy
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
@@ -95,7 +95,7 @@ def times_of(plan: Plan, profile: Profile) -> Times:
 def planned(percent: int, grain: str = "block", **given: Any) -> tuple[Planner, Plan]:
     """A planner of the small decoder, and its plan for that share of the weights."""
     budget = decoder("block", **SMALL).nbytes * percent // 100
-    planner = prospect(SMALL, grains=(grain,), device_budget=budget, **given).planners[0]  # type: ignore[arg-type]
+    planner = inputs_of(SMALL, grains=(grain,), device_budget=budget, **given).planners[0]  # type: ignore[arg-type]
     return planner, planner(decoder(grain, **SMALL))  # type: ignore[arg-type]
 
 
@@ -218,7 +218,7 @@ def test_units_that_did_not_run_take_no_part() -> None:
 
 def test_a_head_that_is_read_in_place_is_not_paid_twice() -> None:
     budget = decoder("block", **WIDE).aliases[HEAD] - (1 << 20)
-    planner = prospect(WIDE, grains=("block",), device_budget=budget).planners[0]
+    planner = inputs_of(WIDE, grains=("block",), device_budget=budget).planners[0]
     manifest = decoder("block", **WIDE)
     plan = planner(manifest)
     assert plan.mapped == {TABLE, HEAD}
@@ -266,7 +266,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[
     def open_on(
         module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **given: Any
     ) -> weightstream.Streamer:
-        monkeypatch.setattr(planner_inputs, "profile_for", lambda _, **__: profile)
+        monkeypatch.setattr(machine_inputs, "profile_for", lambda _, **__: profile)
         monkeypatch.setattr(opening, "CpuBackend", lambda: backend or CpuBackend())
         streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **given}))
         return streamers[-1]
@@ -334,9 +334,9 @@ def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
     size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of its class, but of another size, may well take another time."""
-    monkeypatch.setattr(planner_inputs, "profile_for", lambda _, **__: CPU_PROFILE)
+    monkeypatch.setattr(machine_inputs, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
-        given, doubts = streamer._installed.replanning.prospect, []
+        given, doubts = streamer._installed.replanning.inputs, []
         plan = given.planners[0](given.grains[0])
         learned = Replanning(given, lambda *_: given, lambda: doubts.append(1))
         learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
@@ -351,7 +351,7 @@ def test_a_profile_is_doubted_by_the_steps_that_were_planned_for(num_tokens: int
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     with weightstream.offload(model, device="cpu", device_budget="80KiB") as streamer:
         doubts: list[int] = []
-        learned = Replanning(streamer._installed.replanning.prospect, doubt=lambda: doubts.append(1))
+        learned = Replanning(streamer._installed.replanning.inputs, doubt=lambda: doubts.append(1))
         plan = streamer.plan
         kind = Kind("forward", num_tokens)
         look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=kind, num_steps=3))
@@ -363,7 +363,7 @@ def test_a_plan_stays_where_another_would_be_faster(way: str, opened: Callable[.
     """The prediction alone follows the measured times."""
     module = layers()
     streamer = opened(module, Slow(CpuBackend()), SLOW_COMPUTE)
-    before, found = streamer.plan, streamer._installed.replanning.prospect
+    before, found = streamer.plan, streamer._installed.replanning.inputs
     profile = replace(CPU_PROFILE, link_bytes_per_s=LAYER / COPY_S)
     there = replace(found.planners[0], machine=replace(found.planners[0].machine, profile=profile))
     assert is_worth(there.priced(before), there(found.grains[0]), there.machine)
@@ -398,7 +398,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
 def test_steps_of_a_known_kind_are_looked_at_once_enough_came_since() -> None:
     """A generation is looked at once, at its end, after any number of steps."""
     planner, plan = planned(60)
-    learned = Replanning(Prospect(grains=(plan.manifest,), planners=(planner,)))
+    learned = Replanning(
+        PlannerInputs(
+            config=planner.config,
+            machine=planner.machine,
+            weights=planner.weights,
+            grains=(plan.manifest,),
+            demands=(planner.demand,),
+        )
+    )
     looks = []
     for num_steps, step_s in ((23, 1.0), (46, 2.0), (69, 2.0), (92, 4.0), (138, 4.0), (161, 8.0)):
         plan = look(learned, plan, num_steps, steps_of(step_s)) or plan

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from test_planner import H200, Machine, machine, weight
-from weightstream.plan.problem import moved_nbytes
 
 from weightstream.plan import expert_cache
 from weightstream.plan.check import prove, violations
@@ -20,6 +19,7 @@ from weightstream.plan.expert_cache import Cached, Counts
 from weightstream.plan.manifest import Manifest, Op, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Planner, Weights
+from weightstream.plan.planner_inputs import moved_nbytes
 from weightstream.runtime.experts.slot_cache import Lru
 from weightstream.settings.config import OffloadConfig
 

@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_schedule import GRAIN
 from test_search import LINK_BOUND, SMALL_MODELS, model, placed
-from weightstream.plan.problem import Prospect
 
 from repeats import examples
 from weightstream.errors import PlanError
@@ -18,7 +17,8 @@ from weightstream.plan import cost
 from weightstream.plan import multi_device as lanes
 from weightstream.plan.manifest import Manifest, Profile
 from weightstream.plan.multi_device import HOP_S, Lane, chosen, fastest_deal, predicted_lanes, step_s, walk, whose
-from weightstream.plan.planner import Demand, Machine, Planner, Weights
+from weightstream.plan.planner import Demand, Machine, Weights
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.search import place_within
 from weightstream.settings.config import OffloadConfig
 
@@ -74,7 +74,7 @@ def test_striped_is_never_slower_where_links_are_the_limit(num: int, budgets: li
 PLACES = {f"blocks.{k}": k for k in range(24)}
 
 
-def dealt(owners: Sequence[int], budgets: Sequence[int], profile: Profile) -> dict[str, Prospect]:
+def dealt(owners: Sequence[int], budgets: Sequence[int], profile: Profile) -> dict[str, PlannerInputs]:
     """What is planned with on each device, where blocks of four grains are dealt so."""
     units = [replace(u, name=f"blocks.{u.layer}") for u in model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * len(owners)).units]
     found = {}
@@ -82,16 +82,17 @@ def dealt(owners: Sequence[int], budgets: Sequence[int], profile: Profile) -> di
         own = tuple(unit for unit, owner in zip(units, owners, strict=True) if owner == k)
         manifest = Manifest(units=own, order=tuple(range(len(own))))
         free = dict.fromkeys(("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes"), 1 << 40)
-        planner = Planner(
+        found[f"cuda:{k}"] = PlannerInputs(
             config=OffloadConfig(device_budget=budgets[k], codec="none"),
             machine=Machine(profile=profile, on_cpu=False, maps_host_memory=False, **free),
             weights=Weights(names={alias: (alias,) for alias in manifest.aliases}),
+            grains=(manifest,),
+            demands=(Demand(),),
         )
-        found[f"cuda:{k}"] = Prospect(grains=(manifest,), planners=(planner,))
     return found
 
 
-def taken_s(deal: dict[str, Prospect]) -> float:
+def taken_s(deal: dict[str, PlannerInputs]) -> float:
     return predicted_lanes({name: lane for name, (_, lane) in chosen(deal, PLACES).items()}, PLACES).step_s
 
 
@@ -108,7 +109,7 @@ def test_neighbours_are_together_where_compute_is_the_limit_and_that_is_faster()
 def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None:
     budgets = [8 * GRAIN, 8 * GRAIN]
 
-    def deals() -> Iterator[dict[str, Prospect]]:
+    def deals() -> Iterator[dict[str, PlannerInputs]]:
         yield dealt(whose([4 * GRAIN] * 12, budgets, [1.0, 1.0])[0], budgets, BUSY)
         raise AssertionError("the other deal is asked for")
 

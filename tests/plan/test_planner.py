@@ -1,4 +1,4 @@
-"""The planner: budgets, what is read from host memory, the disk, prospects; and what its plans reach by simulation."""
+"""The planner: budgets, what is read from host memory, the disk, the inputs; and what its plans reach by simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, Literal
 import pytest
 from test_search import LINK_BOUND, SMALL_MODELS, budgets, grouped
 from test_search import model as model_of
-from weightstream.plan.problem import Prospect
 
 from repeats import only
 from weightstream.errors import PlanError
@@ -22,6 +21,7 @@ from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.search import place_layers, place_within
 from weightstream.plan.units import human
 from weightstream.settings.config import ConfigWarning, OffloadConfig
@@ -110,7 +110,7 @@ def machine(**changed: Any) -> Machine:
     return Machine(**{"profile": H200, "on_cpu": False, "host_total_nbytes": 128 * GIB, **free, **changed})
 
 
-def prospect(
+def inputs_of(
     shape: Mapping[str, int],
     workload: Workload | None = DECODE,
     *,
@@ -118,7 +118,7 @@ def prospect(
     weights: Mapping[str, Any] | None = None,
     grains: tuple[Grain, ...] = GRAINS,
     **settings: Any,
-) -> Prospect:
+) -> PlannerInputs:
     """The decoder of that shape in these grains; `settings` configure."""
     manifests = tuple(decoder(grain, **shape) for grain in grains)
     names = {alias: (alias,) for alias in manifests[0].aliases}
@@ -127,13 +127,17 @@ def prospect(
         "activation_nbytes": settings.pop("activation_nbytes", 0),
         "cache_nbytes": settings.pop("cache_nbytes", 0),
     }
-    base = Planner(config=OffloadConfig.from_kwargs(**settings), machine=on or machine(), weights=known)
-    demands = (Demand() if workload is None else demand(m, workload, **nbytes) for m in manifests)
-    return Prospect(grains=manifests, planners=tuple(replace(base, demand=found) for found in demands))
+    return PlannerInputs(
+        config=OffloadConfig.from_kwargs(**settings),
+        machine=on or machine(),
+        weights=known,
+        grains=manifests,
+        demands=tuple(Demand() if workload is None else demand(m, workload, **nbytes) for m in manifests),
+    )
 
 
 def plan_of(shape: Mapping[str, int], workload: Workload | None = DECODE, **settings: Any) -> Plan:
-    _, plan = prospect(shape, workload, **settings).plan()
+    _, plan = inputs_of(shape, workload, **settings).plan()
     prove(plan)
     return plan
 
@@ -153,11 +157,11 @@ def plan_of(shape: Mapping[str, int], workload: Workload | None = DECODE, **sett
     ],
 )
 def test_a_budget_as_it_is_given(settings: Mapping[str, Any], wanted: int) -> None:
-    assert prospect(SMALL, **settings).planners[0].budget == wanted
+    assert inputs_of(SMALL, **settings).planners[0].budget == wanted
 
 
 def test_without_a_budget_it_is_what_a_step_leaves_free() -> None:
-    found = prospect(SMALL, activation_nbytes=3 * GIB, cache_nbytes=5 * GIB).planners[0]
+    found = inputs_of(SMALL, activation_nbytes=3 * GIB, cache_nbytes=5 * GIB).planners[0]
     assert found.budget == (130 - 3 - 5) * GIB - 64 * MIB - 130 * GIB // 50
     little = replace(found, machine=machine(free_nbytes=10 * GIB))
     assert little.budget == (10 - 3 - 5) * GIB - 64 * MIB - 256 * MIB  # the least that is left to the allocator
@@ -166,18 +170,18 @@ def test_without_a_budget_it_is_what_a_step_leaves_free() -> None:
 
 
 def test_without_a_budget_and_a_demand_it_is_the_old_share() -> None:
-    assert prospect(SMALL, None).planners[0].budget == int(130 * GIB * 0.9) - GIB
-    assert prospect(SMALL, None, on=machine(free_nbytes=GIB)).planners[0].budget == 0
+    assert inputs_of(SMALL, None).planners[0].budget == int(130 * GIB * 0.9) - GIB
+    assert inputs_of(SMALL, None, on=machine(free_nbytes=GIB)).planners[0].budget == 0
 
 
 def test_on_the_cpu_it_is_what_is_free() -> None:
-    found = prospect(SMALL, activation_nbytes=3 * GIB, on=machine(on_cpu=True, free_nbytes=7 * GIB)).planners[0]
+    found = inputs_of(SMALL, activation_nbytes=3 * GIB, on=machine(on_cpu=True, free_nbytes=7 * GIB)).planners[0]
     assert found.budget == 7 * GIB
 
 
 def test_classic_settings_have_no_budget_of_their_own() -> None:
-    assert prospect(SMALL, offload_group_size=2).planners[0].budget is None
-    assert prospect(SMALL, cpu_offload_gb=0.1).planners[0].budget is None
+    assert inputs_of(SMALL, offload_group_size=2).planners[0].budget is None
+    assert inputs_of(SMALL, cpu_offload_gb=0.1).planners[0].budget is None
 
 
 def test_a_plan_carries_its_workload_and_what_it_takes() -> None:
@@ -189,13 +193,13 @@ def test_a_plan_carries_its_workload_and_what_it_takes() -> None:
 
 
 def test_a_shortage_is_told_with_its_sum() -> None:
-    found = prospect(SMALL, device_budget=100 * MIB, activation_nbytes=GIB, cache_nbytes=2 * GIB)
+    found = inputs_of(SMALL, device_budget=100 * MIB, activation_nbytes=GIB, cache_nbytes=2 * GIB)
     _, plan = found.plan()
     needed = plan.device_nbytes + 3 * GIB + 64 * MIB
 
     def shortage(**changed: Any) -> str | None:
         on = machine(**changed)
-        return replace(found, planners=tuple(replace(p, machine=on) for p in found.planners)).shortage(plan)
+        return replace(found, machine=on).shortage(plan)
 
     assert shortage(free_nbytes=needed) is None
     told = shortage(free_nbytes=needed - 1)
@@ -212,7 +216,7 @@ def test_a_shortage_is_told_with_its_sum() -> None:
 
 def test_a_step_in_a_graph_has_work_of_its_own() -> None:
     """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
-    planner = prospect(SMALL, device_budget=GIB, grains=("block",)).planners[0]
+    planner = inputs_of(SMALL, device_budget=GIB, grains=("block",)).planners[0]
     manifest = decoder("block", **SMALL)
     name, work = manifest.units[3].name, planner.demand.work
     tiny, long = Op(), Op(nbytes=round(1e-3 * H200.device_bytes_per_s))
@@ -238,9 +242,9 @@ def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
     """Finer units need less ring, and more time of the host, of which a graph takes none: a slower one tells again."""
     host = {name: slow * s for name, s in (("op_launch_s", 14.5e-6), ("overhead_s", 60e-6), ("show_s", 5e-6))}
     budget = decoder("block", **SMALL).nbytes * 7 // 10
-    ahead = prospect(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
-    of_text = [replace(p, demand=replace(p.demand, is_text=True)) for p in ahead.planners]
-    eager, captured = ahead.plan()[1], replace(ahead, planners=tuple(of_text)).plan()[1]
+    ahead = inputs_of(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
+    of_text = tuple(replace(demand, is_text=True) for demand in ahead.demands)
+    eager, captured = ahead.plan()[1], replace(ahead, demands=of_text).plan()[1]
     assert captured.graph_s < 0.9 * eager.graph_s
     assert eager.step_s < captured.step_s
     both_s = [plan.graph_s + 0.25 * (plan.step_s - plan.graph_s) for plan in (captured, eager)]
@@ -248,7 +252,7 @@ def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
 
 
 def test_units_take_what_was_measured_else_their_work() -> None:
-    planner = prospect(SMALL, device_budget=100 * MIB, grains=("block",)).planners[0]
+    planner = inputs_of(SMALL, device_budget=100 * MIB, grains=("block",)).planners[0]
     manifest, work = decoder("block", **SMALL), demand(decoder("block", **SMALL), DECODE).work
     measured = {manifest.units[2].name: 0.25}
     profile = replace(planner, unit_s=measured).profile(manifest)
@@ -308,7 +312,7 @@ def test_a_refusal_asks_for_no_more_than_the_least_that_works() -> None:
     manifest = decoder("matrix", **WIDE).without(frozenset({HEAD}))
 
     def plan(budget: int) -> Plan:
-        return prospect(WIDE, grains=("matrix",), device_budget=budget).planners[0](manifest)
+        return inputs_of(WIDE, grains=("matrix",), device_budget=budget).planners[0](manifest)
 
     with pytest.raises(PlanError) as error:
         plan(MIB)
@@ -325,7 +329,7 @@ def test_a_head_in_place_is_a_matter_of_time() -> None:
     for percent in (34, 40, 50, 60, 80):
         budget = decoder("block", **WIDE).nbytes * percent // 100
         plan = plan_of(WIDE, device_budget=budget, grains=("block",))
-        manifest, planner = decoder("block", **WIDE), prospect(WIDE, grains=("block",)).planners[0]
+        manifest, planner = decoder("block", **WIDE), inputs_of(WIDE, grains=("block",)).planners[0]
         profile = planner.profile(manifest)
         streams = place_within(
             manifest.without(frozenset({TABLE})), budget=budget, profile=planner.profile(manifest)
@@ -432,12 +436,12 @@ def test_too_little_host_memory_says_what_to_do(settings: Mapping[str, Any], tol
         assert part in str(error.value)
 
 
-# -- prospects ----------------------------------------------------------------------------------------------------
+# -- inputs -------------------------------------------------------------------------------------------------------
 
 
 def test_the_faster_grain_is_chosen() -> None:
     for percent in (15, 40, 70, 95, 100):
-        found = prospect(SMALL, device_budget=decoder("block", **SMALL).nbytes * percent // 100)
+        found = inputs_of(SMALL, device_budget=decoder("block", **SMALL).nbytes * percent // 100)
         index, plan = found.plan()
         steps = [planner(manifest).step_s for manifest, planner in zip(found.grains, found.planners, strict=True)]
         assert plan.step_s == pytest.approx(min(steps), abs=2e-9)
@@ -446,10 +450,10 @@ def test_the_faster_grain_is_chosen() -> None:
 
 def test_a_budget_that_no_grain_fits_tells_of_the_finest() -> None:
     with pytest.raises(PlanError) as error:
-        prospect(SMALL, BATCH, device_budget=3 * MIB).plan()
+        inputs_of(SMALL, BATCH, device_budget=3 * MIB).plan()
     text = str(error.value)
     with pytest.raises(PlanError) as of_finest:
-        prospect(SMALL, BATCH, device_budget=3 * MIB, grains=("matrix",)).plan()
+        inputs_of(SMALL, BATCH, device_budget=3 * MIB, grains=("matrix",)).plan()
     assert text == str(of_finest.value)
     assert "device budget 3.0MiB (3145728 bytes) < " in text
     assert f"ring {human(decoder('matrix', **SMALL).aliases[HEAD])} " in text
@@ -459,7 +463,7 @@ def test_a_budget_that_no_grain_fits_tells_of_the_finest() -> None:
 def test_a_sweep_plans_each_budget() -> None:
     nbytes = decoder("block", **SMALL).nbytes
     wanted = [MIB, *(nbytes * percent // 100 for percent in range(20, 101, 10))]
-    found = prospect(SMALL)
+    found = inputs_of(SMALL)
     swept = {budget: found.plan_at(budget) for budget in wanted}
     assert swept[MIB] is None
     plans = [plan for plan in swept.values() if plan is not None]
@@ -471,14 +475,14 @@ def test_a_sweep_plans_each_budget() -> None:
 
 
 def test_another_device_budget_leaves_the_host_its_own() -> None:
-    given = prospect(SMALL, max_memory={0: 100 * MIB, "cpu": 64 * MIB})
-    _, plan = given.within(60 * MIB).plan()
+    given = inputs_of(SMALL, max_memory={0: 100 * MIB, "cpu": 64 * MIB})
+    _, plan = given.at_budget(60 * MIB).plan()
     assert plan.budget == 60 * MIB
     assert plan == plan_of(SMALL, device_budget=60 * MIB, host_budget=64 * MIB)
 
 
 def test_enough_is_less_memory_in_the_same_time() -> None:
-    found = prospect(SMALL, PREFILL, device_budget=decoder("block", **SMALL).nbytes * 95 // 100)
+    found = inputs_of(SMALL, PREFILL, device_budget=decoder("block", **SMALL).nbytes * 95 // 100)
     _, plan = found.plan()
     assert plan.limit == "compute"
     less = found.enough(plan)
@@ -492,7 +496,7 @@ def test_enough_is_less_memory_in_the_same_time() -> None:
 
 
 def test_a_step_that_copies_longest_has_no_enough() -> None:
-    found = prospect(SMALL, DECODE, device_budget=decoder("block", **SMALL).nbytes // 2)
+    found = inputs_of(SMALL, DECODE, device_budget=decoder("block", **SMALL).nbytes // 2)
     _, plan = found.plan()
     assert plan.limit == "link"
     assert found.enough(plan) is None
@@ -538,7 +542,7 @@ CLASSIC = [(g, n, k) for g in (1, 2, 3, 4, 8) for n in (1, 2) for k in (1, 2, 3)
 CLASSIC += [(6, 3, 2), (8, 4, 2), (16, 1, 1)]
 
 
-def classic(found: Prospect) -> Iterator[tuple[int, float, tuple[int, int, int]]]:
+def classic(found: PlannerInputs) -> Iterator[tuple[int, float, tuple[int, int, int]]]:
     """Device bytes and seconds of thirty settings, with blocks as units."""
     manifest, profile = found.grains[0], found.planners[0].profile(found.grains[0])
     for size, num, step in CLASSIC:
@@ -563,12 +567,12 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
 ) -> None:
     """The bound counts every weight that has to cross the link: all that the budget leaves out, tables read in place
     apart, and those that give up their place to the ring."""
-    found = prospect(shape, workload)
+    found = inputs_of(shape, workload)
     settings = list(classic(found))
     assert len(settings) == 30
     for percent in percents:
         budget = found.grains[0].nbytes * percent // 100
-        index, plan = found.within(budget).plan()
+        index, plan = found.at_budget(budget).plan()
         assert plan.device_nbytes <= budget
         profile = found.planners[index].profile(plan.manifest)
         read = sum(plan.manifest.aliases[alias] for alias in plan.mapped & {TABLE})
@@ -587,5 +591,5 @@ def test_a_host_that_is_the_limit_is_not_slower_with_more_memory(slower: float) 
     on = machine(profile=replace(H200, op_launch_s=slower * H200.op_launch_s))
     nbytes = decoder("block", **SMALL).nbytes
     budgets = [nbytes * percent // 100 for percent in (90, 94, 97, 99)]
-    steps = [prospect(SMALL, on=on, grains=("block",), device_budget=b).plan()[1].step_s for b in budgets]
+    steps = [inputs_of(SMALL, on=on, grains=("block",), device_budget=b).plan()[1].step_s for b in budgets]
     assert all(more <= 1.001 * less for less, more in itertools.pairwise(steps)), steps

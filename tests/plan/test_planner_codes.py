@@ -24,12 +24,11 @@ from test_planner import (
     Plan,
     Workload,
     decoder,
+    inputs_of,
     machine,
-    prospect,
     unpruned,
 )
 from test_search import LINK_BOUND, SMALL_MODELS, budgets, kept_anyway
-from weightstream.plan.problem import Prospect
 
 from repeats import only, thinned
 from weightstream.errors import PlanError
@@ -40,6 +39,7 @@ from weightstream.plan.correction import Times, corrected
 from weightstream.plan.manifest import Manifest, decode_rate
 from weightstream.plan.plan import buffer_nbytes
 from weightstream.plan.planner import Planner, Weights
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.search import place_within
 
 SEVENTY = {"layers": 80, "hidden": 8192, "inner": 28672, "kv": 1024, "vocab": 128256}
@@ -64,10 +64,10 @@ def known(layers: int, hidden: int, inner: int, kv: int, vocab: int, noise: floa
     return sizes_of(decoder("block", layers, hidden, inner, kv, vocab), noise)
 
 
-def ahead(shape: Shape, workload: Workload | None = DECODE, *, noise: float = 0.0, **settings: Any) -> Prospect:
+def ahead(shape: Shape, workload: Workload | None = DECODE, *, noise: float = 0.0, **settings: Any) -> PlannerInputs:
     codes = known(**shape, noise=noise)
     weights = {"codes": codes} | settings.pop("weights", {})
-    return prospect(shape, workload, weights=weights, **settings)
+    return inputs_of(shape, workload, weights=weights, **settings)
 
 
 def plan_of(shape: Shape, workload: Workload | None = DECODE, **settings: Any) -> Plan:
@@ -220,7 +220,7 @@ def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> 
     """On the CPU, and under the classic settings, no code is used that is not asked for."""
     given = {"device_budget": 60 * MIB} if not settings.keys() & {"cpu_offload_gb", "offload_group_size"} else {}
     plain = {name: value for name, value in settings.items() if name not in ("codec", "weights")}
-    expected = prospect(SMALL, **given, **plain, codec="none").plan()[1]
+    expected = inputs_of(SMALL, **given, **plain, codec="none").plan()[1]
     assert plan_of(SMALL, **given, **settings) == expected
 
 

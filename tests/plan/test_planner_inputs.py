@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from test_planner import PREFILL, SMALL, decoder, prospect
-from weightstream.plan.problem import is_worth, moved_nbytes
+from test_planner import PREFILL, SMALL, decoder, inputs_of
 
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
+from weightstream.plan.planner_inputs import is_worth, moved_nbytes
 
 
 def planned(percent: int) -> tuple[Machine, Plan]:
     """A machine, and the plan of the small decoder there for that share of the weights."""
     manifest = decoder("block", **SMALL)
-    planner = prospect(SMALL, PREFILL, grains=("block",), device_budget=manifest.nbytes * percent // 100).planners[0]
+    planner = inputs_of(SMALL, PREFILL, grains=("block",), device_budget=manifest.nbytes * percent // 100).planners[0]
     return planner.machine, planner(manifest)
 
 

@@ -118,7 +118,7 @@ def plan_of(
     ahead: int = 0,
 ) -> Plan:
     """A plan in which experts are units of their own, their stacks in one of `FORMS`, all else on the device."""
-    grains = streamer._installed.replanning.prospect.grains
+    grains = streamer._installed.replanning.inputs.grains
     grain = next(grain for grain in grains if any(unit.picks for unit in grain.units))
     grain = grain.coded(streamer.plan.manifest.codes if codes is None else codes)
     users = [[t for t in unit.tensors if len(t.shape) == 3] for unit in grain.units if unit.picks]

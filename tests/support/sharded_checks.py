@@ -356,11 +356,11 @@ def budgets_are_agreed() -> None:
     found = Ranks().gather((plan.summary(), plan.budget, plan.step_s))
     assert all(each == found[0] for each in found), found
     assert plan.budget == nbytes // (1 + NUM)
-    planner = model.weightstream._installed.replanning.prospect.planners[0]
+    planner = model.weightstream._installed.replanning.inputs.planners[0]
     assert planner._host_budget == 10 * nbytes // NUM
     model.weightstream.remove()
     model = streamed("llama", device_budget=nbytes // 2, host_budget="50%", codec="none")
-    planner = model.weightstream._installed.replanning.prospect.planners[0]
+    planner = model.weightstream._installed.replanning.inputs.planners[0]
     assert planner._host_budget == pytest.approx(available_nbytes() / 2 / NUM, rel=0.2)
     model.weightstream.remove()
 

@@ -15,7 +15,7 @@ import weightstream
 from models import MODELS, Model, assert_same, model_nbytes, step, to_device, weights
 from weightstream.api.multi_gpu import Stripes
 from weightstream.errors import PlanError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs import gathering
 from weightstream.plan import planner
 
 DEVICES = (
@@ -40,8 +40,8 @@ def once(ask: Callable[..., int], module: nn.Module, device: str, **given: Any) 
         *given.items(),
         facts(module),
         planner.MAX_SHARE["compressed"],
-        planner_inputs.GRAINS,
-        planner_inputs.estimate,
+        gathering.GRAINS,
+        gathering.estimate,
     )
     if key not in _KNOWN:
         _KNOWN[key] = ask(module, device, **given)

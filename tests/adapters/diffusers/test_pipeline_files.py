@@ -22,7 +22,7 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
 from weightstream.adapters.diffusers import load as pipeline_files  # noqa: E402
-from weightstream.inputs import planner_inputs  # noqa: E402
+from weightstream.inputs import machine  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("few_plans"),
@@ -354,10 +354,8 @@ def test_a_load_tells_what_it_is_going_to_need(
     """Kernels are compiled for the dtype and the bytes of the files, from before these are read."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
-    monkeypatch.setattr(planner_inputs, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(
-        planner_inputs, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes))
-    )
+    monkeypatch.setattr(machine, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(machine, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes)))
     loaded(saved("flux"), **option).weightstream.remove()
     held = [load_file(file) for file in saved("flux").rglob("*.safetensors")]
     assert asked == [(dtype, sum(tensor.nbytes for tensors in held for tensor in tensors.values()))]

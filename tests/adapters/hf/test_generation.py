@@ -25,8 +25,6 @@ from models import cache_name, randomise
 transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
-from weightstream.inputs.planner_inputs import Sketch, machine_elsewhere, sketch_of  # noqa: E402
-from weightstream.plan.problem import Prospect  # noqa: E402
 
 from weightstream.adapters.hf import generation, static_cache  # noqa: E402
 from weightstream.adapters.hf.generation import DecodeReport, Recorder, decode_with, generate  # noqa: E402
@@ -34,7 +32,9 @@ from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
+from weightstream.inputs.gathering import Sketch, machine_elsewhere, sketch_of  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
+from weightstream.plan.planner_inputs import PlannerInputs  # noqa: E402
 from weightstream.runtime.streamer import activation_transfer  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 
@@ -440,7 +440,7 @@ def test_inputs_may_have_another_name() -> None:
     assert torch.equal(generate(model, input_features=x, **more), model.generate(input_features=x, **more))
 
 
-def is_text(planned: Prospect) -> bool:
+def is_text(planned: PlannerInputs) -> bool:
     """Whether plans are made for text from graphs."""
     (found,) = {planner.demand.is_text for planner in planned.planners}
     return found
@@ -451,10 +451,10 @@ def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
     model = build("llama")
     budget = sum(param.nbytes for param in model.parameters()) // 2
     with weightstream.offload(model, device="cpu", device_budget=budget) as streamer:
-        assert is_text(streamer._installed.replanning.prospect)
+        assert is_text(streamer._installed.replanning.inputs)
         for _ in range(2):
             model(prompt(9))
-        found = streamer._installed.replanning.prospect
+        found = streamer._installed.replanning.inputs
         assert found.workload is None, "it is of the prompt"
         assert is_text(found)
 
@@ -466,14 +466,15 @@ def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
     def sketch(**settings: Any) -> Sketch:
         return sketch_of(model, None, weightstream.OffloadConfig(device_budget=100_000, **settings), machine)
 
-    assert is_text(sketch().prospect)
-    assert not is_text(sketch(pin_memory=False).prospect), "no graph holds such copies"
+    assert is_text(sketch().inputs)
+    assert not is_text(sketch(pin_memory=False).inputs), "no graph holds such copies"
     call = observe(model, Workload(tokens=8, context=8))
-    assert not is_text(sketch().knowing(call, "forward")), "a pipeline wants no text of it"
+    found = sketch()
+    assert not is_text(found.gatherer.for_work(found.inputs, call, "forward")), "a pipeline wants no text of it"
     assert observe(model, Workload()).captured is not None
     other, about = torch.nn.Linear(4, 4), {"device": "cpu", "device_budget": 1 << 20}
     with weightstream.offload(other, example_inputs=(torch.ones(4),), **about) as streamer:
-        assert not is_text(streamer._installed.replanning.prospect)
+        assert not is_text(streamer._installed.replanning.inputs)
 
 
 def over_lanes(model: Any, num: int) -> Stripes:

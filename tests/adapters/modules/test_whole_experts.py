@@ -81,7 +81,7 @@ def in_float8(implementation: str = "batched_mm") -> Any:
 
 def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
     """Experts are units of their own, and stream."""
-    grain = streamer._installed.replanning.prospect.grains[-1].coded(streamer.plan.manifest.codes)
+    grain = streamer._installed.replanning.inputs.grains[-1].coded(streamer.plan.manifest.codes)
     units = [unit for unit in grain.units if unit.name.endswith("experts")]
     stacks = frozenset(t.alias for unit in units for t in unit.tensors)
     ring_nbytes = 2 * max(sum(aligned(t.nbytes) for t in unit.tensors) for unit in units)

@@ -43,6 +43,6 @@ def test_a_gigabyte_on_the_host(
     getattr(envs, "disable_envs_cache", lambda: None)()
     with engine(folder("llama"), **asked(), cpu_offload_gb=1) as llm:
         assert tokens(llm) == plain
-        config = streamer()._installed.replanning.prospect.planners[0].config
+        config = streamer()._installed.replanning.inputs.planners[0].config
         assert (config.pin_memory, config.use_uva) == (not without_pinning, not without_uva)
         assert streamer().plan.offloaded_nbytes > 0

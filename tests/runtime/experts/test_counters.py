@@ -127,13 +127,13 @@ def warm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
     model = built()
     with held(model, "cached", num_slots) as streamer:
-        by_law = streamer._installed.replanning.prospect.planners[0].priced(streamer.plan)
+        by_law = streamer._installed.replanning.inputs.planners[0].priced(streamer.plan)
         steps(model, 4)
-        assert streamer._installed.replanning.prospect.planners[0].counts is None
+        assert streamer._installed.replanning.inputs.planners[0].counts is None
         begun = told(streamer)
         steps(model, 128, 4)
         found, fetched, nbytes = (b - a for a, b in zip(begun, told(streamer), strict=True))
-        known = streamer._installed.replanning.prospect.planners[0].counts
+        known = streamer._installed.replanning.inputs.planners[0].counts
         assert known == Counts(num_slots, found, fetched, streamer.plan.workload)
         assert found + fetched == 128 * NUM_LAYERS * TOP_K
         assert streamer.plan.fetched_nbytes == pytest.approx(nbytes / 128, rel=0.01)
@@ -159,7 +159,7 @@ def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monk
         replanning, known = streamer._installed.replanning, []
         for k in range(10):
             steps(model, 64, 64 * k)
-            now = replanning.prospect.planners[0].counts
+            now = replanning.inputs.planners[0].counts
             known.append(now.num_rows // (NUM_LAYERS * TOP_K) if now is not None else 0)
     assert known == [0, 64, 128, 128, 256, 256, 256, 256, 512, 512], "steps since the first look"
     assert reads[0] <= 12
@@ -170,12 +170,12 @@ def test_another_budget_is_planned_by_what_was_counted() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 68)
-        known = streamer._installed.replanning.prospect.planners[0].counts
+        known = streamer._installed.replanning.inputs.planners[0].counts
         assert known is not None
         streamer.rebudget(model_nbytes(model))
-        assert {planner.counts for planner in streamer._installed.replanning.prospect.planners} == {known}
+        assert {planner.counts for planner in streamer._installed.replanning.inputs.planners} == {known}
         steps(model, 70)
-        assert streamer._installed.replanning.prospect.planners[0].counts == known, "what streams counts nothing"
+        assert streamer._installed.replanning.inputs.planners[0].counts == known, "what streams counts nothing"
 
 
 # -- what a trace shows ------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.Capt
 
     model = built()
     with held(model, "cached", MOST) as streamer:
-        streamer._binding.plan = replace(streamer.plan, workload=streamer._installed.replanning.prospect.workload)
+        streamer._binding.plan = replace(streamer.plan, workload=streamer._installed.replanning.inputs.workload)
         plan, found = compare(model, DecodeSteps, 0.05)
     assert plan.cached
     assert found["equal"] is True

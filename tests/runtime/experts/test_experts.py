@@ -459,7 +459,7 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
         assert_equal(model, plain)
         assert bool(selected) is (codec == "compressed")  # a CPU fetches no rows from files: it plans without a cache
         assert not streamer.plan.cached
-        (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.replanning.prospect.planners}
+        (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.replanning.inputs.planners}
         assert fetches is (codec == "compressed")
         told = [record.message for record in caplog.records if "without a cache" in record.message]
         assert len(told) == (codec == "none")
@@ -593,7 +593,7 @@ def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
     with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model), codec="compressed") as streamer:
         aliases = streamer.plan.manifest.aliases
         biases = {alias for alias in aliases if alias.endswith("gate_up_proj_bias")}
-        sizes_of = streamer._installed.replanning.prospect.planners[0].weights.codes
+        sizes_of = streamer._installed.replanning.inputs.planners[0].weights.codes
         codes = streamer.plan.manifest.codes | {a: sizes_of[a] for a in biases}
         streamer.switch(plan_of(streamer, "coded", MOST, codes))
         assert biases <= streamer.plan.manifest.codes.keys()

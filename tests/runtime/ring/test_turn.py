@@ -301,15 +301,15 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
     with torch.no_grad(), offloaded(model) as streamer:
         for _ in range(6):
             model(x)
-        prospect = streamer._installed.replanning.prospect
-        plans = [planner(grain) for planner, grain in zip(prospect.planners, prospect.grains, strict=True)]
+        inputs = streamer._installed.replanning.inputs
+        plans = [planner(grain) for planner, grain in zip(inputs.planners, inputs.grains, strict=True)]
         assert len({len(plan.extents) for plan in plans}) > 1
 
         def ask() -> None:
             time.sleep(1e-3)  # else the threads would hand the GIL to and fro for minutes
             stats = streamer.stats()
             assert stats.held_nbytes["host"] > 0
-            assert len(stats.units) <= len(prospect.grains[-1].units)
+            assert len(stats.units) <= len(inputs.grains[-1].units)
 
         with beside(ask) as ended:
             for index in range(20):

@@ -315,7 +315,7 @@ def offloaded(model: Any, share: float = 0.6) -> weightstream.Streamer:
 @pytest.fixture(params=["block", "matrix"])
 def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of all units: only in some a change is inside of a unit, or around it."""
-    monkeypatch.setattr("weightstream.inputs.planner_inputs.GRAINS", (request.param,))
+    monkeypatch.setattr("weightstream.inputs.gathering.GRAINS", (request.param,))
     return str(request.param)
 
 

@@ -23,7 +23,7 @@ from models import assert_same, step, weights
 from repeats import thinned
 from weightstream.codec import estimate
 from weightstream.errors import StoreError
-from weightstream.inputs import planner_inputs
+from weightstream.inputs import gathering
 from weightstream.plan.plan import Plan
 from weightstream.runtime.devices import opening
 from weightstream.runtime.devices.cpu import CpuBackend
@@ -208,7 +208,7 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
         size, nbytes = estimate.estimate(parts, dtype), sum(part.numel() for part in parts)
         return int(size * share) // 512 * 512 if nbytes <= most else size
 
-    monkeypatch.setattr(planner_inputs, "estimate", less)
+    monkeypatch.setattr(gathering, "estimate", less)
     return found
 
 

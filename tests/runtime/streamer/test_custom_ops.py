@@ -186,7 +186,7 @@ def build(name: str) -> tuple[nn.Module, nn.Module]:
 
 def opened(model: nn.Module) -> weightstream.Streamer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weightstream.inputs.planner_inputs.GRAINS", ("block",))
+        patch.setattr("weightstream.inputs.gathering.GRAINS", ("block",))
         return weightstream.offload(model, device="cpu", offload_group_size=1, offload_prefetch_step=1)
 
 

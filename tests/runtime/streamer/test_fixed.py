@@ -56,9 +56,7 @@ def test_steps_inside_and_outside(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "weightstream.inputs.planner_inputs.GRAINS", ("matrix",)
-    )  # in coarser units nothing is read outside
+    monkeypatch.setattr("weightstream.inputs.gathering.GRAINS", ("matrix",))  # in coarser units nothing is read outside
     model, reference = MODELS[name](), plain(name, "cpu")
     with open_streamer(model, "cpu") as streamer:
         with pytest.raises(OffloadError, match="call the model once first"), streamer.step():

@@ -194,7 +194,7 @@ def test_a_forward_that_is_wrapped_meanwhile_survives_changes_of_the_plan(where:
     model, x = chain(), torch.randn(2, WIDTH)
     want = model(x).detach()
     with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget=9 << 10) as streamer:
-        first, found = streamer.plan, streamer._installed.replanning.prospect
+        first, found = streamer.plan, streamer._installed.replanning.inputs
         wrapped = model if where == "model" else model[2]
         inner = wrapped.forward
 

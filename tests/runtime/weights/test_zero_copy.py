@@ -12,7 +12,6 @@ import torch
 from test_search import model as manifest_of
 from test_search import tensor
 from torch import nn
-from weightstream.plan.problem import Prospect
 
 import weightstream
 from fixtures_structure import Stack
@@ -23,10 +22,11 @@ from weightstream.errors import InvariantError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, Profile, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.planner import Refusal
+from weightstream.plan.planner import Demand, Machine, Refusal, Weights
+from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.search import Candidate, map_to_host, place_host_bytes, place_layers, place_within
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
-from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 STREAMED = 10 << 10
 
@@ -238,7 +238,18 @@ def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
 
             return SimpleNamespace(candidates=candidates, priced=lambda plan: plan)
 
-        return Prospect(grains=grains, planners=tuple(map(planner, times))).plan()[0]
+        class Inputs(PlannerInputs):
+            def planner(self, grain: int) -> Any:
+                return planner(times[grain])
+
+        machine = Machine(
+            profile=Profile(), on_cpu=False, free_nbytes=0, total_nbytes=0, host_free_nbytes=0, host_total_nbytes=0
+        )
+        demands = (Demand(),) * len(grains)
+        inputs = Inputs(
+            config=OffloadConfig(), machine=machine, weights=Weights(names={}), grains=grains, demands=demands
+        )
+        return inputs.plan()[0]
 
     assert chosen(1.0, 2.0) == 0
     assert chosen(2.0, 1.0) == 1

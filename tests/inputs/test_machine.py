@@ -16,14 +16,15 @@ from click.testing import Result
 from test_plan_cli import MACHINE, SHAPE
 from torch import nn
 from typer.testing import CliRunner
-from weightstream.inputs.planner_inputs import can_decode, sizes_of
 
 import weightstream
 from weightstream.cli import app
 from weightstream.codec import reference
 from weightstream.codec.estimate import ASSUMED_BITS
 from weightstream.codec.format import ELEMENTS, Layout
-from weightstream.inputs import planner_inputs
+from weightstream.inputs import gathering, machine
+from weightstream.inputs.gathering import Gatherer, sizes_of
+from weightstream.inputs.machine import can_decompress
 from weightstream.measure import checks
 from weightstream.measure import profile as profiles
 from weightstream.plan.check import prove
@@ -95,7 +96,7 @@ def test_weights_are_read_where_a_plan_depends_on_them(
     settings: dict[str, Any], is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(planner_inputs, "sizes_of", lambda *_: asked.append(1) or {})
+    monkeypatch.setattr(gathering, "sizes_of", lambda *_: asked.append(1) or {})
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
     weightstream.offload(model, device="cpu", **settings).remove()
     assert bool(asked) == is_asked
@@ -107,7 +108,7 @@ def test_weights_are_read_where_a_plan_depends_on_them(
 )
 def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) -> None:
     backend = CpuBackend()
-    assert can_decode(backend, OffloadConfig.from_kwargs(**settings), ["bfloat16"]) is expected
+    assert can_decompress(backend, OffloadConfig.from_kwargs(**settings), ["bfloat16"]) is expected
     backend.close()
 
 
@@ -128,17 +129,17 @@ def test_kernels_are_compiled_early_for_what_a_plan_may_code(
     settings: dict[str, Any], dtypes: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU with 1 GiB free; on a CPU rates are measured on request only."""
-    monkeypatch.setattr(planner_inputs.cuda, "memory", lambda _: (1 << 30, 2 << 30))
+    monkeypatch.setattr(machine.cuda, "memory", lambda _: (1 << 30, 2 << 30))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for dtype in dtypes])
     config = OffloadConfig.from_kwargs(**settings)
     gpu, by_alias = SimpleNamespace(device=torch.device("cuda", 0)), groups(model)
-    assert planner_inputs.dtypes_to_code(by_alias, gpu, config) == expected  # type: ignore[arg-type]
+    assert machine.dtypes_to_compress(by_alias, gpu, config) == expected  # type: ignore[arg-type]
     backend = CpuBackend()
-    assert planner_inputs.dtypes_to_code(by_alias, backend, config) == (
+    assert machine.dtypes_to_compress(by_alias, backend, config) == (
         expected if config.codec == "compressed" else set()
     )
     codable = {dtype for dtype in dtypes if dtype in ELEMENTS}
-    among = planner_inputs.dtypes_to_code(by_alias, gpu, config, among=True)  # type: ignore[arg-type]
+    among = machine.dtypes_to_compress(by_alias, gpu, config, among=True)  # type: ignore[arg-type]
     assert among == (codable if config.uses_codes else set()), "all of them know the same rates before they plan"
     backend.close()
 
@@ -159,9 +160,9 @@ def test_kernels_are_compiled_early_for_what_a_plan_may_code(
 def test_kernels_are_compiled_early_for_the_dtype_of_a_load(
     dtype: torch.dtype, nbytes: int, settings: dict[str, Any], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner_inputs.cuda, "memory", lambda _: (1 << 30, 2 << 30))
+    monkeypatch.setattr(machine.cuda, "memory", lambda _: (1 << 30, 2 << 30))
     gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    assert planner_inputs.dtypes_to_load(dtype, nbytes, gpu, OffloadConfig.from_kwargs(**settings)) == expected
+    assert machine.dtypes_to_load(dtype, nbytes, gpu, OffloadConfig.from_kwargs(**settings)) == expected
 
 
 @pytest.mark.parametrize(("dtype", "codec"), [("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "none")])
@@ -171,10 +172,8 @@ def test_a_load_tells_what_it_is_going_to_need(
     """Before a weight is read, with the dtype and the bytes of the checkpoint; nothing else is compiled."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
-    monkeypatch.setattr(planner_inputs, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(
-        planner_inputs, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes))
-    )
+    monkeypatch.setattr(machine, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
+    monkeypatch.setattr(machine, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes)))
     model = weightstream.from_pretrained(folder, device="cpu", dtype=dtype, codec=codec, progress=False)
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * 2
     model.weightstream.remove()
@@ -187,7 +186,7 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
     dtype: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(planner_inputs, "can_decode", lambda *about: asked.append(about[2]) or False)
+    monkeypatch.setattr(gathering, "can_decompress", lambda *about: asked.append(about[2]) or False)
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for _ in range(8)])
     weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed").remove()
     assert asked == [frozenset({"bfloat16"})] * is_asked
@@ -196,9 +195,9 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
 def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are of the same device: a trial of `example_inputs` waits for the kernels."""
     calls: list[str] = []
-    foreseen = planner_inputs.foreseen
-    monkeypatch.setattr(planner_inputs, "can_decode", lambda *_: calls.append("kernels") or True)
-    monkeypatch.setattr(planner_inputs, "foreseen", lambda *args: calls.append("trial") or foreseen(*args))
+    for_call = Gatherer.for_call
+    monkeypatch.setattr(gathering, "can_decompress", lambda *_: calls.append("kernels") or True)
+    monkeypatch.setattr(Gatherer, "for_call", lambda *args: calls.append("trial") or for_call(*args))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)])
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
     weightstream.offload(model, device="cpu", device_budget=10**6, codec="compressed", example_inputs=x).remove()
