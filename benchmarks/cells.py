@@ -125,7 +125,9 @@ class Cells:
     """The cells of one model."""
 
     def __init__(self, shape: str, device: torch.device, seconds: float) -> None:
-        self.shape, self.device, self.seconds = shape, device, seconds
+        self.shape = shape
+        self.device = device
+        self.seconds = seconds
         self.model = build(shape, device)
         self.nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self.backend = CudaBackend(device) if device.type == "cuda" else CpuBackend()
