@@ -36,7 +36,9 @@ class Process:
     """A case that runs. `prefix` stands before its command; at the end of the `with` block it is gone."""
 
     def __init__(self, case: Case, *, timeout_s: float, prefix: Sequence[str] = ()) -> None:
-        self._case, self._timeout_s, self._prefix = case, timeout_s, prefix
+        self._case = case
+        self._timeout_s = timeout_s
+        self._prefix = prefix
 
     def __enter__(self) -> Process:
         self._process = subprocess.Popen(
@@ -81,7 +83,9 @@ class Trials:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name = f"{name}, NF4" if args.nf4 else name
-        self.smoke, self.folder, self._out = args.smoke, args.folder, args.out
+        self.smoke = args.smoke
+        self.folder = args.folder
+        self._out = args.out
         self._started = time.perf_counter()
         self._common = environment()
         self.device = "cpu" if args.smoke else "cuda"

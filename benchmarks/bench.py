@@ -54,7 +54,9 @@ class Bench:
         floor_steps: int = 10,
     ) -> None:
         """`suffix` tells the rows of a shape of its own from the others in the file."""
-        self.name, self.args, self.suffix = name, args, suffix
+        self.name = name
+        self.args = args
+        self.suffix = suffix
         self.device = torch.device("cpu" if args.smoke else "cuda")
         self.shape = shape or (TINY if args.smoke else replace(Shape(), layers=args.layers))
         self.rows: list[dict[str, Any]] = []

@@ -155,7 +155,8 @@ class Steps:
     """A first forward of a few tokens, then forwards of one, without a cache."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.logits = torch.empty(0)
 
     def first(self) -> float:
@@ -191,7 +192,8 @@ class Generation:
     """A greedy generation: the prompt's step, then a step per token, all logits kept."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.logits = torch.empty(0)
         self.tokens = torch.empty(0)
         self._ends: list[float] = []
@@ -216,7 +218,8 @@ class Generation:
             output_logits=True,
             streamer=self,
         )
-        self.logits, self.tokens = torch.stack(found.logits).cpu(), found.sequences.cpu()
+        self.logits = torch.stack(found.logits).cpu()
+        self.tokens = found.sequences.cpu()
         return self._ends[1]
 
     def rest(self, case: Case) -> dict[str, Any]:

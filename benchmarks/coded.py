@@ -112,7 +112,8 @@ class Large(Bench):
         """The p50; where coding finds no room on the device, with layers that start in host memory."""
         system = f"weightstream, {LARGE_GIB} GiB, codec {codec}"
         for host_layers in HOST_LAYERS:
-            self.host_layers, num_rows = host_layers, len(self.rows)
+            self.host_layers = host_layers
+            num_rows = len(self.rows)
             fields = {"host_layers": host_layers, **facts}
             try:
                 self.offloaded(case, system, graph=False, facts=fields, device_budget=budget, codec=codec)

@@ -41,7 +41,8 @@ ROOM_NBYTES = 3 << 30  # beside the weights, for the cache, activations and libr
 class Decoding:
     def __init__(self, model: Any, batch: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self._model, self.how = model, ""
+        self._model = model
+        self.how = ""
         self._ids = torch.randint(1000, (batch, 64), generator=generator).cuda()
 
     def run(self, tokens: int, **more: Any) -> Any:

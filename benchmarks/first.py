@@ -38,7 +38,8 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._names, self._since = ["rest"], time.perf_counter()
+        self._names = ["rest"]
+        self._since = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

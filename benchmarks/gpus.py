@@ -58,7 +58,8 @@ Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this numb
 
 class Gpus:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.common = args, rows.environment()
+        self.args = args
+        self.common = rows.environment()
         self.devices = [
             torch.device(args.device, k) if args.device == "cuda" else torch.device("cpu") for k in range(args.gpus)
         ]

@@ -29,7 +29,8 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head = shape.hidden // shape.heads
-        self.norm1, self.norm2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
+        self.norm1 = nn.RMSNorm(shape.hidden)
+        self.norm2 = nn.RMSNorm(shape.hidden)
         self.q, self.o = (nn.Linear(shape.hidden, shape.hidden, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(shape.hidden, shape.kv_heads * self.head, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(shape.hidden, shape.intermediate, bias=False) for _ in range(2))

@@ -82,8 +82,11 @@ class Models:
     """Measures one model after the other, and writes the rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, torch.device(args.device)
-        self.backend, self.rows, self.common = private_backend(self.device), [], rows.environment()
+        self.args = args
+        self.device = torch.device(args.device)
+        self.backend = private_backend(self.device)
+        self.rows = []
+        self.common = rows.environment()
         self._started = time.perf_counter()
         self.random = torch.Generator(self.device).manual_seed(time.time_ns() % 2**31)
         print(profile_for(self.backend), flush=True)

@@ -118,7 +118,9 @@ class Run:
     """Images of one pipeline, and rows of what they took."""
 
     def __init__(self, pipe: Any, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.pipe, self.arguments, self.device = pipe, arguments, device
+        self.pipe = pipe
+        self.arguments = arguments
+        self.device = device
         kept = arguments.reference
         self.want: torch.Tensor | None = torch.load(kept) if kept is not None and kept.exists() else None
         self.rows: list[dict[str, Any]] = []

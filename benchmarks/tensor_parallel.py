@@ -65,8 +65,10 @@ PROMPT = 8192
 
 class Ranks:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.common = args, rows.environment()
-        self.rank, self.num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.args = args
+        self.common = rows.environment()
+        self.rank = int(os.environ["RANK"])
+        self.num = int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", self.rank)
         self.sharded = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=self.num)}
         self.ranks = join(self.sharded["distributed_config"], weightstream.OffloadConfig())

@@ -198,7 +198,8 @@ class Memory(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.ends = 0, False
+        self.peak = 0
+        self.ends = False
         self.start()
 
     def run(self) -> None:
@@ -406,7 +407,9 @@ class Case:
     """One case, in a process that tells when the engine is up and waits to be measured."""
 
     def __init__(self, args: argparse.Namespace, case: str, mode: str) -> None:
-        self._args, self._case, self._mode = args, case, mode
+        self._args = args
+        self._case = case
+        self._mode = mode
         self._name = name_of(args, case, mode)
         self._log = args.out.parent / f"{self._name}.log"
         passed = ["--case", case, "--mode", mode]

@@ -21,6 +21,7 @@ from weightstream.cli.terminal import (
     AsJson,
     Frames,
     Height,
+    Loading,
     Model,
     Steps,
     Variant,
@@ -45,7 +46,7 @@ _PREDICTED = "#c05020"
 @takes_model()
 def bench(
     model: Model,
-    loading: dict[str, Any],
+    loading: Loading,
     *,
     seconds: Annotated[float, typer.Option(min=0.05, help="How long to time each of the three.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
@@ -103,7 +104,7 @@ def bench(
     raise typer.Exit(1 if row["equal"] is False else 0)
 
 
-def _compared(model: str, loading: dict[str, Any], seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
+def _compared(model: str, loading: Loading, seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
     """A comparison of a language model; a terminal shows what it is at."""
     from weightstream.measure.progress import reporting
 

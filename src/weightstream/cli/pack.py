@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -48,8 +48,16 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        how: Any = {"codec": codec, "verify": verify, "variant": variant, "trust_remote_code": trust_remote_code}
-        shards = packing.pack(model, out, progress=shown, advance=advance, **how)
+        shards = packing.pack(
+            model,
+            out,
+            progress=shown,
+            advance=advance,
+            codec=codec,
+            verify=verify,
+            variant=variant,
+            trust_remote_code=trust_remote_code,
+        )
     finally:
         bar.stop()
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from weightstream.cli.terminal import (
+    Loading,
     add_budget,
     figure,
     foretold,
@@ -58,9 +59,16 @@ def refuse_options(model: str, **options: Any) -> None:
 # -- its plan ----------------------------------------------------------------------------------------------------------
 
 
+class _AtBudget(NamedTuple):
+    """A plan, and the bytes of device memory that it is for."""
+
+    budget: int
+    plan: PipelinePlan
+
+
 def plan_pipeline(
     model: str,
-    loading: dict[str, Any],
+    loading: Loading,
     call: dict[str, Any],
     *,
     variant: str | None,
@@ -73,21 +81,29 @@ def plan_pipeline(
     """What `weightstream plan` does for a pipeline."""
     from weightstream.api.plan_model import sketch_pipeline
 
-    about = {"device": loading["device"], "dtype": loading["dtype"], "profile": profile, "variant": variant}
-    sketch = sketch_pipeline(model, loading["config"], call=call, **about)
+    sketch = sketch_pipeline(
+        model,
+        loading["config"],
+        call=call,
+        device=loading["device"],
+        dtype=loading["dtype"],
+        profile=profile,
+        variant=variant,
+    )
     planned = sketch.plan()
-    plans: list[tuple[int, PipelinePlan]] = []
+    plans: list[_AtBudget] = []
     if sweep or plot is not None:
-        budgets = [sketch.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
-        others = ((budget, sketch.plan_at(budget)) for budget in budgets)
-        plans = [(budget, found) for budget, found in others if found is not None]
-        plans = sorted([*plans, (sketch.budget, planned)], key=lambda item: item[0])
+        plans.append(_AtBudget(sketch.budget, planned))
+        for budget in (sketch.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)):
+            if (other := sketch.plan_at(budget)) is not None:
+                plans.append(_AtBudget(budget, other))
+        plans.sort(key=lambda at: at.budget)
     if save is not None:
         write_file("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
     if plot is not None:
         _draw(model, plans, plot)
     if as_json:
-        swept = {"sweep": [{"budget": budget} | found.numbers() for budget, found in plans]} if plans else {}
+        swept = {"sweep": [{"budget": at.budget} | at.plan.numbers() for at in plans]} if plans else {}
         typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **planned.numbers(), **swept}))
         return
     _show(model, sketch.nbytes, planned)
@@ -122,24 +138,24 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     )
 
 
-def _show_sweep(planned: PipelinePlan, plans: Sequence[tuple[int, PipelinePlan]]) -> None:
+def _show_sweep(planned: PipelinePlan, plans: Sequence[_AtBudget]) -> None:
     table = grid("budget", "resident", "ring", "moves", "seconds", "", align_left=("",))
-    slowest = max(found.seconds for _, found in plans)
-    for budget, found in plans:
-        resident = found.device_nbytes - found.block_nbytes
-        sizes = (budget, resident, found.block_nbytes, found.copied_nbytes)
-        cells = [*map(human, sizes), f"{found.seconds:.2f}"]
-        add_budget(table, cells, found.seconds / slowest, is_own=found is planned)
+    slowest = max(at.plan.seconds for at in plans)
+    for budget, plan in plans:
+        resident = plan.device_nbytes - plan.block_nbytes
+        sizes = (budget, resident, plan.block_nbytes, plan.copied_nbytes)
+        cells = [*map(human, sizes), f"{plan.seconds:.2f}"]
+        add_budget(table, cells, plan.seconds / slowest, is_own=plan is planned)
     print_table(table, "seconds per call over budget", drop=("ring", ""))
 
 
-def _draw(model: str, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> None:
-    unit, nbytes_of_one = scale(max(budget for budget, _ in plans))
-    budgets = [budget / nbytes_of_one for budget, _ in plans]
+def _draw(model: str, plans: Sequence[_AtBudget], path: Path) -> None:
+    unit, nbytes_of_one = scale(max(at.budget for at in plans))
+    budgets = [at.budget / nbytes_of_one for at in plans]
     with figure(path, height=4.5) as axes:
-        axes.plot(budgets, [found.seconds for _, found in plans], ".-", linewidth=3, label="predicted call")
-        axes.plot(budgets, [found.copied_s for _, found in plans], "--", label="link busy")
-        axes.plot(budgets, [found.computed_s for _, found in plans], ":", label="compute busy")
+        axes.plot(budgets, [at.plan.seconds for at in plans], ".-", linewidth=3, label="predicted call")
+        axes.plot(budgets, [at.plan.copied_s for at in plans], "--", label="link busy")
+        axes.plot(budgets, [at.plan.computed_s for at in plans], ":", label="compute busy")
         axes.set(xlabel=f"device budget for weights, {unit}", ylabel="call, s", title=Path(model).name)
         axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid(alpha=0.3)
@@ -149,21 +165,35 @@ def _draw(model: str, plans: Sequence[tuple[int, PipelinePlan]], path: Path) -> 
 # -- its images --------------------------------------------------------------------------------------------------------
 
 
+class TimedOutput(NamedTuple):
+    """The output of a call, and the seconds that it took."""
+
+    output: Any
+    seconds: float
+
+
 class PipelineSession:
     """A pipeline that streams, and one call of it, over and over."""
 
     def __init__(
-        self, model: str, loading: dict[str, Any], variant: str | None, call: dict[str, Any], *, progress: bool
+        self, model: str, loading: Loading, variant: str | None, call: dict[str, Any], *, progress: bool
     ) -> None:
         from weightstream import pipeline_from_pretrained
 
-        options = {name: loading[name] for name in ("config", "device", "dtype")}
-        if loading["trust_remote_code"]:
-            options["trust_remote_code"] = True
         takes = _taken(model)
-        call = {name: value for name, value in call.items() if name != "prompt" or "prompt" in takes}
-        self.call, self.seed = call, 0
-        self.pipe = pipeline_from_pretrained(model, **options, variant=variant, example_inputs=call, progress=progress)
+        self.call = {name: value for name, value in call.items() if name != "prompt" or "prompt" in takes}
+        self.seed = 0
+        remote_code: dict[str, Any] = {"trust_remote_code": True} if loading["trust_remote_code"] else {}
+        self.pipe = pipeline_from_pretrained(
+            model,
+            config=loading["config"],
+            device=loading["device"],
+            dtype=loading["dtype"],
+            variant=variant,
+            example_inputs=self.call,
+            progress=progress,
+            **remote_code,
+        )
         self.device = self.pipe.weightstream.device
         self.pipe.set_progress_bar_config(disable=not progress)
         self.planned: PipelinePlan | None = None
@@ -172,8 +202,8 @@ class PipelineSession:
         except OffloadError as error:
             tell(f"warning: {error}")
 
-    def run(self, **more: Any) -> tuple[Any, float]:
-        """What a call gives, and the seconds that it took."""
+    def run(self, **more: Any) -> TimedOutput:
+        """Run the call, with more keywords."""
         import torch
 
         generator = torch.Generator("cpu").manual_seed(self.seed)
@@ -185,12 +215,12 @@ class PipelineSession:
             raise ConfigError(f"{type(self.pipe).__name__} cannot run with {named}: {error}") from error
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return output, time.perf_counter() - began
+        return TimedOutput(output, time.perf_counter() - began)
 
-    def values(self) -> tuple[Any, float]:
-        """The same, as one tensor of the images or frames on the host."""
-        output, taken_s = self.run(output_type="pt")
-        return _made(output).cpu(), taken_s
+    def values(self) -> TimedOutput:
+        """Run the call; the output is one tensor of the images or frames on the host."""
+        timed = self.run(output_type="pt")
+        return TimedOutput(_media(timed.output).cpu(), timed.seconds)
 
     def plain(self) -> None:
         """Stop streaming; all components go to the device."""
@@ -215,7 +245,7 @@ def _taken(model: str) -> Collection[str]:
     return call_keywords(model)
 
 
-def _made(output: Any) -> Any:
+def _media(output: Any) -> Any:
     """The images or the frames of a call."""
     for name in ("images", "frames"):
         if (found := getattr(output, name, None)) is not None:
@@ -244,9 +274,9 @@ def save_media(output: Any, out: Path) -> list[Path]:
     """Writes the images of PIL, or the videos, of a call; where there are several, their number goes into the name."""
     from diffusers.utils import export_to_gif, export_to_video
 
-    made = _made(output)
-    paths = [out if len(made) == 1 else out.with_stem(f"{out.stem}-{number}") for number in range(1, len(made) + 1)]
-    for path, item in zip(paths, made, strict=True):
+    media = _media(output)
+    paths = [out if len(media) == 1 else out.with_stem(f"{out.stem}-{number}") for number in range(1, len(media) + 1)]
+    for path, item in zip(paths, media, strict=True):
         if not isinstance(item, list):
             item.save(path)
         elif path.suffix.lower() == ".mp4":
@@ -258,7 +288,7 @@ def save_media(output: Any, out: Path) -> list[Path]:
 
 def run_pipeline(
     model: str,
-    loading: dict[str, Any],
+    loading: Loading,
     call: dict[str, Any],
     *,
     variant: str | None,
@@ -279,29 +309,40 @@ def run_pipeline(
     stats = session.pipe.weightstream.stats()
     identical = None
     if verify:
-        ours, _ = session.values()
+        offloaded = session.values().output
         session.plain()
-        identical = torch.equal(ours, session.values()[0])
-    about = {"model": model, "device": str(session.device), "files": list(map(str, written)), "identical": identical}
+        identical = torch.equal(offloaded, session.values().output)
     if as_json:
         planned = session.planned
-        told = {"seconds": taken_s, "predicted_s": planned and planned.seconds, "plan": planned and planned.numbers()}
-        parts = {name: numbers_of(part) for name, part in stats.components.items()}
-        typer.echo(json.dumps(about | told | {"stats": parts, "held_nbytes": stats.held_nbytes}))
+        row = {
+            "model": model,
+            "device": str(session.device),
+            "files": list(map(str, written)),
+            "identical": identical,
+            "seconds": taken_s,
+            "predicted_s": planned and planned.seconds,
+            "plan": planned and planned.numbers(),
+            "stats": {name: numbers_of(part) for name, part in stats.components.items()},
+            "held_nbytes": stats.held_nbytes,
+        }
+        typer.echo(json.dumps(row))
     else:
-        _report(about, session.planned, taken_s, stats)
+        _report(session, written, taken_s, stats, identical)
     return identical
 
 
-def _report(about: dict[str, Any], planned: PipelinePlan | None, taken_s: float, stats: PipelineStats) -> None:
-    """What a run took, for a person."""
-    lines = {"image": ", ".join(about["files"])}
+def _report(
+    session: PipelineSession, files: Sequence[Path], taken_s: float, stats: PipelineStats, identical: bool | None
+) -> None:
+    """Print the report of a run."""
+    planned = session.planned
+    lines = {"image": ", ".join(map(str, files))}
     if planned is not None:
         lines |= foretold(planned.seconds, taken_s, _seconds)
     else:
         lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
-    lines["device"] = f"{human(stats.held_nbytes['device'])} held on {about['device']}, of {human(model_nbytes)}"
+    lines["device"] = f"{human(stats.held_nbytes['device'])} held on {session.device}, of {human(model_nbytes)}"
     moved = sum(part.filled_nbytes for part in stats.components.values())
     waited_s = sum(part.stall_s for part in stats.components.values())
     lines["streamed"] = f"{human(moved)}; waited {waited_s:.2f} s for copies"
@@ -312,8 +353,8 @@ def _report(about: dict[str, Any], planned: PipelinePlan | None, taken_s: float,
         predicted = milliseconds(part.predicted_step_s)
         table.add_row(name, str(part.steps), measured, predicted, human(part.filled_nbytes))
     print_table(table)
-    if about["identical"] is not None:
-        print_labelled({"identical": "yes" if about["identical"] else "no"})
+    if identical is not None:
+        print_labelled({"identical": "yes" if identical else "no"})
 
 
 def _seconds(seconds: float) -> str:
@@ -324,7 +365,7 @@ def _seconds(seconds: float) -> str:
 
 
 def bench_pipeline(
-    model: str, loading: dict[str, Any], call: dict[str, Any], *, variant: str | None, seconds: float, as_json: bool
+    model: str, loading: Loading, call: dict[str, Any], *, variant: str | None, seconds: float, as_json: bool
 ) -> tuple[PipelinePlan | None, dict[str, Any]]:
     """Times calls of a pipeline offloaded, beside the link alone and the plain pipeline on the device."""
     import torch

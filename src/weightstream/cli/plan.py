@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -22,6 +22,7 @@ from weightstream.cli.terminal import (
     AsJson,
     Frames,
     Height,
+    Loading,
     Model,
     Steps,
     Variant,
@@ -51,7 +52,7 @@ _LESS = 0.98  # a smaller budget that is worth a word
 @takes_model()
 def plan(
     model: Model,
-    loading: dict[str, Any],
+    loading: Loading,
     *,
     profile: Annotated[
         Path | None, typer.Option(help="Predict for the machine in this file, from `weightstream doctor --save`.")
@@ -78,40 +79,53 @@ def plan(
         require("matplotlib", "plot", "--plot")
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
-    about: dict[str, Any] = {"sweep": sweep, "plot": plot, "save": save}
     if is_pipeline_checkpoint(model):
         if tp:
             raise ConfigError(f"--tp: {model} is a pipeline of diffusers; leave it out")
-        about |= {"variant": variant, "profile": profile}
         pipelines.plan_pipeline(
-            model, loading, pipelines.call_of(height, width, steps, frames), **about, as_json=as_json
+            model,
+            loading,
+            pipelines.call_of(height, width, steps, frames),
+            variant=variant,
+            profile=profile,
+            sweep=sweep,
+            plot=plot,
+            save=save,
+            as_json=as_json,
         )
         return
     pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     if loading["config"].stripes and not tp:
-        _on_several(model, loading, profile, about, as_json=as_json)
-    else:
-        _on_one(model, _sharded(loading) if tp else loading, profile, **about, as_json=as_json)
+        if given := [f"--{name}" for name, value in (("sweep", sweep), ("plot", plot), ("save", save)) if value]:
+            raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")
+        _on_several(model, loading, profile, as_json=as_json)
+        return
+    num_shards = len(loading["config"].stripes) if tp else None
+    if tp:
+        loading["config"] = _config_of_shard(loading["config"])
+    _on_one(model, loading, profile, num_shards, sweep=sweep, plot=plot, save=save, as_json=as_json)
 
 
 def _on_one(
     model: str,
-    loading: dict[str, Any],
+    loading: Loading,
     profile: Path | None,
+    num_shards: int | None,
     *,
     sweep: bool,
     plot: Path | None,
     save: Path | None,
     as_json: bool,
 ) -> None:
-    """The plan on one GPU, of the model or of a shard of it."""
+    """The plan on one GPU, of the model or of one of `num_shards` shards of it."""
     from weightstream.api.plan_model import inputs_of
 
-    shards = loading.get("distributed_config", {})
+    shards = {} if num_shards is None else {"tp_size": num_shards}
+    sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
     atexit.register(_leave)
     try:
-        inputs = inputs_of(model, profile=profile, **loading)
+        inputs = inputs_of(model, profile=profile, **loading, **sharding)
         planned = inputs.plan()[1]
         plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:
@@ -125,34 +139,29 @@ def _on_one(
         typer.echo(json.dumps({"model": model, **shards, **json_facts(inputs, planned), **swept}))
         return
     whole = {"experts": inputs.whole_experts} if inputs.whole_experts and planned.offloaded_nbytes else {}
-    if shards:
+    if num_shards is not None:
         assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
-        about = f"one of {shards['tp_size']} processes, which plan alike, and are taken to add up {assumed} GB/s"
+        about = f"one of {num_shards} processes, which plan alike, and are taken to add up {assumed} GB/s"
         model, whole = f"a shard of {model}", {"ranks": about, **whole}
     show_plan(model, planned, whole | advice(inputs, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
 
 
-def _sharded(loading: dict[str, Any]) -> dict[str, Any]:
-    """What loads the shards of one GPU, of several."""
-    config: OffloadConfig = loading["config"]
+def _config_of_shard(config: OffloadConfig) -> OffloadConfig:
+    """The settings of one GPU, of several that have a shard each. Raises `ConfigError`."""
     if not config.stripes:
         raise ConfigError("--tp: a model is sharded over several GPUs: give --gpus 2 or more, too")
     budget, *others = set(config.stripes.values())
     if others:
         raise ConfigError("--tp: processes plan with one budget: give --device-budget and --gpus, not max_memory")
-    return {**loading, "config": config.within(budget), "distributed_config": {"tp_size": len(config.stripes)}}
+    return config.within(budget)
 
 
-def _on_several(
-    model: str, loading: dict[str, Any], profile: Path | None, options: dict[str, Any], *, as_json: bool
-) -> None:
-    """The plan over several GPUs, which has none of these options."""
+def _on_several(model: str, loading: Loading, profile: Path | None, *, as_json: bool) -> None:
+    """The plan over several GPUs."""
     from weightstream.api.plan_model import plan_stripes
 
-    if given := [f"--{name}" for name, value in options.items() if value]:
-        raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")
     planned = plan_stripes(model, profile=profile, **loading)
     if as_json:
         typer.echo(json.dumps({"model": model, **planned.numbers()}))
@@ -182,9 +191,9 @@ def _swept(inputs: PlannerInputs, planned: Plan) -> list[Plan]:
 
 def show_plan(model: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
-    num, dtype = parameters(planned)
-    told = [f"{_count(num)} parameters"] if "float" in dtype else []  # else several are in one number
-    size = ", ".join([*told, human(planned.manifest.decoded_nbytes), dtype])
+    numbers = parameters(planned)
+    count = [f"{_count(numbers.num)} parameters"] if numbers.is_of_parameters else []
+    size = ", ".join([*count, human(planned.manifest.decoded_nbytes), numbers.dtype])
     print_labelled({"model": f"{model} ({size})", "machine": _machine(planned), "memory": memory_line(planned)})
     print_table(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
@@ -259,10 +268,10 @@ def _budget(plan: Plan) -> int:
 
 def json_facts(inputs: PlannerInputs, planned: Plan) -> dict[str, Any]:
     """All that the screen tells, in bytes and seconds, and the plan itself."""
-    enough, (num, dtype) = inputs.enough(planned), parameters(planned)
+    enough, numbers = inputs.enough(planned), parameters(planned)
     return {
-        "num_parameters": num if "float" in dtype else None,
-        "dtype": dtype,
+        "num_parameters": numbers.num if numbers.is_of_parameters else None,
+        "dtype": numbers.dtype,
         **planned.numbers(),
         "enough_budget": enough.budget if enough else None,
         "shortage": inputs.shortage(planned),
@@ -342,13 +351,25 @@ def memory_line(plan: Plan) -> str:
     return f"{' + '.join(parts)} = {human(sum(sizes))}"
 
 
-def parameters(plan: Plan) -> tuple[int, str]:
-    """How many numbers the model's weights are, tied ones once, and the dtype that most of them have."""
-    sizes: dict[str, tuple[int, str]] = {}
+class StoredNumbers(NamedTuple):
+    """Numbers in memory, and their dtype."""
+
+    num: int
+    dtype: str
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether each is a parameter: quantised formats store several in one integer."""
+        return "float" in self.dtype
+
+
+def parameters(plan: Plan) -> StoredNumbers:
+    """The numbers of all weights, tied ones once, and the dtype that most of them have."""
+    stored: dict[str, StoredNumbers] = {}
     for tensor in plan.manifest.tensors():
-        found = math.prod(tensor.shape), tensor.dtype.removeprefix("torch.")
-        sizes[tensor.alias] = max(sizes.get(tensor.alias, found), found)  # the largest of those that share bytes
-    counted: Counter[str] = Counter()
-    for num, kind in sizes.values():
-        counted[kind] += num
-    return counted.total(), max(counted, key=lambda kind: counted[kind], default="nothing")
+        numbers = StoredNumbers(math.prod(tensor.shape), tensor.dtype.removeprefix("torch."))
+        stored[tensor.alias] = max(stored.get(tensor.alias, numbers), numbers)  # the largest of those that share bytes
+    nums: Counter[str] = Counter()
+    for numbers in stored.values():
+        nums[numbers.dtype] += numbers.num
+    return StoredNumbers(nums.total(), max(nums, key=lambda dtype: nums[dtype], default="nothing"))

@@ -22,6 +22,7 @@ from weightstream.cli.terminal import (
     AsJson,
     Frames,
     Height,
+    Loading,
     Model,
     Steps,
     Variant,
@@ -50,7 +51,7 @@ _MOST_WAITS = 5
 @takes_model("batch", "tokens")
 def run(
     model: Model,
-    loading: dict[str, Any],
+    loading: Loading,
     *,
     prompt: Annotated[str | None, typer.Option(help="What to go on from, or what a picture is to show.")] = None,
     chat: Annotated[
@@ -78,10 +79,13 @@ def run(
     if is_pipeline_checkpoint(model):
         pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
-        how: dict[str, Any] = {"variant": variant, "out": out, "seed": seed or 0, "verify": verify}
-        raise typer.Exit(1 if pipelines.run_pipeline(model, loading, call, **how, as_json=as_json) is False else 0)
-    given = {"height": height, "width": width, "steps": steps, "frames": frames, "variant": variant}
-    pipelines.refuse_options(model, out=out, seed=seed, **given)
+        identical = pipelines.run_pipeline(
+            model, loading, call, variant=variant, out=out, seed=seed or 0, verify=verify, as_json=as_json
+        )
+        raise typer.Exit(1 if identical is False else 0)
+    pipelines.refuse_options(
+        model, out=out, seed=seed, height=height, width=width, steps=steps, frames=frames, variant=variant
+    )
     max_new_tokens = max_new_tokens or 64
     from weightstream.measure.comparison import first_difference
 
@@ -108,7 +112,7 @@ def run(
     raise typer.Exit(0 if difference is None else 1)
 
 
-def _converse(session: ModelSession, loading: dict[str, Any], max_new_tokens: int) -> None:
+def _converse(session: ModelSession, loading: Loading, max_new_tokens: int) -> None:
     session.check_chat()
     session.load(progress=sys.stderr.isatty(), **loading)
     converse(functools.partial(session.answer, max_new_tokens))
@@ -315,7 +319,7 @@ def _piped() -> str:
 @takes_model("batch", "tokens")
 def trace(
     model: Model,
-    loading: dict[str, Any],
+    loading: Loading,
     *,
     out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
     steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, one a step, behind the prompt's step.")] = 4,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import typer
 from annotated_types import Ge
@@ -59,6 +59,17 @@ _File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags w
 _LOADING = MappingProxyType(  # beside the settings: annotation and default
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
+
+
+class Loading(TypedDict):
+    """The keywords of `from_pretrained` and `plan_model` that the options of a command make."""
+
+    config: OffloadConfig
+    device: str | None
+    dtype: str
+    trust_remote_code: bool
+
+
 _READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
 _FIRST = ("device_budget", "device")  # what nearly everybody gives
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
@@ -77,7 +88,7 @@ def require(package: str, extra: str, what: str) -> Any:
 def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make `command(model, loading, *, own options)` take MODEL and all settings but those `left_out`.
 
-    `loading` are the keywords of `from_pretrained` and `plan_model`: `config`, `device`, `dtype`, `trust_remote_code`.
+    `loading` is a `Loading`.
     """
     settings = {name: kind for name, kind in _settings().items() if name not in left_out}
     shared = {**_LOADING, "config": (_File, None), **{name: (kind, None) for name, kind in settings.items()}}
@@ -88,11 +99,12 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
         model, _, *own = signature.parameters.values()
 
         @functools.wraps(command)
-        def run(model: str, config: Path | None, **values: Any) -> None:
-            loading = {name: values.pop(name) for name in _LOADING}
+        def run(
+            model: str, config: Path | None, device: str | None, dtype: str, trust_remote_code: bool, **values: Any
+        ) -> None:
             given = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
             read = functools.partial(OffloadConfig.from_toml, config) if config else OffloadConfig.from_kwargs
-            loading["config"] = read(**given)
+            loading = Loading(config=read(**given), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
             command(model, loading, **values)
 
         first = [parameter for parameter in added if parameter.name in _FIRST]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from streaming import DEVICES
 
 pipelines = pytest.importorskip("pipelines")
 diffusers = pytest.importorskip("diffusers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from weightstream.adapters.diffusers import load as pipeline_files  # noqa: E402
 from weightstream.inputs import machine  # noqa: E402
+from weightstream.store.checkpoint import Checkpoint  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("few_plans"),
@@ -121,6 +124,22 @@ def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]
     assert not found.folders
     assert all(all(homed) for homed in places(found).values())
     assert set(places(found)) == set(parts(pipelines.build(name)))
+
+
+def test_headers_are_read_once(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the dtype, the size and the weights of a model of diffusers; transformers' loader reads its own again."""
+    nums: Counter[str] = Counter()
+    opened = Checkpoint.open.__func__  # type: ignore[attr-defined]
+
+    def count(cls: Any, path: Path, *args: Any) -> Checkpoint:
+        nums[Path(path).parent.name] += 1
+        return opened(cls, path, *args)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Checkpoint, "open", classmethod(count))
+    parts = pipeline_files.load_pipeline(saved("flux"), progress=False).pipe.components
+    of_transformers = {name for name, part in parts.items() if isinstance(part, transformers.PreTrainedModel)}
+    assert of_transformers
+    assert nums == {name: 2 if name in of_transformers else 1 for name in (*of_transformers, "transformer", "vae")}
 
 
 @pytest.mark.stress

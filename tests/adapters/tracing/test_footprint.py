@@ -168,7 +168,7 @@ def test_order_and_work_of_units() -> None:
     model = Reordered()
     units = [UnitModule(name=name, module=module) for name, module in model.named_children()]
     found = watched(model, torch.randn(4, 8))
-    assert [module for module, _ in found.calls] == [model, model.c, model.a, model.a, model.b]
+    assert [call.module for call in found.calls] == [model, model.c, model.a, model.a, model.b]
     a, b, c = found.work(units)
     linear = [Op(rate="single", flops=2 * n * 64, nbytes=4 * (n * 8 + 64 + 8 + n * 8)) for n in (4, 8)]
     tiny = [Op(nbytes=2 * 4 * 8 * n) for n in (4, 8)]
@@ -257,7 +257,7 @@ def test_a_captured_step_runs_what_a_static_cache_does(
                 model(input_ids=ids[:, :1], **caching)
         counted = Counter(names[id(op)] for _, _, op in step.ops)
         assert {n: counted[n] for n in CACHING} == {n: real.nums[n] for n in CACHING}
-    assert [module for module, _ in found.captured.calls] == [module for module, _ in found.calls]
+    assert [call.module for call in found.captured.calls] == [call.module for call in found.calls]
     assert found.captured.ops != found.ops
     for workload in (Workload(batch=2, tokens=2, context=24), Workload(batch=2, tokens=1, context=1)):
         assert observe(model, workload).captured is None

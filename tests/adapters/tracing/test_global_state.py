@@ -612,7 +612,7 @@ def test_what_runs_tests_is_not_looked_into(request: pytest.FixtureRequest) -> N
     """From a module of tests its items would be noted, thousands of them, for each call that is followed."""
     model = _bare(Calls)
     assert global_state._modules_of(model) == {__name__}
-    noted = {id(value) for value, _ in global_state.Surroundings(model)._noted.values()}
+    noted = {id(noted.value) for noted in global_state.Surroundings(model)._noted.values()}
     assert id(DICT) in noted
     assert not noted.intersection(map(id, (*map(vars, request.session.items), request.session.items)))
 

@@ -77,7 +77,7 @@ def test_nothing_of_the_model_or_its_arguments_changes() -> None:
     model.register_forward_pre_hook(lambda *_: called.append("before"))
     before = states(), {name: value.clone() for name, value in model.state_dict().items()}
     found = follow(model, (x,), {"past": past})
-    assert [module for module, _ in found.calls] == [model, model.linear]
+    assert [call.module for call in found.calls] == [model, model.linear]
     assert called == []
     assert states() == before[0]
     assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())

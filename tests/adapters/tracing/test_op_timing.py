@@ -42,7 +42,7 @@ def test_operators_are_tried_with_their_shapes() -> None:
     found = follow(model, (torch.full((4, 34), 49), torch.zeros(4, 32, 1, dtype=torch.bool)))
     seconds = seconds_of(found)
     assert torch.equal(torch.get_rng_state(), state)
-    names = {launch._call[0].overloadpacket.__name__ for launch in seconds}
+    names = {launch._func.overloadpacket.__name__ for launch in seconds}
     assert names >= {"embedding", "convolution", "native_layer_norm"}
     assert not any("dropout" in name or "bernoulli" in name or name.endswith("_") for name in names)
     assert all(0 < s < 1 for s in seconds.values())
@@ -92,8 +92,8 @@ def test_only_operators_of_torch_are_tried() -> None:
             return nn.functional.gelu(doubled(x))
 
     found = follow(Own(), (torch.randn(64, 256),))
-    assert {launch._call[0].namespace for launch, _ in found.launches} == {"aten", "weightstream_test"}
-    assert {launch._call[0].namespace for launch in seconds_of(found)} == {"aten"}
+    assert {launch._func.namespace for launch, _ in found.launches} == {"aten", "weightstream_test"}
+    assert {launch._func.namespace for launch in seconds_of(found)} == {"aten"}
 
 
 def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,8 +50,22 @@ class ComponentCall:
     cast: nn.Module | None = None
 
 
-def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], str]:
-    """The calls of components in one call of the pipeline; and why they end early, if they do.
+class Rehearsed(NamedTuple):
+    """The calls of components in one call of a pipeline; and the reason that they end early, else an empty one."""
+
+    calls: list[ComponentCall]
+    reason: str
+
+
+class CallRun(NamedTuple):
+    """Calls of one kind in a row: the last of them, and how many they are."""
+
+    call: ComponentCall
+    num: int
+
+
+def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsed:
+    """Find the calls of components in one call of the pipeline.
 
     Neither the pipeline nor its components nor the arguments change, and no weight is read: they may be on meta.
     """
@@ -64,8 +78,8 @@ def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCal
             with process_states.OwnDraws(), unlogged():
                 twin(**given)
         except Exception as error:
-            return rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0]
-    return rehearsal.calls, "" if rehearsal.calls else "it calls none of its components"
+            return Rehearsed(rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Rehearsed(rehearsal.calls, "" if rehearsal.calls else "it calls none of its components")
 
 
 def _arguments(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,11 +103,18 @@ def _of_our_own(value: Any) -> Any:
     return value.to(_CPU) if isinstance(value, torch.Tensor) else value
 
 
+class _Answer(NamedTuple):
+    """The work of a call, and the output that answers it."""
+
+    work: Footprint
+    output: Any
+
+
 @dataclass(slots=True)
 class _Alike:
     """Calls of the same shapes: what is known of them, `by_values` of their masks and ids if those decide."""
 
-    known: dict[Any, tuple[Footprint, Any]]
+    known: dict[Any, _Answer]
     by_values: bool = False
 
 
@@ -156,22 +177,22 @@ class _Rehearsal:
         if time.perf_counter() > self._until_s:
             raise UnsupportedError(f"the rehearsal takes more than {_LIMIT_S:.0f} s")
         module = casts.now
-        work, output = self._known_of(module, entry, args, kwargs)
+        known = self._known_of(module, entry, args, kwargs)
         cast = None if module is casts.module else module
-        self.calls.append(ComponentCall(component=name, kind=kind_of(args, kwargs, entry), work=work, cast=cast))
-        return copy.deepcopy(output)
+        self.calls.append(ComponentCall(component=name, kind=kind_of(args, kwargs, entry), work=known.work, cast=cast))
+        return copy.deepcopy(known.output)
 
-    def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> tuple[Footprint, Any]:
+    def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> _Answer:
         """The work of a call and its answer: those of one like it, if there was one."""
         like = self._like.setdefault((id(module), entry, tuple(_signed((args, kwargs)))), _Alike({}))
         key = tuple(_values((args, kwargs))) if like.by_values else ()
         if key not in like.known and len(like.known) < _WAYS:
             asked: list[bool] = []
             with process_states.no_modes():
-                found = _followed(module, entry, args, kwargs, asked.append)
+                answer = _followed(module, entry, args, kwargs, asked.append)
             like.by_values |= any(asked)
             key = tuple(_values((args, kwargs))) if like.by_values else ()
-            like.known[key] = found
+            like.known[key] = answer
         return like.known.get(key) or next(reversed(like.known.values()))
 
 
@@ -202,17 +223,14 @@ class _Casts:
         return self.held()
 
 
-def _followed(
-    module: nn.Module, entry: str, args: Any, kwargs: Any, on_values: Callable[[bool], None]
-) -> tuple[Footprint, Any]:
-    """The work of a call, and what answers it."""
+def _followed(module: nn.Module, entry: str, args: Any, kwargs: Any, on_values: Callable[[bool], None]) -> _Answer:
     outputs: list[Any] = []
 
     def answer(output: Any) -> None:
         outputs.append(meta_copy.zeros_for(output))
 
     work = follow(module, args, kwargs, entry=entry, limit_s=_CALL_S, on_output=answer, on_values=on_values)
-    return work, outputs[0]
+    return _Answer(work, outputs[0])
 
 
 def _values(values: Any) -> Iterable[Any]:
@@ -232,13 +250,12 @@ def _signed(values: Any) -> Iterable[Any]:
     yield from ((key, value) for key, value in sorted(kwargs.items()) if isinstance(value, plain))
 
 
-def runs(calls: Sequence[ComponentCall]) -> list[tuple[ComponentCall, int]]:
-    """Calls of one kind in a row, and how many."""
-    found: list[tuple[ComponentCall, int]] = []
+def runs(calls: Sequence[ComponentCall]) -> list[CallRun]:
+    """The calls, those of one kind in a row as one run."""
+    found: list[CallRun] = []
     for call in calls:
-        last = found[-1] if found else None
-        if last is not None and last[0].work is call.work:
-            found[-1] = call, last[1] + 1
+        if found and found[-1].call.work is call.work:
+            found[-1] = CallRun(call, found[-1].num + 1)
         else:
-            found.append((call, 1))
+            found.append(CallRun(call, 1))
     return found

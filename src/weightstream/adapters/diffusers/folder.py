@@ -188,28 +188,31 @@ def load_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def common_dtype(files: Mapping[Path, Path | None]) -> torch.dtype:
-    """That of components whose files are not here: the most common one of what others' files and configs tell.
+def open_checkpoints(folder: Path, names: Iterable[str], variant: str | None) -> dict[str, Checkpoint | None]:
+    """The checkpoint of each component, headers only; None where its files are not here. Raises `CheckpointError`."""
+    files = {name: weights_if_any(folder / name, variant) for name in names}
+    return {name: None if file is None else Checkpoint.open(file) for name, file in files.items()}
 
-    `files`: of each component's folder the file of its weights.
-    """
-    told: Counter[torch.dtype] = Counter()
-    for folder, file in files.items():
-        if file is not None and file.suffix == ".safetensors":
-            told[load_dtype("auto", Checkpoint.open(file))] += 1
-        elif file is None and (path := folder / "config.json").is_file():
+
+def common_dtype(folder: Path, checkpoints: Mapping[str, Checkpoint | None]) -> torch.dtype:
+    """The dtype of components whose files are not here: the most common one in the files and configs of the others."""
+    nums: Counter[torch.dtype] = Counter()
+    for component, checkpoint in checkpoints.items():
+        if checkpoint is not None and checkpoint.index is None:
+            nums[load_dtype("auto", checkpoint)] += 1
+        elif checkpoint is None and (path := folder / component / "config.json").is_file():
             facts = json.loads(path.read_bytes())
             name = str(facts.get("dtype") or facts.get("torch_dtype") or "")
             if name in _COMPUTES:
-                told[getattr(torch, name)] += 1
-    return max(told, key=lambda dtype: told[dtype]) if told else torch.bfloat16
+                nums[getattr(torch, name)] += 1
+    return max(nums, key=lambda dtype: nums[dtype]) if nums else torch.bfloat16
 
 
-def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_told: bool) -> nn.Module:
-    """A model of diffusers on meta; `is_told`: the dtype is its own, not one that others tell."""
+def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_own: bool) -> nn.Module:
+    """A model of diffusers on meta. `is_own`: the dtype is that of its files or asked for, not the common one."""
     with torch.device("meta"):
         model: nn.Module = kind.from_config(kind.load_config(str(folder)))
-    wanted = dtype if is_told else _indexed_dtype(folder, model) or dtype
+    wanted = dtype if is_own else _indexed_dtype(folder, model) or dtype
     for name, param in model.named_parameters():
         kept = private.is_kept_in_float32(kind, name)
         param.data = param.data.to(torch.float32 if kept else wanted)

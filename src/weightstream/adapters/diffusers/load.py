@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -29,10 +29,10 @@ from weightstream.adapters.diffusers.folder import (
     common_dtype,
     folder_of,
     load_dtype,
+    open_checkpoints,
     required,
     skeleton_of,
     specs_of,
-    weights_if_any,
 )
 from weightstream.adapters.hf.file_backing import Homing
 from weightstream.adapters.hf.hub import (
@@ -129,51 +129,62 @@ def load_pipeline(
         folder = folder_of(path_or_repo_id, variant, **hub)
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
-        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
-        read = [file for file in files.values() if file is not None and file.suffix in (".safetensors", ".json")]
-        common = common_dtype(files) if dtype == "auto" else load_dtype(dtype, None)
-        expect(common, sum(Checkpoint.open(file).plain_nbytes for file in read))
-        return _assembled(folder, specs, options, kwargs)
+        checkpoints = open_checkpoints(folder, specs, variant)
+        common = common_dtype(folder, checkpoints) if dtype == "auto" else load_dtype(dtype, None)
+        expect(common, sum(checkpoint.plain_nbytes for checkpoint in checkpoints.values() if checkpoint is not None))
+        return _assembled(folder, specs, options, kwargs, checkpoints)
+
+
+class PipelineSkeleton(NamedTuple):
+    """A pipeline with shapes instead of weights, and the checkpoints of its components.
+
+    A checkpoint is None where the files are not on this machine, and for a quantised component.
+    """
+
+    pipe: Any
+    checkpoints: dict[str, Checkpoint | None]
 
 
 def sketch_components(
     path_or_repo_id: str | Path, *, dtype: str | torch.dtype = "auto", variant: str | None = None
-) -> tuple[Any, dict[str, Checkpoint | None]]:
-    """The pipeline that `load_pipeline` would load, with shapes in place of weights, and the checkpoints of its
-    components, as far as these are on this machine; of quantised components their files, unread.
-
-    Raises as `load_pipeline`.
-    """
+) -> PipelineSkeleton:
+    """The pipeline that `load_pipeline` would load, without its weights. Raises as `load_pipeline`."""
     check_dtype(dtype)
     path = Path(path_or_repo_id).expanduser()
     _, folder = local_path(path_or_repo_id, remote_code=False, files=_SKETCHED)
     if path.is_file():
         raise UnsupportedError(f"{path}: the plan of a single file is not told ahead: give the pipeline's folder")
-    given: dict[str, Any] = {}
-    checkpoints: dict[str, Checkpoint | None] = {}
+    components: dict[str, Any] = {}
     with refused_as_checkpoint(path_or_repo_id, "build", "diffusers"), private.progress_bars(False):
         specs = specs_of(folder)
         check_variant(folder, specs, variant)
-        files = {folder / name: weights_if_any(folder / name, variant) for name in specs}
-        common = common_dtype(files) if dtype == "auto" else load_dtype(dtype, None)
+        checkpoints = open_checkpoints(folder, specs, variant)
+        common = common_dtype(folder, checkpoints) if dtype == "auto" else load_dtype(dtype, None)
         for name, kind in specs.items():
-            inside, file = folder / name, files[folder / name]
+            inside, checkpoint = folder / name, checkpoints[name]
             if is_quantised(inside):
-                if file is None:
+                if checkpoint is None:
                     raise UnsupportedError(f"{inside}: the plan of a quantised model needs its files: get them first")
-                quiet: Any = {"verify": False, "decode": lambda dtypes: False, "device": _CPU, "may_write": False}
-                options = _Options(dtype=dtype, variant=variant, offload_folder=None, **quiet)
-                given[name] = _component(kind, inside, options).model
+                options = _Options(
+                    dtype=dtype,
+                    variant=variant,
+                    offload_folder=None,
+                    verify=False,
+                    decode=lambda dtypes: False,
+                    device=_CPU,
+                    may_write=False,
+                )
+                components[name] = _component(kind, inside, options, opened=checkpoint).model
                 checkpoints[name] = None
                 continue
-            checkpoints[name] = None if file is None else Checkpoint.open(file)
-            wanted = common if file is None else load_dtype(dtype, checkpoints[name])
+            wanted = common if checkpoint is None else load_dtype(dtype, checkpoint)
             if issubclass(kind, transformers.PreTrainedModel):
-                given[name], checkpoints[name] = skeleton(file or inside, dtype=wanted, model_class=kind)
+                place = inside if checkpoint is None else required(inside, variant)
+                components[name], checkpoints[name] = skeleton(place, dtype=wanted, model_class=kind)
             else:
-                is_told = file is not None or dtype != "auto"
-                given[name] = skeleton_of(kind, inside, wanted, is_told=is_told)
-        return around(folder, given), checkpoints
+                is_own = checkpoint is not None or dtype != "auto"
+                components[name] = skeleton_of(kind, inside, wanted, is_own=is_own)
+        return PipelineSkeleton(around(folder, components), checkpoints)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -183,43 +194,75 @@ def load_component(
     kind: Any, folder: Path, offload_folder: Path, *, variant: str | None = None, may_write: bool = True
 ) -> LoadedModel:
     """One component, in the dtype of its files. Raises as `load_pipeline`."""
-    given: dict[str, Any] = {"dtype": "auto", "variant": variant, "offload_folder": offload_folder, "verify": True}
-    options = _Options(**given, decode=lambda dtypes: False, device=_CPU, may_write=may_write)
+    options = _Options(
+        dtype="auto",
+        variant=variant,
+        offload_folder=offload_folder,
+        verify=True,
+        decode=lambda dtypes: False,
+        device=_CPU,
+        may_write=may_write,
+    )
     with refused_as_checkpoint(folder, "load", "diffusers"), private.progress_bars(False):
         return _component(kind, folder, options)
 
 
-def _assembled(folder: Path, specs: Mapping[str, Any], options: _Options, kwargs: dict[str, Any]) -> LoadedPipeline:
-    """The pipeline of a folder, around components that are loaded one by one."""
-    with _components(specs, {name: folder / name for name in specs} | kwargs, options, folder) as (given, found):
-        found.pipe = around(folder, given)
-    return found
+def _assembled(
+    folder: Path,
+    specs: Mapping[str, Any],
+    options: _Options,
+    kwargs: dict[str, Any],
+    checkpoints: Mapping[str, Checkpoint | None],
+) -> LoadedPipeline:
+    """The pipeline of a folder, with components that are loaded one by one."""
+    keywords = {name: folder / name for name in specs} | kwargs
+    opened = {name: checkpoint for name, checkpoint in checkpoints.items() if name not in kwargs}
+    with _components(specs, keywords, options, folder, opened) as components:
+        components.loaded.pipe = around(folder, components.keywords)
+    return components.loaded
+
+
+class _Components(NamedTuple):
+    """The keywords that make a pipeline, and what the components among them view."""
+
+    keywords: dict[str, Any]
+    loaded: LoadedPipeline
 
 
 @contextmanager
 def _components(
-    specs: Mapping[str, Any], given: Mapping[str, Any], options: _Options, folder: Path
-) -> Iterator[tuple[dict[str, Any], LoadedPipeline]]:
-    """These keywords of a pipeline, where a path stands for a component that is loaded, and what they view."""
-    made, found = dict(given), LoadedPipeline()
+    specs: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+    options: _Options,
+    folder: Path,
+    opened: Mapping[str, Checkpoint | None],
+) -> Iterator[_Components]:
+    """Load the components whose keyword is a path. `opened`: checkpoints whose headers are read already."""
+    components = _Components(dict(keywords), LoadedPipeline())
     with ExitStack() as on_failure:
         for name, kind in specs.items():
-            if isinstance(file := made.get(name), str | Path):
-                loaded = _component(kind, Path(file), options, folder / name)
-                made[name], found.memories[name] = loaded.model, (*loaded.mappings, *loaded.lazy)
-                if loaded.folder is not None:
-                    found.folders.append(loaded.folder)
-                    on_failure.callback(loaded.folder.close)
-        yield made, found
+            if isinstance(place := components.keywords.get(name), str | Path):
+                part = _component(kind, Path(place), options, folder / name, opened.get(name))
+                components.keywords[name] = part.model
+                components.loaded.memories[name] = (*part.mappings, *part.lazy)
+                if part.folder is not None:
+                    components.loaded.folders.append(part.folder)
+                    on_failure.callback(part.folder.close)
+        yield components
         on_failure.pop_all()
 
 
-def _component(kind: Any, place: Path, options: _Options, described: Path | None = None) -> LoadedModel:
-    """A component of the weights in a folder, or in a single file with its config in the folder `described`."""
+def _component(
+    kind: Any, place: Path, options: _Options, described: Path | None = None, opened: Checkpoint | None = None
+) -> LoadedModel:
+    """A component of the weights in a folder, or in a single file with its config in the folder `described`.
+
+    `opened`: the checkpoint in the folder, if its headers are read already.
+    """
     if issubclass(kind, transformers.PreTrainedModel) and place.is_dir():
         file, dtype = required(place, options.variant), options.dtype
         if dtype == "auto" and not is_quantised(place):
-            dtype = load_dtype(dtype, Checkpoint.open(file))  # transformers would go by its config
+            dtype = load_dtype(dtype, opened or Checkpoint.open(file))  # transformers would go by its config
         return load_pretrained(
             file,
             model_class=kind,
@@ -230,18 +273,18 @@ def _component(kind: Any, place: Path, options: _Options, described: Path | None
             device=options.device,
             may_write=options.may_write,
         )
-    given: dict[str, Any]
+    keywords: dict[str, Any]
     if place.is_dir():
         file, make = required(place, options.variant), kind.from_pretrained
         variant = options.variant if f".{options.variant}." in file.name else None
-        given = {"variant": variant, "use_safetensors": True, "local_files_only": True}
+        keywords = {"variant": variant, "use_safetensors": True, "local_files_only": True}
     elif not hasattr(kind, "from_single_file"):
         raise UnsupportedError(f"{place}: {kind.__name__} is not loaded from a single file")
     else:
-        file, make, given = place, kind.from_single_file, {"config": str(described)}
-    load = _Load(file, options, kind)
+        file, make, keywords = place, kind.from_single_file, {"config": str(described)}
+    load = _Load(file, options, kind, opened)
     with load.viewing():
-        model = make(str(place), **given, **load.options)
+        model = make(str(place), **keywords, **load.options)
         load.finish(model)
     return load.loaded(model)
 
@@ -254,23 +297,27 @@ def _single_file(path: Path, base: str | Path | None, options: _Options, kwargs:
     if folder.is_dir():
         check_keywords(folder, kwargs.keys() - set(_OF_THE_HUB))
     specs = specs_of(folder) if folder.is_dir() else {}
-    with _components(specs, kwargs, options, folder) as (given, found), load.viewing():
-        found.pipe = kind.from_single_file(str(path), config=config, **given, **load.options)
-        for name, part in found.pipe.components.items():
-            if isinstance(part, nn.Module) and name not in found.memories:
+    with _components(specs, kwargs, options, folder, {}) as components, load.viewing():
+        loaded = components.loaded
+        loaded.pipe = kind.from_single_file(str(path), config=config, **components.keywords, **load.options)
+        for name, part in loaded.pipe.components.items():
+            if isinstance(part, nn.Module) and name not in loaded.memories:
                 load.finish(part)
-    loaded = load.loaded(found.pipe)
-    found.memories[""] = *loaded.mappings, *loaded.lazy
-    found.folders += [loaded.folder] if loaded.folder else []
-    return found
+    of_file = load.loaded(loaded.pipe)
+    loaded.memories[""] = *of_file.mappings, *of_file.lazy
+    loaded.folders += [of_file.folder] if of_file.folder else []
+    return loaded
 
 
 class _Load:
     """The load of one model of diffusers, or of a whole pipeline in one file."""
 
-    def __init__(self, file: Path, options: _Options, kind: Any) -> None:
-        self._options, self._kind, self._file = options, kind, file
-        self.checkpoint = private.GgufFile(file) if file.suffix == ".gguf" else Checkpoint.open(file)
+    def __init__(self, file: Path, options: _Options, kind: Any, opened: Checkpoint | None = None) -> None:
+        self._options = options
+        self._kind = kind
+        self._file = file
+        is_gguf = file.suffix == ".gguf"
+        self.checkpoint = opened or (private.GgufFile(file) if is_gguf else Checkpoint.open(file))
         for note in self.checkpoint.notes:
             _LOGGER.warning("%s", note)
         if options.verify:
@@ -278,7 +325,7 @@ class _Load:
         self._folder = OffloadFolder(options.offload_folder) if options.may_write else None
         self._homing = Homing(file.parent, self._memories, self._folder)
         # what is plain in a GGUF file is in float32 to lose nothing; who computes with it has it in this
-        self._dtype = load_dtype(options.dtype, None if file.suffix == ".gguf" else self.checkpoint)
+        self._dtype = load_dtype(options.dtype, None if is_gguf else self.checkpoint)
         coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]
         is_cast = any(getattr(torch, layout.dtype) is not self._dtype for layout in coded)
         self._decodes = bool(coded) and (is_cast or kind is None or options.decode({layout.dtype for layout in coded}))

@@ -19,7 +19,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from weightstream.adapters.hf import private, static_cache
 from weightstream.adapters.hf.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.tracing import global_state, meta_copy, op_cost, process_states
 from weightstream.adapters.tracing.known_values import UNKNOWN, KnownValues
-from weightstream.adapters.tracing.op_cost import Launch
+from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload, mean
@@ -43,31 +43,70 @@ _CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
+class ModuleCall(NamedTuple):
+    """A module that ran, the index of the call that it ran in (-1: none), and the bytes of tensors that it returned."""
+
+    module: nn.Module
+    caller: int
+    returned_nbytes: int
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel, the index of the call that launched it (-1: none), and the number of calls that had begun by then."""
+
+    call: int
+    num_calls: int
+    op: Op
+
+
+class WeightRead(NamedTuple):
+    """A weight, and the index of the call that read it (-1: none)."""
+
+    call: int
+    tensor: torch.Tensor
+
+
+class _StorageRead(NamedTuple):
+    """The same while the forward runs: the storage, by `_cdata`, of a weight on meta."""
+
+    call: int
+    storage: int
+
+
+class _UnitCall(NamedTuple):
+    """A call of a unit, by its index, and the ops that count for it."""
+
+    unit: int
+    ops: list[Op]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Footprint:
-    """What one step of a model takes beside its weights.
+    """Memory and work of one step of a model, apart from its weights.
 
-    `cache_nbytes` is the cache of all positions; `activation_nbytes` the most that is alive beside weights and cache,
-    in this step or in a prompt as long as the context. `calls` are the modules that ran, each with the call that it
-    ran in (-1: none), and `ops` the kernels, each with the call that launched it and the number of calls until then.
-    `launches` are the different ones among these, each with its number. `reads` are weights, each with the call that
-    read them, `returned` the bytes of tensors that each call returned. `captured` is what the same step runs in a CUDA
-    graph, where that is not the same.
+    Attributes:
+        activation_nbytes: the most that is alive besides weights and cache, in this step or in a prompt as long as the
+            context.
+        cache_nbytes: the cache of all positions.
+        calls: the modules that ran, in the order in which their calls began.
+        ops: the kernels, in the order of their launches.
+        launches: the different operators among these.
+        reads: the weights that were read.
+        captured: the same step as it runs in a CUDA graph, where that differs.
     """
 
     activation_nbytes: int
     cache_nbytes: int
-    calls: tuple[tuple[nn.Module, int], ...]
-    ops: tuple[tuple[int, int, Op], ...]
-    launches: tuple[tuple[Launch, int], ...] = ()
-    reads: tuple[tuple[int, torch.Tensor], ...] = ()
-    returned: tuple[int, ...] = ()
+    calls: tuple[ModuleCall, ...]
+    ops: tuple[KernelLaunch, ...]
+    launches: tuple[CountedLaunch, ...] = ()
+    reads: tuple[WeightRead, ...] = ()
     captured: Footprint | None = None
 
     def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
         """The same with what some launches took in a trial."""
         known = {id(run.op): replace(run.op, device_s=t.device_s) for run, t in trials.items() if run.op is not None}
-        ops = tuple((call, num_calls, known.get(id(op), op)) for call, num_calls, op in self.ops)
+        ops = tuple(launch._replace(op=known.get(id(launch.op), launch.op)) for launch in self.ops)
         peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
         most = max(self.activation_nbytes, max(peaks, default=0) - self.cache_nbytes)
         return replace(self, ops=ops, launches=(), activation_nbytes=most)
@@ -75,12 +114,11 @@ class Footprint:
     def states_nbytes(self, units: Sequence[UnitModule]) -> int:
         """The most that a call of a repeated block among these units returned."""
         blocks = {id(unit.module) for unit in units if unit.layer is not None}
-        calls = zip(self.calls, self.returned, strict=True)
-        return max((nbytes for (module, _), nbytes in calls if id(module) in blocks), default=0)
+        return max((call.returned_nbytes for call in self.calls if id(call.module) in blocks), default=0)
 
     def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
         """The units in the order in which they ran, each as often as it did."""
-        return tuple(unit for unit, _ in self._positions(units))
+        return tuple(call.unit for call in self._unit_calls(units))
 
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
@@ -89,8 +127,8 @@ class Footprint:
         before the first is the last one.
         """
         by_unit: list[list[list[Op]]] = [[] for _ in units]
-        for unit, ops in self._positions(units):
-            by_unit[unit].append(ops)
+        for call in self._unit_calls(units):
+            by_unit[call.unit].append(call.ops)
         return tuple(map(mean, by_unit))
 
     def outside(self, units: Sequence[UnitModule]) -> list[torch.Tensor]:
@@ -99,39 +137,39 @@ class Footprint:
         held = {id(unit): {id(leaf.tensor) for leaf in unit.leaves()} for unit in units}
         every = set().union(*held.values()) if held else set()
         shown: list[frozenset[int]] = []  # call -> the units around it
-        for module, caller in self.calls:
-            around = shown[caller] if caller >= 0 else frozenset[int]()
-            unit = index.get(id(module))
+        for call in self.calls:
+            around = shown[call.caller] if call.caller >= 0 else frozenset[int]()
+            unit = index.get(id(call.module))
             shown.append(around if unit is None else around | {id(unit)})
-        found = {}
-        for call, tensor in self.reads:
-            around = shown[call] if call >= 0 else frozenset[int]()
-            if id(tensor) in every and not any(id(tensor) in held[unit] for unit in around):
-                found[id(tensor)] = tensor
-        return list(found.values())
+        outside = {}
+        for read in self.reads:
+            around = shown[read.call] if read.call >= 0 else frozenset[int]()
+            if id(read.tensor) in every and not any(id(read.tensor) in held[unit] for unit in around):
+                outside[id(read.tensor)] = read.tensor
+        return list(outside.values())
 
-    def _positions(self, units: Sequence[UnitModule]) -> list[tuple[int, list[Op]]]:
+    def _unit_calls(self, units: Sequence[UnitModule]) -> list[_UnitCall]:
         index = {id(module): i for i, unit in enumerate(units) for module in (unit.module, *unit.also)}
-        positions: list[tuple[int, list[Op]]] = []
-        around: list[int] = []  # call -> the position of the innermost unit around it
-        for module, caller in self.calls:
-            around.append(around[caller] if caller >= 0 else -1)
-            if id(module) in index:
-                around[-1] = len(positions)
-                positions.append((index[id(module)], []))
-        opened = list(accumulate((id(module) in index for module, _ in self.calls), initial=0))
+        unit_calls: list[_UnitCall] = []
+        around: list[int] = []  # call -> the index of the innermost unit's call around it
+        for call in self.calls:
+            around.append(around[call.caller] if call.caller >= 0 else -1)
+            if id(call.module) in index:
+                around[-1] = len(unit_calls)
+                unit_calls.append(_UnitCall(index[id(call.module)], []))
+        opened = list(accumulate((id(call.module) in index for call in self.calls), initial=0))
         early = []
-        for call, num_calls, op in self.ops if positions else ():
-            position = around[call] if call >= 0 else -1
+        for launch in self.ops if unit_calls else ():
+            position = around[launch.call] if launch.call >= 0 else -1
             if position >= 0:
-                positions[position][1].append(op)
-            elif opened[num_calls]:
-                positions[opened[num_calls] - 1][1].append(replace(op, after=True))
+                unit_calls[position].ops.append(launch.op)
+            elif opened[launch.num_calls]:
+                unit_calls[opened[launch.num_calls] - 1].ops.append(replace(launch.op, after=True))
             else:
-                early.append(replace(op, after=True))
-        for _, ops in positions[-1:]:
-            ops += early
-        return positions
+                early.append(replace(launch.op, after=True))
+        for last in unit_calls[-1:]:
+            last.ops.extend(early)
+        return unit_calls
 
 
 def follow(
@@ -251,22 +289,23 @@ def _followed(
 
 def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprint:
     last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
-    nums = Counter(id(op) for _, _, op in last.ops)
-    calls = [(made.originals.get(id(module), module), caller, nbytes) for module, caller, nbytes in last.calls]
+    nums = Counter(id(launch.op) for launch in last.ops)
+    calls = [call._replace(module=made.originals.get(id(call.module), call.module)) for call in last.calls]
     summed = [
-        (call, call + 1, op_cost.sum_of(nbytes))
-        for call, (module, _, nbytes) in enumerate(calls)
-        if id(module) in made.summed
+        KernelLaunch(index, index + 1, op_cost.sum_of(call.returned_nbytes))
+        for index, call in enumerate(calls)
+        if id(call.module) in made.summed
     ]
     return Footprint(
         activation_nbytes=max(0, peak_nbytes - last.cache_nbytes),
         cache_nbytes=last.cache_nbytes,
-        calls=tuple((module, caller) for module, caller, _ in calls),
+        calls=tuple(calls),
         ops=(*last.ops, *summed),
-        returned=tuple(nbytes for _, _, nbytes in calls),
         captured=_footprint([last.captured], made) if last.captured is not None else None,
-        launches=tuple((found, nums[id(found.op)]) for found in last.launches.values() if id(found.op) in nums),
-        reads=tuple((call, tensor) for call, storage in last.reads for tensor in made.weights[storage]),
+        launches=tuple(
+            CountedLaunch(launch, nums[id(launch.op)]) for launch in last.launches.values() if id(launch.op) in nums
+        ),
+        reads=tuple(WeightRead(read.call, tensor) for read in last.reads for tensor in made.weights[read.storage]),
     )
 
 
@@ -287,10 +326,10 @@ class _Forward(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights = weights
         self._known = known if known is not None else KnownValues()
-        self.reads: dict[tuple[int, int], None] = {}  # of weights, by call and storage
+        self.reads: dict[_StorageRead, None] = {}  # each once, in order
         self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
-        self.calls: list[tuple[nn.Module, int, int]] = []  # with the bytes that they returned
-        self.ops: list[tuple[int, int, Op]] = []
+        self.calls: list[ModuleCall] = []
+        self.ops: list[KernelLaunch] = []
         self.launches: dict[Any, Launch] = {}
         self.memory = _Memory((*model.parameters(), *model.buffers()), storages)
         self._draws = process_states.Draws()
@@ -307,13 +346,13 @@ class _Forward(OperatorMode):
             self.output = (model if entry == "forward" else getattr(model, entry))(*args, **kwargs)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        self.calls.append((module, self._call, 0))
+        self.calls.append(ModuleCall(module, self._call, 0))
         self._call = len(self.calls) - 1
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        _, caller, _ = self.calls[self._call]
-        self.calls[self._call] = module, caller, sum(map(op_cost.touched_nbytes, tensors_in(output)))
-        self._call = caller
+        call = self.calls[self._call]
+        self.calls[self._call] = call._replace(returned_nbytes=sum(map(op_cost.touched_nbytes, tensors_in(output))))
+        self._call = call.caller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -327,7 +366,7 @@ class _Forward(OperatorMode):
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
             if (storage := _memory_of(tensor)) in self._weights:
-                self.reads[self._call, storage] = None
+                self.reads[_StorageRead(self._call, storage)] = None
         if time.perf_counter() > self._until_s:
             raise UnsupportedError("to follow it takes too long")
         real = [tensor for tensor in given if not tensor.is_meta]
@@ -359,7 +398,7 @@ class _Forward(OperatorMode):
         for tensor in tensors_in(output):
             self.memory.hold(tensor)
         if seen.op is not None:
-            self.ops.append((self._call, len(self.calls), seen.op))
+            self.ops.append(KernelLaunch(self._call, len(self.calls), seen.op))
             self.memory.touch(seen.workspace_nbytes)
             seen.alive_nbytes = max(seen.alive_nbytes, self.memory.live_nbytes)
         return output

@@ -106,6 +106,13 @@ def _caches(value: Any) -> Iterator[Any]:
 Holds = Callable[[Any], bool]
 
 
+class _Noted(NamedTuple):
+    """An object, which is kept so that its id stays its own, and the places in it."""
+
+    value: Any
+    places: list[_Place]
+
+
 @contextmanager
 def without(storages: meta_copy.Storages, model: nn.Module) -> Iterator[None]:
     """Inside, a forward of a copy of the model may run; afterwards nothing around it has tensors of these storages."""
@@ -122,21 +129,21 @@ class Surroundings:
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: dict[type, _Kind | None] = {}
-        self._noted: dict[int, tuple[Any, list[_Place]]] = {}  # by id: each is kept, so that its id stays its own
+        self._noted: dict[int, _Noted] = {}  # by id
         ahead = deque[Any](vars(sys.modules[name]) for name in _modules_of(model))
         while ahead and len(self._noted) < _MOST_NOTED:
             value = ahead.popleft()
             if (kind := self._kind_of(value)) is not None and id(value) not in self._noted:
                 places = [place(value) for place in kind.places]
-                self._noted[id(value)] = value, places
+                self._noted[id(value)] = _Noted(value, places)
                 for place in places:
                     ahead.extend(place.inside())
                 ahead.extend(kind.inside(value))
 
     def put_back(self, storages: Container[int]) -> None:
         """Entries that came to hold a tensor of these storages, given by `_cdata`, get back what they had, or go."""
-        for _, places in self._noted.values():
-            for place in places:
+        for noted in self._noted.values():
+            for place in noted.places:
                 place.put_back(lambda value: self._holds(value, storages))
 
     def _holds(self, value: Any, storages: Container[int]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -59,7 +59,10 @@ class Launch:
     `alive_nbytes`: the most that is alive right behind it.
     """
 
-    __slots__ = ("_call", "_made", "alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes")
+    __slots__ = (
+        *("_args", "_func", "_kwargs", "_results"),
+        *("alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes"),
+    )
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
@@ -69,8 +72,9 @@ class Launch:
         parts = output if isinstance(output, tuple) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
         self.is_in_place = func.overloadpacket in _IN_PLACE and output is given[0]
-        self._made = [_spec(tensor) for tensor in made]
-        self._call = func, tree_map_only(torch.Tensor, _spec, (args, kwargs))
+        self._func = func
+        self._args, self._kwargs = tree_map_only(torch.Tensor, _spec, (args, kwargs))
+        self._results = [_spec(tensor) for tensor in made]
         self.op: Op | None = None
         self.workspace_nbytes = self.alive_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
@@ -80,7 +84,7 @@ class Launch:
 
     def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
         """What runs it on tensors that `tensor` makes; None where it matters what these hold, or which they are."""
-        func, (args, kwargs) = self._call
+        func, args, kwargs = self._func, self._args, self._kwargs
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket is _ATTENTION:
             draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
@@ -93,8 +97,15 @@ class Launch:
         """What it returns for such arguments, without running it."""
         if self.is_in_place:
             return args[0]
-        made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._made)
+        made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
         return made if len(made) > 1 else made[0]
+
+
+class CountedLaunch(NamedTuple):
+    """An operator, and how often a call launches it."""
+
+    launch: Launch
+    num: int
 
 
 def simpler(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

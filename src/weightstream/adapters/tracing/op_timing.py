@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.tracing.op_cost import Launch, Spec
+from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch, Spec
 from weightstream.plan.manifest import Profile
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend, Side, Stamp
@@ -43,7 +43,7 @@ class Trial(NamedTuple):
     workspace_nbytes: int
 
 
-def time_ops(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
+def time_ops(launches: Iterable[CountedLaunch], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
     """Trials of the launches that matter; each comes with how often it is in the call.
 
     Those that cannot be run here, or for which memory is short, are left out.
@@ -58,26 +58,33 @@ def time_ops(launches: Iterable[tuple[Launch, int]], profile: Profile, backend: 
     with torch.inference_mode(), torch.autocast(backend.device.type, enabled=False):
         try:
             found = {launch: _runnable(launch, operands, backend) for launch in worth}
-            works = {launch: work for launch, work in found.items() if work is not None}
-            if not works:
+            runnable = {launch: work for launch, work in found.items() if work is not None}
+            if not runnable:
                 return {}
             with backend.pinning:
-                seconds = _rounds(backend, [work for work, _ in works.values()], operands)
-            workspaces = [nbytes for _, nbytes in works.values()]
-            return dict(zip(works, map(Trial, seconds, workspaces), strict=True))
+                seconds = _rounds(backend, [work.run for work in runnable.values()], operands)
+            workspaces = [work.workspace_nbytes for work in runnable.values()]
+            return dict(zip(runnable, map(Trial, seconds, workspaces), strict=True))
         except RuntimeError as error:  # memory, above all
             logger.debug("operators are not tried: %s", error)
             return {}
 
 
-def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> tuple[Callable[[], Any], int] | None:
-    """What runs it, where that is possible, and its workspace; its kernels are loaded then."""
+class _Runnable(NamedTuple):
+    """What runs an operator, and the bytes of device memory that it takes besides operands and result."""
+
+    run: Callable[[], Any]
+    workspace_nbytes: int
+
+
+def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> _Runnable | None:
+    """Make an operator ready to run, and load its kernels; None where it cannot be run here."""
     try:
         work = launch.call(operands.take)
         if work is None:
             return None
         work()
-        return work, cuda.workspace_nbytes(backend.device, work) if backend.device.type == "cuda" else 0
+        return _Runnable(work, cuda.workspace_nbytes(backend.device, work) if backend.device.type == "cuda" else 0)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         logger.debug("an operator is not tried: %s", error)
         return None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,29 +32,36 @@ _LIFE_NS = 40_000  # of a thread that starts and ends; to read the clocks takes 
 def kept(device: torch.device) -> Iterator[None]:
     """Inside, this thread may change them. `device`: the one whose generator it may change, besides the CPU's."""
     others = _OtherThreads()  # before the states are read, as threads may run in between
-    states = [(read, write, read()) for read, write in _states(device)]
+    before = [(state, state.read()) for state in _states(device)]
     try:
         yield
     finally:
-        changed = [(write, before) for read, write, before in states if read() != before]
+        changed = [(state, value) for state, value in before if state.read() != value]
         if changed and not others.may_have_run():
-            for write, before in changed:
-                write(before)
+            for state, value in changed:
+                state.write(value)
 
 
-def _states(device: torch.device) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to read each, as a value that can be compared, and how to write it."""
-    yield torch.get_default_dtype, torch.set_default_dtype
-    yield random.getstate, random.setstate
+class _State(NamedTuple):
+    """How to read a state, as a value that can be compared, and how to write it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def _states(device: torch.device) -> Iterator[_State]:
+    yield _State(torch.get_default_dtype, torch.set_default_dtype)
+    yield _State(random.getstate, random.setstate)
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield (
-            (lambda: pickle.dumps(numpy.random.get_state())),
-            lambda state: numpy.random.set_state(pickle.loads(state)),
+        yield _State(
+            lambda: pickle.dumps(numpy.random.get_state()), lambda value: numpy.random.set_state(pickle.loads(value))
         )
-    yield (lambda: _bytes(torch.get_rng_state())), lambda state: torch.set_rng_state(_tensor(state))
+    yield _State(lambda: _bytes(torch.get_rng_state()), lambda value: torch.set_rng_state(_tensor(value)))
     if device.type == "cuda":
         module = torch.get_device_module(device)
-        yield (lambda: _bytes(module.get_rng_state(device))), lambda state: module.set_rng_state(_tensor(state), device)
+        yield _State(
+            lambda: _bytes(module.get_rng_state(device)), lambda value: module.set_rng_state(_tensor(value), device)
+        )
 
 
 def _bytes(state: torch.Tensor) -> bytes:
@@ -70,13 +77,16 @@ class _OtherThreads:
 
     def __init__(self) -> None:
         self._of_each = _cpu_times()
-        own, all_, own_later = time.thread_time_ns(), time.process_time_ns(), time.thread_time_ns()
-        self._least, self._most = all_ - own_later, all_ - own  # also of those that have ended
+        own = time.thread_time_ns()
+        all_threads = time.process_time_ns()
+        own_later = time.thread_time_ns()
+        self._at_least = all_threads - own_later  # also of threads that have ended
+        self._at_most = all_threads - own
 
     def may_have_run(self) -> bool:
         """Whether one of them had any CPU time since then; True where that is not known."""
         now = _OtherThreads()
-        ended = now._most - self._least >= _LIFE_NS
+        ended = now._at_most - self._at_least >= _LIFE_NS
         return self._of_each is None or now._of_each != self._of_each or ended
 
 
