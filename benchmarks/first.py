@@ -89,7 +89,7 @@ def watched(phases: Phases) -> None:
     phases.time("measure", bench, "measure")
     phases.time("measure", bench, "measure_decoding")
     phases.time("wait for kernels", coding, "why_not")
-    phases.time("wait for kernels", planner_inputs, "decodes")
+    phases.time("wait for kernels", planner_inputs, "kernels_run")
     phases.time("follow a step", planner_inputs, "prospect_of")
     phases.time("sample weights", planner_inputs, "sizes_of")
     phases.time("plan", Prospect, "plan")

@@ -166,7 +166,7 @@ def test_what_is_said_of_nodes(
 ) -> None:
     monkeypatch.setattr(numa, "node_of", lambda _: node)
     monkeypatch.setattr(numa, "cores_of", lambda _: frozenset(local))
-    (found,) = checked(checks.numa, cores=allowed)
+    (found,) = checked(checks.numa_node, cores=allowed)
     assert found.mark == mark
     assert said in found.text
     assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
@@ -174,7 +174,7 @@ def test_what_is_said_of_nodes(
 
 @pytest.mark.parametrize(("together", "mark"), [([49e9, 48e9], "ok"), ([30e9, 25e9], "better")])
 def test_links_that_share_something(together: list[float], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "backend_of", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(checks, "private_backend", lambda _: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(multi_gpu_links, "rates", lambda backends, _: [50e9] if len(backends) == 1 else together)
     system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
     (found,) = checks.links_at_once(system)
@@ -330,7 +330,7 @@ def test_why_there_is_no_gpu(
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder, on a machine whose CPU is measured, and that has no GPU; the scratch file is a small one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda, "available", lambda: False)
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
     monkeypatch.setattr(nvml, "driver_version", lambda: None)
     monkeypatch.setattr(checks, "_FILE_NBYTES", 16 << 20)

@@ -35,7 +35,7 @@ def pack(
     from rich import progress
     from rich.console import Console
 
-    from weightstream.api import pack as packing
+    from weightstream.api.pack import pack as pack_checkpoint
     from weightstream.plan.units import human
 
     began, shown = time.perf_counter(), sys.stderr.isatty()
@@ -49,7 +49,7 @@ def pack(
 
     try:
         how: Any = {"codec": codec, "verify": verify, "variant": variant, "trust_remote_code": trust_remote_code}
-        shards = packing.pack(model, out, progress=shown, advance=advance, **how)
+        shards = pack_checkpoint(model, out, progress=shown, advance=advance, **how)
     finally:
         bar.stop()
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]

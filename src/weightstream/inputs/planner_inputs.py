@@ -24,8 +24,7 @@ from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
 from weightstream.measure import bench
-from weightstream.measure.profile import can_decode as decodes
-from weightstream.measure.profile import prepare_decoding, profile_for, with_decoding
+from weightstream.measure.profile import kernels_run, prepare_decoding, profile_for, with_decoding
 from weightstream.plan.coding import Sizes
 from weightstream.plan.manifest import Manifest, Op, Profile, Rate, Workload, decode_rate
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
@@ -75,7 +74,7 @@ def can_decode(backend: Backend, config: OffloadConfig, dtypes: Collection[str],
     on request."""
     if backend.device.type == "cpu":
         return config.uses_codes and config.codec != "auto"
-    return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
+    return config.uses_codes and kernels_run(backend.device, dtypes, progress=progress)
 
 
 def with_decode_rates(
