@@ -90,7 +90,7 @@ def watched(phases: Phases) -> None:
     phases.time("measure", bench, "measure")
     phases.time("measure", bench, "measure_decoding")
     phases.time("wait for kernels", coding, "why_not")
-    phases.time("wait for kernels", machine, "decodes")
+    phases.time("wait for kernels", machine, "kernels_run")
     phases.time("follow a step", gathering, "observe")
     phases.time("sample weights", gathering, "sizes_of")
     phases.time("plan", PlannerInputs, "plan")

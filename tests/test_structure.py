@@ -1,4 +1,5 @@
-"""The shape of the source: imports go one way, plan/ is pure, importing is light, and modules hold no state."""
+"""The shape of the source: imports go one way, plan/ is pure, importing is light, a public name has one meaning, and
+modules hold no state. Sizes are no test: `sizes.py` reports them."""
 
 from __future__ import annotations
 
@@ -58,6 +59,17 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     },
 }
 FILES_IN_ROOT, FILES_IN_ROOM = 4, 19
+# Public names that several modules define with one meaning, and where; every other name is defined once.
+SHARED_NAMES: dict[str, set[str]] = {
+    # the same function of the format: in plain torch, in Triton and its launch, and the choice between them
+    "encode": {"codec.coding", "codec.kernels", "codec.reference", "codec.triton_codec"},
+    "decode": {"codec.coding", "codec.kernels", "codec.reference"},
+    "histograms": {"codec.reference", "codec.triton_codec"},
+    # a command of the command line, and the call that it makes
+    "pack": {"api.pack", "cli.pack"},
+}
+# Names that a library or a convention asks of each module.
+CONVENTIONAL_NAMES = {"logger"}
 
 PURE = {
     "__future__",
@@ -190,6 +202,37 @@ def test_no_module_imports_itself_through_others() -> None:
         assert free, f"import cycle among {sorted(graph)}"
         for module in free:
             del graph[module]
+
+
+def public_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Classes, functions, aliases and constants that a module defines, those in branches included; imports are none."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stored = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            names = [each.id for each in stored if isinstance(each.ctx, ast.Store)]
+        else:
+            names = []
+            for inner in ("body", "orelse", "finalbody"):
+                yield from public_names(getattr(node, inner, []))
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_a_public_name_has_one_meaning() -> None:
+    homes: dict[str, set[str]] = {}
+    for path in FILES:
+        for name in public_names(tree(path).body):
+            if name not in CONVENTIONAL_NAMES:
+                homes.setdefault(name, set()).add(module_of(path).removeprefix(PACKAGE).removeprefix("."))
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert shared == SHARED_NAMES
+
+
+def test_the_names_that_are_compared_are_found() -> None:
+    source = "a = b, _c = 1, 2\nd: int = 3\nif a:\n    def e(): f = 1\nclass G:\n    h = 1\ni[0] = j.k = 1\nimport l"
+    assert list(public_names(ast.parse(source).body)) == ["a", "b", "d", "e", "G"]
 
 
 PLAN_FILES = [path for path in FILES if path.parent.name == "plan"]

@@ -135,7 +135,7 @@ def test_weights_are_not_needed(folders: Mapping[str, Path], tmp_path: Path) -> 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.runtime.devices.cuda.available", lambda: False)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -166,7 +166,7 @@ def test_what_is_said_of_nodes(
 ) -> None:
     monkeypatch.setattr(numa, "node_of", lambda _: node)
     monkeypatch.setattr(numa, "cores_of", lambda _: frozenset(local))
-    (found,) = checked(checks.numa, cores=allowed)
+    (found,) = checked(checks.numa_node, cores=allowed)
     assert found.mark == mark
     assert said in found.text
     assert ("--cpunodebind=1" in found.remedy) == (mark == "better")
@@ -330,7 +330,7 @@ def test_why_there_is_no_gpu(
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder, on a machine whose CPU is measured, and that has no GPU; the scratch file is a small one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda, "available", lambda: False)
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
     monkeypatch.setattr(nvml, "driver_version", lambda: None)
     monkeypatch.setattr(checks, "_FILE_NBYTES", 16 << 20)

@@ -92,7 +92,7 @@ def test_pinning_refused_falls_back_to_staging(
     def refuse(memory: torch.Tensor, device: torch.device, *, read_only: bool) -> None:
         raise weightstream.StoreError(f"the system refused to pin {memory.numel()} bytes")
 
-    monkeypatch.setattr("weightstream.runtime.devices.cuda.register", refuse)
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.pin_in_place", refuse)
     stack = Stack().eval()
     inputs, want = references(stack)
     with weightstream.offload(stack, device="cuda", device_budget=nbytes(stack) // 3):

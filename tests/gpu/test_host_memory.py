@@ -181,7 +181,7 @@ def test_pinning_that_is_refused_costs_one_warning_and_no_bit(
     def refuse(memory: torch.Tensor, device: torch.device, *, read_only: bool = False) -> None:
         raise StoreError("the system refused to pin.")
 
-    monkeypatch.setattr(cuda, "register", refuse)
+    monkeypatch.setattr(cuda, "pin_in_place", refuse)
     with caplog.at_level(logging.WARNING, "weightstream"), streamed(checkpoint) as model:
         assert_equal(model, plain)
     told = [record.getMessage() for record in caplog.records]

@@ -223,9 +223,9 @@ def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
 def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
     """A device on which each kernel takes 2 us beside its bytes, at 1 TB/s, a product 5 us at least, a copy out of a
     stack half of that rate, and products with what was copied 10 us beside bytes at a quarter of it."""
-    few, many = (2 * num * rows * width for num, rows, width in (kernels.FEW, kernels.MANY))
-    copies = {name: 2e-6 + 2 * nbytes / 0.5e12 for name, nbytes in (("few", few), ("many", many))}
-    products = {"few": 10e-6 + few / 0.25e12, "many": 10e-6 + many / 0.25e12}
+    small, large = kernels.SMALL_EXPERTS.nbytes, kernels.LARGE_EXPERTS.nbytes
+    copies = {name: 2e-6 + 2 * nbytes / 0.5e12 for name, nbytes in (("small", small), ("large", large))}
+    products = {"small": 10e-6 + small / 0.25e12, "large": 10e-6 + large / 0.25e12}
     seconds = {"norms": 200 * 2e-6, "products": 50 * 5e-6, "read": 3 * 2e-6 + 300e6 / 1e12}
     seconds |= {name: kernels.TURNS * copies[name] for name in copies}
     seconds |= {f"{name} multiplied": kernels.TURNS * (copies[name] + products[name]) for name in copies}
@@ -276,13 +276,13 @@ def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, mon
         "products": kernels.NUM_PRODUCTS,
         "read": 1,
     }
-    monkeypatch.setattr(kernels, "FEW", (2, 3, 4))
-    monkeypatch.setattr(kernels, "MANY", (1, 6, 4))
+    monkeypatch.setattr(kernels, "SMALL_EXPERTS", kernels.PickedMatrices(2, 3, 4))
+    monkeypatch.setattr(kernels, "LARGE_EXPERTS", kernels.PickedMatrices(1, 6, 4))
     weight, other = torch.arange(96.0).view(16, 6), torch.zeros(16, 6)
     picking = dict(kernels.picked_products(weight, other))
     num = {name: num_kernels(work) for name, work in picking.items()}
     assert num == {name: kernels.TURNS * (1 + ("multiplied" in name)) for name in picking}
-    for name, (num_picked, rows) in {"few": (2, 3), "many": (1, 6)}.items():
+    for name, (num_picked, rows) in {"small": (2, 3), "large": (1, 6)}.items():
         stack = weight.view(-1, rows, 4)
         places = torch.arange(num_picked) * (len(stack) // num_picked)
         picking[name]()
@@ -568,7 +568,7 @@ def test_kernels_that_are_there_are_not_talked_of(
     profile.prepare_decoding(GPU, ["bfloat16"])
     trials[0].set_result(None)
     with caplog.at_level(logging.INFO, "weightstream"):
-        assert profile.can_decode(GPU, ["bfloat16"])
+        assert profile.kernels_run(GPU, ["bfloat16"])
     assert not caplog.records
 
 
@@ -584,7 +584,7 @@ def test_kernels_that_take_a_while_are_said_once(
         profile.prepare_decoding(GPU, ["bfloat16"])
         ends = threading.Timer(0.2, trials[0].set_result, ["no"])
         ends.start()
-        assert [profile.can_decode(GPU, ["bfloat16"]) for _ in range(3)] == [False] * 3
+        assert [profile.kernels_run(GPU, ["bfloat16"]) for _ in range(3)] == [False] * 3
     ends.join()
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert "preparing kernels for bfloat16 on cuda:0" in caplog.messages[0]

@@ -47,7 +47,7 @@ def test_every_unit_of_a_step_is_filled_and_opened(coded: str | None) -> None:
         for work in works.values():
             work()
         assert works.keys() == {"few", "many"} | ({"coded", "launches"} if coded else set())
-    for num_tensors in (unit_overhead.FEW, unit_overhead.MANY):
+    for num_tensors in (unit_overhead.FEW_TENSORS, unit_overhead.MANY_TENSORS):
         with unit_overhead.steps(backend, num_tensors) as step:
             counters = step.__closure__[0].cell_contents.engine.counters  # type: ignore[attr-defined]
             step()

@@ -273,7 +273,7 @@ def test_memory_stays_flat() -> None:
 
 def test_shards_of_a_coded_pack(source: Path, packs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    monkeypatch.setattr(store, "lay_out", partial(store.lay_out, shard_nbytes=500_000))
+    monkeypatch.setattr("weightstream.api.pack.lay_out", partial(store.lay_out, shard_nbytes=500_000))
     assert "packed and verified" in packed(source, out, "--codec", "auto", "--verify")
     assert len(list(out.glob("*.safetensors"))) > 3
     assert_same_state(decoded(out), load_file(source / "model.safetensors"))

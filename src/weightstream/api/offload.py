@@ -86,7 +86,7 @@ def _opened(
         with opened_backend(config.device_for(device), config, loads=loads) as backend:
             yield [backend]
         return
-    kind = torch.device(device or ("cuda" if cuda.available() else "cpu"))
+    kind = torch.device(device or ("cuda" if cuda.is_available() else "cpu"))
     if kind.index is not None:
         raise ConfigError(
             f"device = {device!r}, and the model is to be on {len(config.stripes)} GPUs: leave out device"
@@ -152,12 +152,12 @@ def from_pretrained(
         UnsupportedError: transformers is not installed, or the weights are quantised in a way that is not supported.
         PlanError, ConfigError, OffloadError: as for `offload`.
     """
-    hf_sharded, load_pretrained = _loader()
+    tensor_parallel, load_pretrained = _loader()
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = of_model(config)
     config = resolve_config(config, **settings)
-    ranks = join(hf_sharded.wanted(kwargs), config)
+    ranks = join(tensor_parallel.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
@@ -191,13 +191,13 @@ def _loader() -> tuple[Any, Any]:
     try:
         import transformers  # noqa: F401  what follows may be imported already
 
-        from weightstream.adapters.hf import tensor_parallel as hf_sharded
+        from weightstream.adapters.hf import tensor_parallel
         from weightstream.adapters.hf.load import load_pretrained
     except ImportError as error:
         raise UnsupportedError(
             f"from_pretrained needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
-    return hf_sharded, load_pretrained
+    return tensor_parallel, load_pretrained
 
 
 def _spread(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.search import always_resident
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
 from weightstream.settings.config import OffloadConfig
-from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.header import dtype_name
 from weightstream.store.mapping import Memory
+from weightstream.store.pack import Shard, choose, copy_beside, growing, lay_out, write_pack
 
 _SMALL_NBYTES = 4096  # of what is beside quantised weights: a unit of whole pages needs no file of its own
 _Key = tuple[int, tuple[int, ...]]
@@ -39,19 +39,19 @@ def pack(
     variant: str | None = None,
     progress: bool = False,
     advance: Callable[[int, int], None] = lambda total, nbytes: None,
-) -> list[store.Shard]:
+) -> list[Shard]:
     """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
 
     `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
-    done. Raises as `load_pretrained` and `store.growing` do.
+    done. Raises as `load_pretrained` and `growing` do.
     """
     how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # it is checked there
     if names_pipeline(path_or_repo_id):
-        from weightstream.adapters.diffusers import folder as pipeline_folder  # needs diffusers
+        from weightstream.adapters.diffusers.folder import folder_of, specs_of  # needs diffusers
 
-        folder = pipeline_folder.folder_of(path_or_repo_id, variant)
-        with store.growing(_place(out.expanduser(), folder)) as grown:
-            return list(_pipeline(folder, pipeline_folder.specs_of(folder), grown, how, variant))
+        folder = folder_of(path_or_repo_id, variant)
+        with growing(_place(out.expanduser(), folder)) as grown:
+            return list(_pipeline(folder, specs_of(folder), grown, how, variant))
     if variant is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant")
     found = find(path_or_repo_id, trust_remote_code)
@@ -62,7 +62,7 @@ def pack(
             "with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then pack that"
         )
     may_write = how.may_write(folder)
-    with store.growing(_place(out.expanduser(), folder)) as grown:
+    with growing(_place(out.expanduser(), folder)) as grown:
         loaded = load_pretrained(
             source,
             offload_folder=grown,
@@ -71,7 +71,7 @@ def pack(
             may_write=may_write,
         )
         shards = _packed(loaded, grown, how)
-        store.copy_beside(folder, grown, deep=True)
+        copy_beside(folder, grown, deep=True)
         _describe(grown / "config.json", loaded.model.config)
     return shards
 
@@ -106,9 +106,7 @@ class _How(NamedTuple):
         return False
 
 
-def _pipeline(
-    folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None
-) -> Iterator[store.Shard]:
+def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None) -> Iterator[Shard]:
     """Packs each component of a pipeline, under the names without a variant, and copies what is beside them."""
     from weightstream.adapters.diffusers import load
 
@@ -118,15 +116,15 @@ def _pipeline(
         loaded = load.load_component(kind, folder / name, grown, variant=variant, may_write=may_write)
         stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
         yield from _packed(loaded, grown / name, how, stem)
-        store.copy_beside(folder / name, grown / name)
+        copy_beside(folder / name, grown / name)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in specs and not path.name.startswith("."):
             (grown / path.name).mkdir()
-            store.copy_beside(path, grown / path.name)
-    store.copy_beside(folder, grown)
+            copy_beside(path, grown / path.name)
+    copy_beside(folder, grown)
 
 
-def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[store.Shard]:
+def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[Shard]:
     """Writes the files of one model into a folder."""
     *streamed, rest = streaming_order(loaded)
     candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
@@ -135,10 +133,10 @@ def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -
     mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
     dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
     device = _device(dtypes if how.codec != "none" else ())
-    layouts = store.choose(candidates, how.codec, mappings, device, told)
+    layouts = choose(candidates, how.codec, mappings, device, told)
     units = [unit for unit in (*streamed, rest) if unit]
-    shards = store.lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
-    store.write_pack(folder, shards, mappings, told, stem)
+    shards = lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
+    write_pack(folder, shards, mappings, told, stem)
     for shard in shards if how.verify else ():
         shard.verify(folder / shard.name, mappings, told)
     if loaded.folder is not None:

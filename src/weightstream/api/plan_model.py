@@ -182,7 +182,7 @@ def _machine(
     device = config.device_for(device)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
-    if profile is None and (device is not None or cuda.available()):
+    if profile is None and (device is not None or cuda.is_available()):
         with closing(backend_of(device, config)) as backend:
             return machine_with_rates(backend, config, dtypes)
     machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)

@@ -35,7 +35,7 @@ def pack(
     from rich import progress
     from rich.console import Console
 
-    from weightstream.api import pack as packing
+    from weightstream.api.pack import pack as pack_checkpoint
     from weightstream.plan.units import human
 
     began, shown = time.perf_counter(), sys.stderr.isatty()
@@ -48,7 +48,7 @@ def pack(
         bar.update(task, advance=nbytes, total=total)
 
     try:
-        shards = packing.pack(
+        shards = pack_checkpoint(
             model,
             out,
             progress=shown,

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from weightstream.codec.format import ELEMENTS
-from weightstream.measure.profile import can_decode as decodes
-from weightstream.measure.profile import prepare_decoding, profile_for, with_decoding
+from weightstream.measure.profile import kernels_run, prepare_decoding, profile_for, with_decoding
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.plan.planner import Machine
 from weightstream.runtime.devices import cpu, cuda
@@ -82,7 +81,7 @@ def can_decompress(
     on request."""
     if backend.device.type == "cpu":
         return config.uses_codes and config.codec != "auto"
-    return config.uses_codes and decodes(backend.device, dtypes, progress=progress)
+    return config.uses_codes and kernels_run(backend.device, dtypes, progress=progress)
 
 
 def with_decode_rates(

@@ -27,8 +27,7 @@ from torch.nn import functional as F
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import StoreError
-from weightstream.measure import kernels, machine
-from weightstream.measure import unit_overhead as opening
+from weightstream.measure import kernels, machine, unit_overhead
 from weightstream.measure.sample_block import SampleBlock
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.runtime.devices import cpu, cuda
@@ -290,9 +289,9 @@ class _Bench:
 
     def opening(self) -> _Measuring:
         """What the host takes to open and close units; the device waits for it."""
-        with opening.overhead_works(self._backend, next(iter(self._decoded), None)) as works:
+        with unit_overhead.overhead_works(self._backend, next(iter(self._decoded), None)) as works:
             best = yield {name: (work, _SAMPLE_S) for name, work in works.items()}
-        yield opening.overhead_fields(best)
+        yield unit_overhead.overhead_fields(best)
 
     def link(self) -> _Measuring:
         """Bulk copies, the fixed cost of a copy, and what passes from a kernel to a copy that waits for it and back."""

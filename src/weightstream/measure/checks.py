@@ -31,7 +31,7 @@ from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.cuda_driver import pins_read_only
-from weightstream.store import numa as near
+from weightstream.store import numa
 from weightstream.store.limits import available_nbytes, describe_limits
 from weightstream.store.mapping import FileMapping
 from weightstream.store.readers import DirectFile
@@ -103,10 +103,10 @@ Check = Callable[[CheckedSystem], Iterator[Finding]]
 
 def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple[str, Finding]], Profile]:
     """The findings on this machine, each with its section, and the machine's profile."""
-    wanted = device or ("cuda" if cuda.available() else "cpu")
+    wanted = device or ("cuda" if cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
-    is_on_gpu = wanted != "cpu" and cuda.available()
+    is_on_gpu = wanted != "cpu" and cuda.is_available()
     with closing(private_backend(torch.device(wanted if is_on_gpu else "cpu"))) as backend:
         backend.profile = profile_for(backend, ELEMENTS.keys(), anew=anew)
         gpus = [backend.device] * is_on_gpu
@@ -175,9 +175,9 @@ def link(system: CheckedSystem) -> Iterator[Finding]:
     yield _judged("host to GPU", text, share >= _GOOD_SHARE, remedy, rate)
 
 
-def numa(system: CheckedSystem) -> Iterator[Finding]:
-    node, cores = near.node_of(system.facts.pci), system.cores
-    local = near.cores_of(node or 0)
+def numa_node(system: CheckedSystem) -> Iterator[Finding]:
+    node, cores = numa.node_of(system.facts.pci), system.cores
+    local = numa.cores_of(node or 0)
     if node is None or not local:
         yield Finding("NUMA", "one node, or not shown here", "note")
         return
@@ -219,7 +219,7 @@ def hops(system: CheckedSystem) -> Iterator[Finding]:
 
 
 def numa_nodes(system: CheckedSystem) -> Iterator[Finding]:
-    nodes = [near.node_of(cuda.facts(device).pci) for device in system.gpus]
+    nodes = [numa.node_of(cuda.facts(device).pci) for device in system.gpus]
     if len(set(nodes)) > 1:
         yield Finding("NUMA nodes", f"the GPUs are on nodes {', '.join(map(str, nodes))}", "note", value=nodes)
 
@@ -348,7 +348,7 @@ def _version(package: str) -> str | None:
 
 CHECKS: tuple[tuple[str, int, tuple[Check, ...]], ...] = (  # section, how many GPUs have to be in use, checks
     ("GPU", 0, (gpu,)),
-    ("link", 1, (link, numa, pinning)),
+    ("link", 1, (link, numa_node, pinning)),
     ("several", 2, (links_at_once, hops, numa_nodes)),
     ("host", 0, (processor, waiting, pinning_limits)),
     ("speed", 0, (measured, speeds, compressed)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -17,11 +17,24 @@ from weightstream.runtime.devices.backend import Backend
 
 NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, of elements alone 1.0; a product 4.8]
 _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
-# Of a stack so many matrices are picked, with so many rows of so many weights: experts of Qwen3-30B-A3B, 50 MB of them,
-# and larger ones, 117 MB.
-FEW, MANY = (8, 1536, 2048), (2, 7168, 4096)
 TURNS = 2  # so that nothing is left in the caches of what is copied
 _Work = Callable[[], object]
+
+
+class PickedMatrices(NamedTuple):
+    """Matrices of bfloat16 that are picked out of a stack, such as the experts of a token."""
+
+    num: int
+    num_rows: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.num * self.num_rows * self.width
+
+
+SMALL_EXPERTS = PickedMatrices(8, 1536, 2048)  # of Qwen3-30B-A3B: 50 MB
+LARGE_EXPERTS = PickedMatrices(2, 7168, 4096)  # 117 MB
 
 
 def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
@@ -63,7 +76,7 @@ def picked_products(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple
     """Copies out of one weight, as a stack, over another, and such with products of what was copied right behind, which
     lies in caches then as it does in a model. What is copied is not: each time it is something else."""
     flat, copies = weight.view(-1), other.view(-1)
-    for name, (num, rows, width) in (("few", FEW), ("many", MANY)):
+    for name, (num, rows, width) in (("small", SMALL_EXPERTS), ("large", LARGE_EXPERTS)):
         stack = flat[: flat.numel() // (rows * width) * rows * width].view(-1, rows, width)
         places = torch.arange(num, device=weight.device) * (len(stack) // num)
         picked = copies[: num * rows * width].view(num, rows, width)
@@ -88,15 +101,15 @@ def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int
     op_s = seconds["norms"] / (NUM_NORMS * NUM_IN_NORM)
     bytes_per_s = read_nbytes / max(seconds["read"] / 2, seconds["read"] - num_reads * op_s)
     found = {"op_s": op_s, "device_bytes_per_s": bytes_per_s}
-    if "few" not in seconds:
+    if "small" not in seconds:
         return found
-    few, many = (2.0 * num * rows * width for num, rows, width in (FEW, MANY))
-    copies_s = (seconds["few"] + seconds["many"]) / TURNS - 2 * op_s
-    few_s, many_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("few", "many"))
+    small_nbytes, large_nbytes = SMALL_EXPERTS.nbytes, LARGE_EXPERTS.nbytes
+    copies_s = (seconds["small"] + seconds["large"]) / TURNS - 2 * op_s
+    small_s, large_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("small", "large"))
     # A straight line through both, but no faster than what is not picked.
-    per_byte_s = max(1 / bytes_per_s, (many_s - few_s) / (many - few))
-    found |= {"gather_share": min(1.0, 2 * (few + many) / (copies_s * bytes_per_s))}
-    found |= {"stack_s": max(0.0, few_s - few * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
+    per_byte_s = max(1 / bytes_per_s, (large_s - small_s) / (large_nbytes - small_nbytes))
+    found |= {"gather_share": min(1.0, 2 * (small_nbytes + large_nbytes) / (copies_s * bytes_per_s))}
+    found |= {"stack_s": max(0.0, small_s - small_nbytes * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
     return found | {"product_s": seconds["products"] / NUM_PRODUCTS}
 
 

@@ -71,7 +71,7 @@ def with_decoding(
     and kept. Never raises, as `profile_for`."""
     lacking = [dtype for dtype in dtypes if found.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
     if backend.device.type == "cuda":
-        lacking = [dtype for dtype in lacking if can_decode(backend.device, [dtype], progress=progress)]
+        lacking = [dtype for dtype in lacking if kernels_run(backend.device, [dtype], progress=progress)]
     if not lacking:
         return found
     assumed = {name: getattr(backend.profile, name) for name in (*map(decode_rate, lacking), "decoding_s")}
@@ -98,7 +98,7 @@ def prepare_decoding(device: torch.device, dtypes: Collection[str], progress: bo
             _compile(device, dtype, progress)
 
 
-def can_decode(device: torch.device, dtypes: Collection[str], *, progress: bool | None = None) -> bool:
+def kernels_run(device: torch.device, dtypes: Collection[str], *, progress: bool | None = None) -> bool:
     """`coding.available` for all of these; says so, as `profile_for`, where that takes a while."""
     if device.type == "cuda":
         wait([_compile(device, dtype, progress) for dtype in dtypes])

@@ -28,7 +28,7 @@ from weightstream.runtime.weights.alias_groups import UnitModule, groups, manife
 from weightstream.runtime.weights.homes import Homes
 from weightstream.store.arena import Arena
 
-FEW, MANY = 1, 9  # tensors of a unit
+FEW_TENSORS, MANY_TENSORS = 1, 9  # of a unit
 NUM_UNITS, _SLOTS = 16, 4
 # Between a model's own kernels the processor has less of the code cached than in a loop. Measured there, by unit (one
 # H200, steps with and without units, Whisper's encoder, T5-XXL's and SDXL's UNet): 2.6 to 4 times.
@@ -80,9 +80,12 @@ def _bound(backend: Backend, num_tensors: int, coded: str | None) -> tuple[Bindi
 def overhead_works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Callable[[], object]]]:
     """What is to be timed. Without a dtype that is decoded, `coded` and `launches` are left out."""
     with ExitStack() as stack:
-        found = {name: stack.enter_context(steps(backend, num)) for name, num in (("few", FEW), ("many", MANY))}
+        found = {
+            name: stack.enter_context(steps(backend, num))
+            for name, num in (("few", FEW_TENSORS), ("many", MANY_TENSORS))
+        }
         if coded is not None:
-            found["coded"] = stack.enter_context(steps(backend, FEW, coded))
+            found["coded"] = stack.enter_context(steps(backend, FEW_TENSORS, coded))
             plain = torch.zeros(ELEMENTS[coded].nbytes * _COUNT, dtype=torch.uint8, device=backend.device)
             layout, data = coding.encode(plain, coded)
             decode = coding.decoding([(data, layout, plain)])
@@ -94,7 +97,7 @@ def overhead_fields(seconds: Mapping[str, float]) -> dict[str, float]:
     """Fields of a profile, from the seconds of each of `works`."""
     unit_s = {name: _BETWEEN * step_s / NUM_UNITS for name, step_s in seconds.items()}
     launch_s = unit_s.get("launches", 0.0)
-    show_s = max(0.0, unit_s["many"] - unit_s["few"]) / (MANY - FEW)
+    show_s = max(0.0, unit_s["many"] - unit_s["few"]) / (MANY_TENSORS - FEW_TENSORS)
     overhead_s = max(0.0, unit_s["few"] - show_s)
     in_memory_s = unit_s.get("coded", unit_s["few"]) - show_s - launch_s
     fill_s = overhead_s - min(overhead_s, max(0.0, in_memory_s))

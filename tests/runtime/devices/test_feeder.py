@@ -57,7 +57,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaBackend]:
         found._copies.note("copy", src)
         return True
 
-    monkeypatch.setattr(cuda.driver, "copy", queue)
+    monkeypatch.setattr(cuda.cuda_driver, "copy", queue)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -16,7 +16,7 @@ import torch
 from weightstream.errors import ConfigError, OffloadError, StoreError
 from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
-from weightstream.runtime.devices import cuda_driver as driver
+from weightstream.runtime.devices import cuda_driver
 from weightstream.runtime.devices.backend import Copy, Event, Side
 from weightstream.runtime.devices.host_stream import Move, Worker, move, staging
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -38,7 +38,8 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
     handover_s=150e-6,
     workspace_nbytes=33 << 20,
 )
-available, allocated_nbytes = torch.cuda.is_available, torch.cuda.memory_allocated
+is_available = torch.cuda.is_available
+allocated_nbytes = torch.cuda.memory_allocated
 new_graph: Any = torch.cuda.CUDAGraph
 _READ_ONLY = 8  # of pages that nobody may write, such as those of a file
 _ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
@@ -216,7 +217,7 @@ class CudaBackend:
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         with self._current():
-            if (pointer := driver.device_address(memory)) is None:
+            if (pointer := cuda_driver.device_address(memory)) is None:
                 return None
             view = torch.as_tensor(_Addresses(memory, pointer, memory.numel()), device=self.device)
         return view if view.data_ptr() == pointer else None
@@ -296,7 +297,7 @@ class CudaBackend:
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long. Whoever frees
         memory of PyTorch's own pinned allocator waits for it, as nothing tells that of the copy."""
-        if not driver.copy(dst, src, self._copies.cuda_stream):
+        if not cuda_driver.copy(dst, src, self._copies.cuda_stream):
             with torch.cuda.stream(self._copies):  # which says what is wrong
                 dst.view(src.shape).copy_(src, non_blocking=True)
 
@@ -377,7 +378,7 @@ def facts(device: torch.device) -> Facts:
         uuid=str(found.uuid),
         pci=f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0",
         capability=f"{found.major}.{found.minor}",
-        driver=driver.version(),
+        driver=cuda_driver.version(),
         total_nbytes=found.total_memory,
     )
 

@@ -63,7 +63,7 @@ def _uncollected() -> Iterator[None]:
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
     try:
-        device = torch.device(device if device is not None else "cuda" if cuda.available() else "cpu")
+        device = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
     except RuntimeError as error:
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
     if device.type == "cpu":
