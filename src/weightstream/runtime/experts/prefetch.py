@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.runtime.devices.backend import Backend, Event, Side
-from weightstream.runtime.experts.unit_decode import Rows
-from weightstream.runtime.weights.alias_groups import Picks
+from weightstream.runtime.experts.rows import Rows
+from weightstream.runtime.weights.picks import ForwardCall, Picks
 
 
 class Ahead:
@@ -32,12 +32,12 @@ class Ahead:
         self._is_warm = backend.device.type == "cpu"
         self._running: tuple[Event, torch.Tensor] | None = None  # its end, and the states that it reads
 
-    def reach(self, unit: int, call: tuple[Any, Any, Any], rows: Rows) -> Callable[..., Any] | None:
+    def reach(self, unit: int, call: ForwardCall, rows: Rows) -> Callable[..., Any] | None:
         """Compute comes to a unit that picks, behind what was fetched for it: as `Picks.forward`."""
         self.join()
         if self._most:
             rows.look_ahead = lambda states: self._begin(unit, states)
-        return self._picks[unit].forward(*call, rows)
+        return self._picks[unit].forward(call, rows)
 
     def join(self) -> None:
         """Order compute after what was fetched."""
