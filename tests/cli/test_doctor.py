@@ -174,7 +174,7 @@ def test_what_is_said_of_nodes(
 
 @pytest.mark.parametrize(("together", "mark"), [([49e9, 48e9], "ok"), ([30e9, 25e9], "better")])
 def test_links_that_share_something(together: list[float], mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "backend_of", lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(checks, "private_backend", lambda _: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(multi_gpu_links, "rates", lambda backends, _: [50e9] if len(backends) == 1 else together)
     system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
     (found,) = checks.links_at_once(system)

@@ -41,7 +41,7 @@ def test_who_cannot_measure_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, ca
         backend.alloc = no_memory  # type: ignore[method-assign]
         return backend
 
-    monkeypatch.setattr(multi_gpu_links, "backend_of", failing)
+    monkeypatch.setattr(multi_gpu_links, "private_backend", failing)
     met: list[None] = []
     assert multi_gpu_links.beside(CPU, lambda: met.append(None)) == math.inf
     assert len(met) == 1

@@ -381,7 +381,7 @@ pieces, left = Shard.pieces, -1
 
 def pack(out):
     with store.growing(out) as folder:
-        store.write(folder, shards, [], lambda nbytes: None)
+        store.write_pack(folder, shards, [], lambda nbytes: None)
         store.copy_beside(root / "source", folder)
 
 def contents(folder):
