@@ -24,7 +24,7 @@ import torch
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.slot_cache import SlotCache
+from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
 
@@ -140,7 +140,7 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
     parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
     views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
-    cache = SlotCache(list(zip(views, pieces, strict=True)), stacks[0].num_rows)
+    cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
     return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
 
 
