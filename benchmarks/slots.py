@@ -19,7 +19,7 @@ import rows
 import torch
 
 from weightstream.runtime.devices.cuda import CudaBackend
-from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
+from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache, SlotStack
 
 CALLS, REPEATS = 50, 9
 LENGTHS = {"plain": ((6291456,), (3145728,)), "coded": ((4325376, 87040), (2162688, 43520))}  # of each stack, by pieces
@@ -42,7 +42,7 @@ def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> 
                 RowPiece(rows=tuple(r[:n] for r, n in zip(shown.view(num_rows, -1), ends, strict=True)), at=at)
             )
             nbytes, at = nbytes + sum(ends) // num_rows, at + length
-        stacks.append((memory, pieces))
+        stacks.append(SlotStack(memory, pieces))
     return SlotCache(stacks, num_rows), nbytes
 
 

@@ -16,7 +16,7 @@ import weightstream
 from weightstream.adapters.modules import moe as adapter
 from weightstream.runtime.devices.cuda import CudaBackend
 from weightstream.runtime.experts.prefetch import Ahead
-from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, _OnDevice
+from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, SlotStack, _OnDevice
 from weightstream.runtime.trace import total
 
 transformers = pytest.importorskip("transformers")
@@ -37,7 +37,7 @@ def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
     stride = sum(LENGTHS) + 512
     memory = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8, device="cuda")
     pieces = [RowPiece(rows=tuple(shown[0]), at=0), RowPiece(rows=tuple(shown[1]), at=LENGTHS[0])]
-    slots, table = SlotCache([(memory, pieces)], NUM_ROWS), Lru(NUM_SLOTS)
+    slots, table = SlotCache([SlotStack(memory, pieces)], NUM_ROWS), Lru(NUM_SLOTS)
     wanted = torch.full((NUM_SLOTS, stride), 77, dtype=torch.uint8)
     order = list(range(NUM_ROWS))
     for step in range(10_000):
@@ -251,7 +251,7 @@ def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
     fetch = _OnDevice._fetch
 
     def late(self: Any, missed: torch.Tensor, count: torch.Tensor) -> None:
-        if missed is self._ahead:
+        if missed is self._tables.ahead:
             torch.cuda._sleep(3_000_000)
         fetch(self, missed, count)
 

@@ -18,7 +18,7 @@ from expert_rig import built, generated, held, prompt
 from models import BLOCKLESS, MODELS, assert_same
 from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream.adapters.hf import generation
+from weightstream.adapters.hf import graph_runner
 from weightstream.api.multi_gpu import Stripes
 
 transformers = pytest.importorskip("transformers")
@@ -127,7 +127,7 @@ def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.Monke
             with monkeypatch.context() as within:
                 if waits:
                     within.setattr(Reading, "waits", True)
-                    within.setattr(generation, "_HostWatch", Blind)
+                    within.setattr(graph_runner, "_HostWatch", Blind)
                 options = generating.options()
                 assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
             assert (told[-1].reason is not None) == waits, told[-1]
@@ -141,7 +141,7 @@ def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.Monke
             assert reserved[-1] == reserved[0]
 
 
-class Blind(generation._HostWatch):
+class Blind(graph_runner._HostWatch):
     """Sees nothing before the capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

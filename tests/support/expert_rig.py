@@ -15,10 +15,11 @@ import torch
 import weightstream
 from models import model_nbytes, randomise
 from weightstream.plan.check import prove
+from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.manifest import TensorSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
-from weightstream.runtime.experts import unit_decode
+from weightstream.runtime.experts.rows import Rows
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2
 FORMS = ("coded", "coded, streams", "cached")
@@ -182,9 +183,9 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
     found = Selected()
 
     def spied(way: str, most: Any) -> Any:
-        inner = getattr(unit_decode.Rows, way)
+        inner = getattr(Rows, way)
 
-        def spy(rows: unit_decode.Rows, ids: torch.Tensor) -> Any:
+        def spy(rows: Rows, ids: torch.Tensor) -> Any:
             assert ids.numel() <= most(rows)
             found.append(ids.numel())
             found.ways.append(way)
@@ -192,8 +193,8 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
 
         return spy
 
-    monkeypatch.setattr(unit_decode.Rows, "select", spied("select", lambda rows: rows.most))
-    monkeypatch.setattr(unit_decode.Rows, "place", spied("place", lambda rows: unit_decode.NEARLY_ALL * rows.num_rows))
+    monkeypatch.setattr(Rows, "select", spied("select", lambda rows: rows.most))
+    monkeypatch.setattr(Rows, "place", spied("place", lambda rows: NEARLY_ALL * rows.num_rows))
     return found
 
 

@@ -34,7 +34,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters.hf import deferred_stop, generation
+from weightstream.adapters.hf import deferred_stop, generation, graph_runner
 from weightstream.adapters.hf.generation import DecodeReport
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
 from weightstream.api.offload import _offload
@@ -193,7 +193,7 @@ def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, DecodeReport]:
 @check
 def steps_from_graphs() -> None:
     """All ranks watch, capture and replay together, also where one of them finds that a step is like none before."""
-    model, sign = plain("llama"), generation._sign
+    model, sign = plain("llama"), graph_runner._sign
     want = tokens(model)
     found, decoding = decoded(model)
     assert torch.equal(found, want)
@@ -204,7 +204,7 @@ def steps_from_graphs() -> None:
         return object() if RANK == 1 and torch.is_tensor(leaf) and len(told) in range(30, 40) else sign(leaf)
 
     told: list[Any] = []
-    with patch.object(generation, "_sign", strange):
+    with patch.object(graph_runner, "_sign", strange):
         found, decoding = decoded(model)
     assert torch.equal(found, want)
     assert 0 < decoding.replays < 10, decoding
@@ -247,7 +247,7 @@ def a_capture_that_one_rank_refuses() -> None:
     model = streamed("llama", device_budget="200KiB", codec="none")
     want = tokens(model)
     for _ in range(2):
-        with patch.object(generation.Decoder, "_capture", lambda *_: "of this test" if RANK == 1 else None):
+        with patch.object(graph_runner.GraphRunner, "_capture", lambda *_: "of this test" if RANK == 1 else None):
             found, decoding = decoded(model)
         assert torch.equal(found, want)
         assert decoding == DecodeReport(reason="on rank 1: of this test"), decoding

@@ -20,11 +20,11 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.unit_decode import buffers
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.engine import Counters
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.weights.alias_groups import UnitModule, groups, manifest
+from weightstream.runtime.weights.decompression import PlanMemory
 from weightstream.runtime.weights.homes import Homes
 from weightstream.store.arena import Arena
 
@@ -73,7 +73,7 @@ def _bound(backend: Backend, num_tensors: int, coded: str | None) -> tuple[Bindi
     pin = partial(cuda.pin_in_place, device=backend.device)
     homes = Homes(by_alias, backend, arena=None if backend.device.type == "cpu" else Arena(pin, cuda.unregister))
     homes.settle(plan)
-    return Binding(plan, buffers(plan, backend), homes, backend, Counters(), Timeline(backend)), homes
+    return Binding(plan, PlanMemory.allocate(plan, backend), homes, backend, Counters(), Timeline(backend)), homes
 
 
 @contextmanager

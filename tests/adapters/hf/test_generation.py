@@ -26,8 +26,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters.hf import generation, static_cache  # noqa: E402
-from weightstream.adapters.hf.generation import DecodeReport, Recorder, decode_with, generate  # noqa: E402
+from weightstream.adapters.hf import graph_runner, static_cache  # noqa: E402
+from weightstream.adapters.hf.generation import DecodeReport, decode_with, generate  # noqa: E402
+from weightstream.adapters.hf.graph_runner import Recorder  # noqa: E402
 from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
@@ -703,9 +704,9 @@ class Waits(torch.Tensor):
 def test_what_no_graph_has_is_found_inside_of_wrappers(
     streamless: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_STREAMLESS", frozenset(streamless))
+    monkeypatch.setattr(graph_runner, "_STREAMLESS", frozenset(streamless))
     x, weight = torch.randn(3, 4), torch.randn(4, 5)
-    with torch.no_grad(), generation._HostWatch() as watch:  # type: ignore[no-untyped-call]
+    with torch.no_grad(), graph_runner._HostWatch() as watch:  # type: ignore[no-untyped-call]
         found = torch.mm(x, Waits(weight))
         plain = torch.zeros(4, dtype=torch.uint8).view(torch.int32)
         assert torch.equal(plain.detach(), plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,13 @@ from repeats import thinned
 from weightstream.adapters.modules import moe as adapter
 from weightstream.errors import StoreError
 from weightstream.inputs import builder
-from weightstream.runtime.experts import unit_decode
+from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.experts.slot_cache import Lru, SlotCache
+from weightstream.runtime.ring import opening
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.streamer.active_plan import Installation
+from weightstream.runtime.weights.decompression import BufferedUnit, PlanMemory
 from weightstream.store.pages import PageCache
 
 transformers = pytest.importorskip("transformers")
@@ -282,19 +285,19 @@ class Turns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, int]] = []
         self.fails: set[int] = set()
-        find, decode = unit_decode.unit_decoder, Binding.decode
+        find, decode = opening.unit_decoder, Binding.decode
 
-        def found(plan: Any, index: int, *about: Any) -> Any:
-            self.told.append(("found", index))
-            if index in self.fails:
+        def found(unit: BufferedUnit, aliases: Collection[str]) -> Any:
+            self.told.append(("found", unit.index))
+            if unit.index in self.fails:
                 raise torch.OutOfMemoryError("no room for tables")
-            return find(plan, index, *about)
+            return find(unit, aliases)
 
         def decoded(binding: Binding, index: int) -> None:
             self.told.append(("turn", index))
             decode(binding, index)
 
-        monkeypatch.setattr(unit_decode, "unit_decoder", found)
+        monkeypatch.setattr(opening, "unit_decoder", found)
         monkeypatch.setattr(Binding, "decode", decoded)
 
     def late(self) -> list[int]:
@@ -532,10 +535,16 @@ def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring, the buffer and slots begin as NaN."""
-    buffers = unit_decode.buffers
-    monkeypatch.setattr(unit_decode, "buffers", lambda *args: tuple(part.fill_(255) for part in buffers(*args)))
+    allocate, allocated = PlanMemory.allocate, list[PlanMemory]()
+
+    def filled(plan: Plan, backend: Backend) -> PlanMemory:
+        allocated.append(PlanMemory(*(part.fill_(255) for part in allocate(plan, backend))))
+        return allocated[-1]
+
+    monkeypatch.setattr(PlanMemory, "allocate", filled)
     model, plain = built(name), built(name)
     with held(model, form):
+        assert allocated
         assert_equal(model, plain, 1, 2, 12)
 
 

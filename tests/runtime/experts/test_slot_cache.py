@@ -15,7 +15,7 @@ import torch
 from weightstream.plan.expert_cache import LEAST_USED, MAX_PREFETCHED_ROWS
 from weightstream.runtime.experts import slot_cache as slots
 from weightstream.runtime.experts import slot_kernels
-from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, SlotStack, _OnDevice, put_rows
+from weightstream.runtime.experts.slot_cache import Lru, RowPiece, SlotCache, SlotStack, _OnDevice, _State, put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 77
@@ -255,7 +255,7 @@ class Rig:
         alone = RowPiece(rows=tuple(row(1024) for _ in range(num_rows)), at=128)
         self.whole = torch.full((num_slots * 64 * 1024,), POISON, dtype=torch.uint8, device=DEVICE)
         parts = self.whole.view(2, num_slots, 32 * 1024)
-        self.stacks: list[SlotStack] = [(parts[0], [first, second]), (parts[1, :, : 2 * 1024], [alone])]
+        self.stacks = [SlotStack(parts[0], [first, second]), SlotStack(parts[1, :, : 2 * 1024], [alone])]
         self.wanted = self.whole.clone()
         parts = self.wanted.view(2, num_slots, 32 * 1024)
         self._targets = [parts[0], parts[1, :, : 2 * 1024]]
@@ -298,11 +298,11 @@ def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
 
 
 def assert_same_tables(slots: _OnDevice, table: Lru, num_rows: int) -> None:
-    assert slots._held[1].tolist() == table._owners
-    assert slots._held[2].tolist() == table._stamps
+    assert slots._tables.owner_of.tolist() == table._owners
+    assert slots._tables.stamps.tolist() == table._stamps
     owners = {row: slot for slot, row in enumerate(table._owners)}
-    assert slots._held[0].tolist() == [owners.get(row, -1) for row in range(num_rows)]
-    step, _, *counted = slots._state.tolist()
+    assert slots._tables.slot_of.tolist() == [owners.get(row, -1) for row in range(num_rows)]
+    step, _, *counted = slots._tables.state.tolist()
     assert step == table._step
     assert counted == [
         table.hits,
@@ -313,7 +313,7 @@ def assert_same_tables(slots: _OnDevice, table: Lru, num_rows: int) -> None:
         table._recent,
         table._useful,
     ]
-    assert set(slots._first_at.tolist()) == {slot_kernels.NEVER.value}
+    assert set(slots._tables.first_at.tolist()) == {slot_kernels.NEVER.value}
 
 
 def assert_missed(pairs: torch.Tensor, missed: Sequence[tuple[int, int]]) -> None:
@@ -340,11 +340,11 @@ def test_the_tables_of_the_kernels_are_those_of_the_lists(num_rows: int, num_slo
         if kinds[-1] == "resolve":
             found, missed = table.resolve(rows)
             assert slots.resolve(on_device(ids)).tolist() == found
-            assert_missed(slots._missed, missed)
+            assert_missed(slots._tables.missed, missed)
         elif kinds[-1] == "guess":
             missed = table.guess(rows, most)
             slots.fetch_ahead(on_device(ids), most)
-            assert_missed(slots._ahead, missed)
+            assert_missed(slots._tables.ahead, missed)
         else:
             missed = []
             table.forget()
@@ -379,11 +379,11 @@ def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
     rig = Rig(40, 20)
     slots = _OnDevice(rig.stacks, 40)
     whole = torch.full((64,), POISON, dtype=torch.int32, device=DEVICE)
-    slots._ahead = whole[: 2 * MAX_PREFETCHED_ROWS]
+    slots._tables.ahead = whole[: 2 * MAX_PREFETCHED_ROWS]
     for row in range(3):
         slots.resolve(on_device([row]))
     slots.fetch_ahead(on_device(list(range(10, 26))), 12)
-    assert slots._state[4].item() == MAX_PREFETCHED_ROWS
+    assert slots._tables.state[_State.NUM_AHEAD].item() == MAX_PREFETCHED_ROWS
     assert set(whole[2 * MAX_PREFETCHED_ROWS :].tolist()) == {POISON}
 
 
@@ -440,7 +440,7 @@ def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     """The checks above do fail where one piece is left out."""
     rig = Rig(9, 4)
     slots = _OnDevice(rig.stacks, 9)
-    chunks = slots._places[3]
+    chunks = slots._tables.chunks
     chunks[-1] = chunks[0]
     slots.resolve(on_device([4]))
     rig.fetched([(4, 0)])
@@ -463,7 +463,7 @@ def test_guesses_of_no_use_end_on_the_device_too() -> None:
         guess = [4 + step % 7]
         device.fetch_ahead(on_device(guess), 2)
         fetched.append(len(table.guess(guess, 2)))
-        assert device._state[4].item() == fetched[-1]
+        assert device._tables.state[_State.NUM_AHEAD].item() == fetched[-1]
         rows = [step % 2]
         assert device.resolve(on_device(rows)).tolist() == table.resolve(rows)[0]
     assert sum(fetched[:18]) >= 14

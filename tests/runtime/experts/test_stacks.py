@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightstream.errors import InvariantError, StoreError
-from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
+from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import Stack, pieces_of_rows, unread
 from weightstream.runtime.weights.alias_groups import groups
 from weightstream.runtime.weights.home import Home
@@ -31,7 +31,7 @@ WORD = 8
 def fetched(pieces: Sequence[RowPiece], nbytes: int = ROW) -> torch.Tensor:
     """All rows, as a cache brings them."""
     memory = torch.full((NUM_ROWS, nbytes + 64), 77, dtype=torch.uint8)
-    slots = SlotCache([(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
+    slots = SlotCache([SlotStack(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
     assert (memory[:, nbytes:] == 77).all()
     return memory[slots, :nbytes]
 

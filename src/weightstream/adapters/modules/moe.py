@@ -15,10 +15,10 @@ for groups of bfloat16; elsewhere it multiplies group by group, by sizes that th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weightstream.adapters.hf import private
 from weightstream.codec.format import TILE
 from weightstream.runtime.devices import cuda
+from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 
 logger = logging.getLogger("weightstream")
 
@@ -34,7 +35,7 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _BY_ROW = "batched_mm"  # the implementation that copies the matrices that it uses; generate() decodes with it
 _IN_PLACE = "grouped_mm"  # it touches no matrix but those that it uses
 _FUSED = "w13_weight"  # of vLLM's experts
-_EQUAL: dict[Any, bool] = {}  # [Note: grouped in place of batched]
+_EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped in place of batched]
 _ROUNDS = 8
 _WAYS = ("forward", "_compiled_call_impl")  # that an instance may have for its own
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -72,70 +73,96 @@ def _name(*args: Any, **kwargs: Any) -> None:
     raise _Named((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
 
 
+class _ExpertInputs(NamedTuple):
+    """The arguments of a forward of experts, for each token: its state, the experts that it goes to, their weights."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor
+
+    @classmethod
+    def of(cls, call: ForwardCall) -> _ExpertInputs | None:
+        """None for a call with other arguments."""
+        named = dict(zip(_TAKEN, call.args, strict=False)) | call.kwargs
+        tensors = [tensor for name in _TAKEN if isinstance(tensor := named.get(name), torch.Tensor)]
+        return cls(*tensors) if len(tensors) == len(_TAKEN) else None
+
+
+class _GroupedCase(NamedTuple):
+    """All that kernels are chosen by: two calls with equal cases run the same ones."""
+
+    of: type[nn.Module]
+    device: torch.device
+    shapes: tuple[torch.Size, ...]  # of states, ids and each stack
+    settings: tuple[object, ...]
+
+
 class ExpertForward:
-    """How the forward of one module of experts reads single matrices of its stacks."""
+    """How the forward of one module of experts reads single matrices of its stacks: implements `Picks`."""
 
     def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
-        self._module, self._names, self._block = module, names, block
-        self._of_class = type(module).forward
-        self._repeats: bool | None = None  # whether the block told the ids that the experts were given; None: untried
+        self._module = module
+        self._names = names
+        self._block = block
+        self._of_class: Callable[..., Any] = type(module).forward
+        self._repeats: bool | None = None  # whether the block guessed the ids of a call; None: not tried yet
 
-    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
-        """As `runtime.weights.Picks`."""
+    def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
+        """As `Picks.forward`."""
         module, implementation = self._module, self._module.config._experts_implementation
-        of_class: Callable[..., Any] = self._of_class
-        plain = getattr(forward, "__func__", None) is of_class and getattr(forward, "__self__", None) is module
-        if implementation not in (_BY_ROW, _IN_PLACE) or not plain:
-            return None  # or somebody has put another forward in its place
-        given = dict(zip(_TAKEN, args, strict=False)) | kwargs
-        ids, stacks = given.get("top_k_index"), {name: module._parameters.get(name) for name in self._names}
-        read = {id(stack) for stack in stacks.values() if stack is not None}  # one that is computed is no parameter
-        if not isinstance(ids, torch.Tensor) or len(read) < len(stacks) or not rows.readings.keys() <= read:
+        owner = getattr(call.forward, "__self__", None)
+        is_plain = getattr(call.forward, "__func__", None) is self._of_class and owner is module
+        if implementation not in (_BY_ROW, _IN_PLACE) or not is_plain:
+            return None  # or another forward was put in its place
+        inputs = _ExpertInputs.of(call)
+        stacks = {name: stack for name in self._names if (stack := module._parameters.get(name)) is not None}
+        read = {id(stack) for stack in stacks.values()}  # one that is computed is no parameter
+        if inputs is None or len(read) < len(self._names) or not read.issuperset(rows.stacks):
             return None
-        by_row, places = implementation == _BY_ROW, rows.places(ids.numel())
-        kind = self._kind(given["hidden_states"], ids, stacks.values()) if by_row else None
-        may_group = kind is not None and _EQUAL.get(kind, not rows.capturing())
-        if by_row and not may_group and ids.numel() <= rows.most:
-            return partial(self._select, of_class, stacks, rows, given)
-        return partial(self._place, of_class, kind, rows, given) if places else None
+        num_ids, by_row = inputs.ids.numel(), implementation == _BY_ROW
+        places = rows.places(num_ids)
+        case = self._case(inputs, stacks.values()) if by_row else None
+        may_group = case is not None and _EQUAL.get(case, not rows.capturing())
+        if by_row and not may_group and num_ids <= rows.most:
+            return partial(self._select, rows, inputs, stacks)
+        return partial(self._place, rows, inputs, case) if places else None
 
     def _select(
         self,
-        of_class: Callable[..., Any],
-        stacks: Mapping[str, Any],
-        rows: Any,
-        given: Mapping[str, Any],
+        rows: RowProvider,
+        inputs: _ExpertInputs,
+        stacks: Mapping[str, torch.Tensor],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        found = rows.select(given["top_k_index"])
-        self._look_ahead(rows, given)
-        others = {name: found[id(stack)] for name, stack in stacks.items() if id(stack) in found}
-        return of_class(_StandIn(self._module, others), *args, **kwargs)
+        selected = rows.select(inputs.ids)
+        self._look_ahead(rows, inputs)
+        others = {name: selected[id(stack)] for name, stack in stacks.items() if id(stack) in selected}
+        return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _place(
-        self, of_class: Callable[..., Any], kind: Any, rows: Any, given: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, rows: RowProvider, inputs: _ExpertInputs, case: _GroupedCase | None, *args: Any, **kwargs: Any
     ) -> Any:
-        rows.place(given["top_k_index"])
-        self._look_ahead(rows, given)
+        rows.place(inputs.ids)
+        self._look_ahead(rows, inputs)
         module = self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
-        if kind is not None and kind not in _EQUAL and not rows.capturing():
-            with _disable_current_modes():  # who watches the call would see others, and some that wait for the device
-                _EQUAL[kind] = _is_equal(partial(of_class, module), partial(of_class, grouped), given)
-        return of_class(grouped if kind is not None and _EQUAL.get(kind) else module, *args, **kwargs)
+        if case is not None and case not in _EQUAL and not rows.capturing():
+            with _disable_current_modes():  # a mode that watches the call would see operators that are not the model's
+                _EQUAL[case] = _is_equal(partial(self._of_class, module), partial(self._of_class, grouped), inputs)
+        return self._of_class(grouped if case is not None and _EQUAL.get(case) else module, *args, **kwargs)
 
-    def _look_ahead(self, rows: Any, given: Mapping[str, Any]) -> None:
-        if rows.look_ahead is None or self._module.training:  # some blocks add noise to what they are given then
+    def _look_ahead(self, rows: RowProvider, inputs: _ExpertInputs) -> None:
+        if rows.look_ahead is None or self._module.training:  # in training some blocks add noise to their states
             return
-        hidden, ids = given["hidden_states"], given["top_k_index"]
         if self._repeats is None and not rows.capturing():
-            with torch.no_grad(), _disable_current_modes():  # it waits for the device, and the model does not
-                told = self.guess(hidden)
-                self._repeats = told is not None and told.shape == ids.shape and bool((told == ids).all())
+            with torch.no_grad(), _disable_current_modes():  # the comparison waits for the device; the model does not
+                guessed = self.guess(inputs.hidden)
+                is_like_ids = guessed is not None and guessed.shape == inputs.ids.shape
+                self._repeats = guessed is not None and is_like_ids and bool(guessed.eq(inputs.ids).all())
             if not self._repeats:
-                logger.debug("what %s will be given is not told ahead", type(self._module).__name__)
-        rows.look_ahead(hidden)
+                logger.debug("the ids of %s cannot be guessed ahead", type(self._module).__name__)
+        rows.look_ahead(inputs.hidden)
 
     @property
     def guesses(self) -> bool:
@@ -158,8 +185,9 @@ class ExpertForward:
             logger.debug("a block of experts does not run without them", exc_info=True)
         return None
 
-    def _kind(self, hidden: torch.Tensor, ids: torch.Tensor, stacks: Iterable[Any]) -> Any:
-        """What kernels are chosen by; None where groups are not worth a trial, or more than kernels would run in it."""
+    def _case(self, inputs: _ExpertInputs, stacks: Collection[torch.Tensor]) -> _GroupedCase | None:
+        """The case of a call; None where groups are not worth a trial, or a trial would run more than kernels."""
+        hidden, ids = inputs.hidden, inputs.ids
         if len(ids) < 2 or not cuda.multiplies_groups(hidden.device):
             return None
         inner = (module for module in self._module.modules() if module is not self._module)
@@ -167,7 +195,7 @@ class ExpertForward:
         if has_hooks or {hidden.dtype, *(stack.dtype for stack in stacks)} != {torch.bfloat16}:
             return None
         shapes = hidden.shape, ids.shape, *(stack.shape for stack in stacks)
-        return type(self._module), hidden.device, shapes, cuda.product_settings()
+        return _GroupedCase(type(self._module), hidden.device, shapes, cuda.product_settings())
 
     def why_whole(self) -> str | None:
         """Why their stacks are read whole whatever is asked for; None: they need not be."""
@@ -182,21 +210,21 @@ class ExpertForward:
         return None
 
 
-def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], given: Mapping[str, Any]) -> bool:
+def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], inputs: _ExpertInputs) -> bool:
     """Whether both give the same bits, of random states: [Note: grouped in place of batched]."""
-    hidden, ids, scores = (given[name] for name in _TAKEN)
+    hidden, ids, scores = inputs
     generator = torch.Generator(hidden.device).manual_seed(len(ids))
     try:
         for turn in range(_ROUNDS):
             states = torch.randn(hidden.shape, generator=generator, device=hidden.device).to(hidden.dtype)
-            again = torch.randint(ids.numel(), ids.shape, generator=generator, device=ids.device)
+            shuffle = torch.randint(ids.numel(), ids.shape, generator=generator, device=ids.device)
             one = torch.zeros_like(scores)
             one[:, turn % scores.shape[1]] = 1
-            taken = states, ids if turn % 2 else ids.flatten()[again], one
-            found, other = batched(*taken), grouped(*taken)
-            if not found.any() or not torch.equal(found.view(torch.uint8), other.view(torch.uint8)):
-                return False  # of zeros alone nothing is known
-    except Exception:  # a function that takes no such states: what was to run does
+            drawn = states, ids if turn % 2 else ids.flatten()[shuffle], one
+            output, other = batched(*drawn), grouped(*drawn)
+            if not output.any() or not torch.equal(output.view(torch.uint8), other.view(torch.uint8)):
+                return False  # an output of zeros shows nothing
+    except Exception:  # a function that takes no such states; the forward of the model runs as it is
         logger.debug("experts are not tried in groups", exc_info=True)
         return False
     return True

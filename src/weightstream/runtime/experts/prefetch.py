@@ -12,14 +12,21 @@ autocast there is none: what a router is cast to is kept for all, and nobody wou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.runtime.devices.backend import Backend, Event, Side
-from weightstream.runtime.experts.unit_decode import Rows
-from weightstream.runtime.weights.alias_groups import Picks
+from weightstream.runtime.experts.rows import Rows
+from weightstream.runtime.weights.picks import ForwardCall, Picks
+
+
+class _Fetch(NamedTuple):
+    """A fetch on its way: the event at its end, and the states that it reads, which live as long."""
+
+    end: Event
+    states: torch.Tensor
 
 
 class Ahead:
@@ -28,22 +35,25 @@ class Ahead:
     def __init__(
         self, backend: Backend, most: int, picks: Mapping[int, Picks], rows_of: Callable[[int], Rows | None]
     ) -> None:
-        self._backend, self._most, self._picks, self._rows_of = backend, most, picks, rows_of
+        self._backend = backend
+        self._most = most
+        self._picks = picks
+        self._rows_of = rows_of
         self._is_warm = backend.device.type == "cpu"
-        self._running: tuple[Event, torch.Tensor] | None = None  # its end, and the states that it reads
+        self._running: _Fetch | None = None
 
-    def reach(self, unit: int, call: tuple[Any, Any, Any], rows: Rows) -> Callable[..., Any] | None:
+    def reach(self, unit: int, call: ForwardCall, rows: Rows) -> Callable[..., Any] | None:
         """Compute comes to a unit that picks, behind what was fetched for it: as `Picks.forward`."""
         self.join()
         if self._most:
             rows.look_ahead = lambda states: self._begin(unit, states)
-        return self._picks[unit].forward(*call, rows)
+        return self._picks[unit].forward(call, rows)
 
     def join(self) -> None:
         """Order compute after what was fetched."""
         running, self._running = self._running, None
         if running is not None:
-            self._backend.wait(Side.COMPUTE, running[0])
+            self._backend.wait(Side.COMPUTE, running.end)
 
     def drop(self) -> None:
         """The capture that it was part of failed."""
@@ -64,4 +74,4 @@ class Ahead:
             if (ids := picks.guess(states)) is not None:
                 rows.cache.fetch_ahead(ids.reshape(-1).to(torch.int64).contiguous(), self._most)
             backend.record(Side.AHEAD, end)
-        self._running = end, states
+        self._running = _Fetch(end, states)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -55,19 +56,28 @@ class RowPiece:
     at: int
 
 
-SlotStack = tuple[torch.Tensor, Sequence[RowPiece]]
+class SlotStack(NamedTuple):
+    """A stack: the memory of its slots, uint8 of shape (slots, bytes), and the pieces of its rows."""
+
+    memory: torch.Tensor
+    pieces: Sequence[RowPiece]
+
+
+class MissedRow(NamedTuple):
+    """A row that has to be fetched, and the slot that it takes."""
+
+    row: int
+    slot: int
 
 
 class SlotCache:
-    """The slots of one unit: `resolve(ids)` gives the slot of each id's row, once it is there.
-
-    `stacks` are each the memory of its slots, uint8 of shape (slots, bytes), and the pieces of its rows.
-    """
+    """The slots of one unit: `resolve(ids)` gives the slot of each id's row, once it is there."""
 
     def __init__(self, stacks: Sequence[SlotStack], num_rows: int) -> None:
-        self._stacks = [(memory, list(pieces)) for memory, pieces in stacks]
-        memory, _ = self._stacks[0]
-        self.num, self._num_rows = len(memory), num_rows
+        self._stacks = list(stacks)
+        memory = self._stacks[0].memory
+        self.num = len(memory)
+        self._num_rows = num_rows
         self._table = Lru(self.num)
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None
 
@@ -114,12 +124,12 @@ class SlotCache:
         rows: list[int] = ids.clamp(max=self._num_rows - 1).tolist()
         return rows
 
-    def _copy(self, missed: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, missed: Sequence[MissedRow]) -> None:
         for row, slot in missed:
-            for memory, pieces in self._stacks:
-                for piece in pieces:
+            for stack in self._stacks:
+                for piece in stack.pieces:
                     data = piece.rows[row]
-                    memory[slot, piece.at : piece.at + data.numel()].copy_(data)
+                    stack.memory[slot, piece.at : piece.at + data.numel()].copy_(data)
 
 
 class Lru:
@@ -129,16 +139,22 @@ class Lru:
         self._owners = [-1] * num_slots
         self._stamps = [-1] * num_slots
         self._ahead: list[int] = []  # rows that were fetched since the last call
-        self._recent = self._useful = 0  # such rows of late, and those of them that were named
-        self._step = self.hits = self.misses = self.ahead = self.used = 0
+        self._recent = 0  # such rows of late
+        self._useful = 0  # those of them that were named
+        self._step = 0
+        self.hits = 0
+        self.misses = 0
+        self.ahead = 0
+        self.used = 0
 
-    def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[MissedRow]]:
         """The slot of each, and the rows that have to be fetched, each with its slot."""
         slot_of = self._slot_of()
         named = [row for row in dict.fromkeys(rows) if row >= 0]
         used = {slot_of[row] for row in named if row in slot_of}
         free = sorted((stamp, slot) for slot, stamp in enumerate(self._stamps) if slot not in used)
-        missed = [(row, slot) for row, (_, slot) in zip((r for r in named if r not in slot_of), free, strict=False)]
+        rows_without = (row for row in named if row not in slot_of)
+        missed = [MissedRow(row, slot) for row, (_, slot) in zip(rows_without, free, strict=False)]
         self.hits += len(used)
         self.misses += len(missed)
         slot_of = {row: slot for row, slot in slot_of.items() if slot in used} | dict(missed)
@@ -148,7 +164,7 @@ class Lru:
         self._judge(set(named))
         return [slot_of.get(row, -1) for row in rows], missed
 
-    def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
+    def guess(self, rows: Sequence[int], most: int) -> list[MissedRow]:
         """The rows that have to be fetched ahead, each with its slot."""
         self._judge(())  # what was guessed before was for no call
         is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
@@ -156,7 +172,7 @@ class Lru:
         guarded = {slot_of[row] for row in rows if row in slot_of}
         old = sorted((stamp, n) for n, stamp in enumerate(self._stamps) if stamp < self._step - 1 and n not in guarded)
         new = [] if is_off else [row for row in dict.fromkeys(rows) if row >= 0 and row not in slot_of][:most]
-        missed = [(row, slot) for row, (_, slot) in zip(new, old, strict=False)]
+        missed = [MissedRow(row, slot) for row, (_, slot) in zip(new, old, strict=False)]
         for row, slot in missed:
             self._owners[slot] = row
         self._ahead = [row for row, _ in missed]
@@ -180,10 +196,74 @@ class Lru:
         """Count which guesses were right."""
         used = len([row for row in self._ahead if row in named])
         self.used += used
-        self._recent, self._useful = self._recent + len(self._ahead), self._useful + used
+        self._recent += len(self._ahead)
+        self._useful += used
         if self._recent > _RECENT:
-            self._recent, self._useful = self._recent // 2, self._useful // 2
+            self._recent //= 2
+            self._useful //= 2
         self._ahead = []
+
+
+class _State(IntEnum):
+    """Places of the counts in the kernels' `state`."""
+
+    STEP = 0  # calls of `resolve`
+    NUM_MISSED = 1  # rows that the last call fetched
+    HITS = 2
+    MISSES = 3
+    NUM_AHEAD = 4  # rows that were fetched ahead since the last call
+    AHEAD = 5
+    USED = 6
+    RECENT = 7
+    USEFUL = 8
+
+
+class _Tables(NamedTuple):
+    """What the kernels read and write, in one copy on the device; see `slot_kernels`."""
+
+    slot_of: torch.Tensor  # of each row
+    owner_of: torch.Tensor  # of each slot: its row
+    stamps: torch.Tensor  # of each slot: the step that used it last
+    sources: torch.Tensor
+    lengths: torch.Tensor
+    targets: torch.Tensor
+    chunks: torch.Tensor
+    state: torch.Tensor
+    missed: torch.Tensor
+    ahead: torch.Tensor
+    first_at: torch.Tensor
+    by_age: torch.Tensor
+    guarded: torch.Tensor
+
+    @classmethod
+    def on_host(cls, stacks: Sequence[SlotStack], num_rows: int) -> _Tables:
+        from weightstream.runtime.experts.slot_kernels import NEVER
+
+        def filled(number: int, value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((number,), value, dtype=dtype, device="cpu")
+
+        def numbers(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+            return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+        num_slots = len(stacks[0].memory)
+        pieces = [piece for stack in stacks for piece in stack.pieces]
+        per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
+        targets = [(s.memory.data_ptr() + piece.at, s.memory.stride(0)) for s in stacks for piece in s.pieces]
+        return cls(
+            slot_of=filled(num_rows, -1, torch.int32),
+            owner_of=filled(num_slots, -1, torch.int32),
+            stamps=filled(num_slots, -1, torch.int64),
+            sources=numbers([[data.data_ptr() for data in row] for row in per_row]),
+            lengths=numbers([[data.numel() for data in row] for row in per_row]),
+            targets=numbers(targets),
+            chunks=_chunks(pieces),
+            state=filled(len(_State), 0, torch.int64),
+            missed=filled(2 * num_slots, 0, torch.int32),
+            ahead=filled(2 * MAX_PREFETCHED_ROWS, 0, torch.int32),
+            first_at=filled(num_rows, NEVER.value, torch.int32),
+            by_age=filled(num_slots, 0, torch.int32),
+            guarded=filled(num_slots, -1, torch.int64),
+        )
 
 
 class _OnDevice:
@@ -192,75 +272,89 @@ class _OnDevice:
     def __init__(self, stacks: Sequence[SlotStack], num_rows: int) -> None:
         from weightstream.runtime.experts import slot_kernels
 
-        num, device = len(stacks[0][0]), stacks[0][0].device
-
-        def table(rows: Any) -> torch.Tensor:
-            return torch.tensor(rows, dtype=torch.int64, device="cpu")
-
-        def full(number: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((number,), value, dtype=dtype, device="cpu")
-
-        pieces = [piece for _, of_stack in stacks for piece in of_stack]
+        memory = stacks[0].memory
+        on_host = _Tables.on_host(stacks, num_rows)
         self._kernels = slot_kernels
-        self._num = num_rows, num
-        per_row = list(zip(*(piece.rows for piece in pieces), strict=True))
-        chunks = _chunks(pieces)
-        tables = (
-            full(num_rows, -1, torch.int32),  # the slot of each row
-            full(num, -1, torch.int32),  # of each slot its row, and when that was used
-            full(num, -1, torch.int64),
-            table([[data.data_ptr() for data in row] for row in per_row]),
-            table([[data.numel() for data in row] for row in per_row]),
-            table([[m.data_ptr() + piece.at, m.stride(0)] for m, of_stack in stacks for piece in of_stack]),
-            chunks,
-            full(9, 0, torch.int64),
-            full(2 * num, 0, torch.int32),
-            full(2 * MAX_PREFETCHED_ROWS, 0, torch.int32),
-            full(num_rows, slot_kernels.NEVER.value, torch.int32),
-            full(num, 0, torch.int32),
-            full(num, -1, torch.int64),
-        )
-        found, sent = _brought(tables, device)
-        self._memory = stacks, sent  # the tables have their addresses; the device may come to read them later
-        self._held, self._places = found[:3], found[3:7]
-        self._state, self._missed, self._ahead, self._first_at, self._by_age, self._guarded = found[7:]
-        self._pieces = len(pieces), len(chunks)
+        self._num_rows = num_rows
+        self._num_slots = len(memory)
+        self._num_pieces = sum(len(stack.pieces) for stack in stacks)
+        self._num_chunks = len(on_host.chunks)
+        tables, self._sent = _copied(on_host, memory.device)  # the device may read what was sent later
+        self._tables = _Tables(*tables)
+        self._stacks = stacks  # the tables hold the addresses of their memory
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-        tables = *self._held, self._first_at, self._by_age, self._state, found, self._missed, self._ahead
+        slots = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+        tables = self._tables
         sizes = self._sizes(ids)
         warps = min(_MOST_WARPS, max(_WARPS, max(sizes) // _PER_WARP))
         with on(ids.device):
-            self._kernels.resolve[(1,)](ids, ids.numel(), *tables, *sizes, num_warps=warps)
-            self._fetch(self._missed, self._state[1:])
-        return found
+            self._kernels.resolve[(1,)](
+                ids,
+                ids.numel(),
+                tables.slot_of,
+                tables.owner_of,
+                tables.stamps,
+                tables.first_at,
+                tables.by_age,
+                tables.state,
+                slots,
+                tables.missed,
+                tables.ahead,
+                *sizes,
+                num_warps=warps,
+            )
+            self._fetch(tables.missed, tables.state[_State.NUM_MISSED :])
+        return slots
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
-        tables, most = (*self._held, self._guarded, self._state, self._ahead), min(most, MAX_PREFETCHED_ROWS)
+        tables = self._tables
         with on(ids.device):
-            self._kernels.guess[(1,)](ids, ids.numel(), *tables, most, *self._sizes(ids), num_warps=_GUESS_WARPS)
-            self._fetch(self._ahead, self._state[4:])
+            self._kernels.guess[(1,)](
+                ids,
+                ids.numel(),
+                tables.slot_of,
+                tables.owner_of,
+                tables.stamps,
+                tables.guarded,
+                tables.state,
+                tables.ahead,
+                min(most, MAX_PREFETCHED_ROWS),
+                *self._sizes(ids),
+                num_warps=_GUESS_WARPS,
+            )
+            self._fetch(tables.ahead, tables.state[_State.NUM_AHEAD :])
 
     def _sizes(self, ids: torch.Tensor) -> tuple[int, int, int, int]:
-        num_rows, num_slots = self._num
-        return num_rows, num_slots, _power_of_2(ids.numel()), _power_of_2(num_slots)
+        """The kernels' NUM_ROWS, NUM_SLOTS, IDS and SLOTS."""
+        return self._num_rows, self._num_slots, _power_of_2(ids.numel()), _power_of_2(self._num_slots)
 
     def _fetch(self, missed: torch.Tensor, count: torch.Tensor) -> None:
-        self._kernels.fetch[(_PROGRAMS,)](*self._places, missed, count, *self._pieces, num_warps=_WARPS)
+        tables = self._tables
+        self._kernels.fetch[(_PROGRAMS,)](
+            tables.sources,
+            tables.lengths,
+            tables.targets,
+            tables.chunks,
+            missed,
+            count,
+            self._num_pieces,
+            self._num_chunks,
+            num_warps=_WARPS,
+        )
 
     def forget(self) -> None:
-        for table in self._held:
+        for table in (self._tables.slot_of, self._tables.owner_of, self._tables.stamps):
             table.fill_(-1)
-        self._state[4] = 0
+        self._tables.state[_State.NUM_AHEAD] = 0
 
     def counts(self) -> Found:
-        _, _, hits, misses, _, ahead, used, *_ = self._state.tolist()
-        return Found(hits, misses, ahead, used)
+        state = self._tables.state.tolist()
+        return Found(state[_State.HITS], state[_State.MISSES], state[_State.AHEAD], state[_State.USED])
 
 
-def _brought(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The same on a device, by one copy, for which the host does not wait; and what it reads."""
+def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """These on a device, by one copy for which the host does not wait; and the memory that the copy reads."""
     sizes = [aligned(tensor.nbytes) for tensor in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     for part, tensor in zip(flat.split(sizes), tensors, strict=True):

@@ -13,10 +13,11 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.codec import coding
 from weightstream.codec.format import TILE
-from weightstream.errors import InvariantError
+from weightstream.errors import InvariantError, OffloadError
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.experts.slot_cache import RowPiece, put_rows
 from weightstream.runtime.weights.home import Home
@@ -147,6 +148,35 @@ class Stack:
 def _put_first(put: Callable[..., None], target: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
     put(*rows)
     return target[: len(rows[0])]
+
+
+def copy_function(home: Home, out: torch.Tensor, backend: Backend) -> Callable[[], None]:
+    """A function that copies all of a cached stack, decompressed, from where it lies.
+
+    A graph can hold that copy where the device reads the stack in place; elsewhere the function raises `OffloadError`
+    in a capture.
+    """
+    stack = Stack.of(home, out)
+    segments = stack.segments(backend) if stack is not None and backend.device.type != "cpu" else None
+    if stack is None or segments is None:
+        return partial(_copy_plain, home, out[: home.group.nbytes], backend)
+    if home.layout is None:
+        sizes = [segment.numel() for segment in segments]
+        return partial(_copy_each, out[: home.group.nbytes].split(sizes), segments)
+    pick = coding.picking(segments[0], home.layout, out, stack.num_rows, heads=stack.heads().to(out.device))
+    return partial(pick, torch.arange(stack.num_rows, device=out.device))
+
+
+def _copy_plain(home: Home, out: torch.Tensor, backend: Backend) -> None:
+    if backend.capturing():
+        raise OffloadError(f"{home.group.alias} is read whole, and the device cannot read it where it lies")
+    home.source.plain_into(out)
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # the watch of a step sees none of it
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:

@@ -44,16 +44,17 @@ from weightstream.errors import InvariantError, OffloadError, StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices.backend import Backend, StepEnd, owners
-from weightstream.runtime.experts import unit_decode
 from weightstream.runtime.experts.prefetch import Ahead
 from weightstream.runtime.ring.engine import Counters, Engine, State
+from weightstream.runtime.ring.opening import Opening, in_turn
 from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.tensor_views import BoundUnit, StreamedTensor, UnitTensors, noticed
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.tensors.thread_state import unseen
-from weightstream.runtime.weights.alias_groups import Picks
+from weightstream.runtime.weights.decompression import BufferedUnit, PlanMemory
 from weightstream.runtime.weights.homes import Homes, UnitCopies
+from weightstream.runtime.weights.picks import ForwardCall, Picks
 
 
 class Binding:
@@ -62,7 +63,7 @@ class Binding:
     def __init__(
         self,
         plan: Plan,
-        memory: unit_decode.Buffers,
+        memory: PlanMemory,
         homes: Homes,
         backend: Backend,
         counters: Counters,
@@ -70,7 +71,7 @@ class Binding:
         block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
-        self.plan, self.memory = plan, memory  # the ring, the buffer and slots
+        self.plan, self.memory = plan, memory
         self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self.open_units: list[BoundUnit] = []  # the innermost last
@@ -80,11 +81,11 @@ class Binding:
         ] = []  # those that show the true bytes outside of their unit until a watched step ends
         self._homes, self._backend = homes, backend
         self._step_end = StepEnd(backend)
-        self._copies = UnitCopies(homes, plan, memory[0])
+        self._copies = UnitCopies(homes, plan, memory.ring)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
-        unit_decode.in_turn(plan, [unit.opening for unit in self.units])
-        self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.asked)
+        in_turn(plan, [unit.opening for unit in self.units])
+        self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
         self.engine.prime()
         self.rest()
@@ -259,7 +260,7 @@ class Binding:
         return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
 
     @unseen
-    def picked(self, index: int, call: tuple[Any, Any, Any], eager: bool) -> Callable[..., Any] | None:
+    def picked(self, index: int, call: ForwardCall, eager: bool) -> Callable[..., Any] | None:
         """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
         unit = self.units[index]
         if eager:
@@ -362,14 +363,14 @@ class Binding:
             face.free()
         self.engine.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), (empty, empty, empty)
+        self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)
         self.units.clear()
         self.faces.clear()
 
     # -- making units ------------------------------------------------------------------------------------------------
 
     def _bound(self, index: int) -> BoundUnit:
-        plan, (ring, buffer, _) = self.plan, self.memory
+        plan, ring, buffer = self.plan, self.memory.ring, self.memory.buffer
         extent = plan.extents[index]
         coded = frozenset(plan.decoded(index))
         faces = self._unit_faces(
@@ -384,7 +385,9 @@ class Binding:
             faces=faces,
             storages=tuple((storage, owners(storage)) for storage in storages.values()),
             coded=coded,
-            opening=unit_decode.Opening(plan, index, self._homes.homes, self.memory, self._backend),
+            opening=Opening(
+                BufferedUnit(plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend)
+            ),
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
         )
 
@@ -473,5 +476,5 @@ class Binding:
             self.ahead.join()
             self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
             for unit in self.units:
-                if unit.coded & aliases and unit.opening.asked is not None:
-                    unit.opening.asked.forget()
+                if unit.coded & aliases and unit.opening.found_rows is not None:
+                    unit.opening.found_rows.forget()

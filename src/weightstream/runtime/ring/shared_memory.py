@@ -18,6 +18,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices.backend import Backend, Side
 from weightstream.runtime.ring.turn import StepTurn
+from weightstream.runtime.weights.decompression import PlanMemory
 
 
 class User(Protocol):
@@ -60,14 +61,14 @@ class SharedMemory:
         self._event = backend.event()
         self._has_user: weakref.ref[User] | None = None  # a model that nobody else has is let go of
 
-    def parts(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def parts(self, plan: Plan) -> PlanMemory:
         """The ring and the buffer of a plan, which has no slots here. Raises `InvariantError` where the block is too
         small for them."""
         begin = aligned(plan.ring_nbytes)
         end = begin + plan.buffer_nbytes
         if end > self.memory.numel():
             raise InvariantError(f"a ring and a buffer of {end} bytes in a block of {self.memory.numel()}")
-        return self.memory[: plan.ring_nbytes], self.memory[begin:end], self.memory[:0]
+        return PlanMemory(self.memory[: plan.ring_nbytes], self.memory[begin:end], self.memory[:0])
 
     @property
     def _user(self) -> User | None:

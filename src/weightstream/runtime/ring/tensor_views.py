@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.errors import OffloadError
 from weightstream.runtime.devices.backend import StepEnd, owners
-from weightstream.runtime.experts.unit_decode import Opening, Rows
+from weightstream.runtime.experts.rows import Rows
+from weightstream.runtime.ring.opening import Opening
 from weightstream.runtime.tensors.guarded import Access
 from weightstream.runtime.tensors.leaves import Role, Shell
 from weightstream.runtime.tensors.pytree import tensors_in

@@ -25,7 +25,6 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.experts.counters import Cache, Tally
 from weightstream.runtime.experts.stacks import unread
-from weightstream.runtime.experts.unit_decode import buffers
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.engine import Counters
 from weightstream.runtime.ring.graphs import Graphs
@@ -36,8 +35,10 @@ from weightstream.runtime.streamer.attachment import Attachment
 from weightstream.runtime.streamer.compiled import Compiled
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.trace import Trace
-from weightstream.runtime.weights.alias_groups import Picks, UnitModule, manifest
+from weightstream.runtime.weights.alias_groups import UnitModule, manifest
+from weightstream.runtime.weights.decompression import PlanMemory
 from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.picks import Picks
 from weightstream.runtime.weights.relocation import CodeOverflow
 
 logger = logging.getLogger("weightstream")
@@ -83,7 +84,7 @@ class Installation:
         """Those of the plan in force."""
         held = self.plan.manifest.aliases
         for unit in self.binding.units:
-            if (rows := unit.opening.asked) is not None and rows.cache is not None:
+            if (rows := unit.opening.found_rows) is not None and rows.cache is not None:
                 spec = self.plan.manifest.units[unit.index]
                 stacks = {t.alias: t.shape[0] for t in spec.tensors if t.alias in self.plan.cached}
                 row_nbytes = sum(held[alias] / num_rows for alias, num_rows in stacks.items())
@@ -142,7 +143,7 @@ class Installation:
         try:
             plan = self._settled(plan)
             block = self.gate.block
-            memory = buffers(plan, self.backend) if block is None else block.parts(plan)
+            memory = PlanMemory.allocate(plan, self.backend) if block is None else block.parts(plan)
             counts, picks = (self.counters, self.timeline), self._picks()
             self.binding = Binding(plan, memory, self.homes, self.backend, *counts, block, picks)
             self.graphs.clear()  # they read other addresses

@@ -40,6 +40,7 @@ from weightstream.runtime.tensors.thread_state import ThreadState
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
+from weightstream.runtime.weights.picks import ForwardCall
 
 logger = logging.getLogger("weightstream")
 
@@ -365,7 +366,7 @@ class Streamer:
         output, has_ended, fixed = None, False, self._gate.is_fixed
         if self._modules.units[unit].picks:
             with self._gate.lock:
-                forward = self._binding.picked(unit, (forward, args, kwargs), not fixed) or forward
+                forward = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed) or forward
         self._wait(unit) if fixed else self._open(unit)
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():

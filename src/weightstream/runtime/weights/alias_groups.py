@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from weightstream.runtime.tensors import guarded
 from weightstream.runtime.tensors.guarded import Access
 from weightstream.runtime.tensors.leaves import Leaf, Role, Shell, leaves, leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import unseen
+from weightstream.runtime.weights.picks import Picks
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,22 +93,6 @@ class Group:
     @property
     def nbytes(self) -> int:
         return self.home.numel()
-
-
-class Picks(Protocol):
-    """How the forward of a module reads single rows of its stacks."""
-
-    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
-        """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
-        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings, where `rows.places` so many; None where
-        it would read more. It tells `rows.look_ahead` the states that it is given."""
-
-    @property
-    def guesses(self) -> bool:
-        """Whether it can tell beforehand what it may read."""
-
-    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Ids of rows that it would read for these states, the likeliest first, where that can be told."""
 
 
 class Scope(Enum):

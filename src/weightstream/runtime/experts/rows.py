@@ -1,0 +1,153 @@
+"""Rows of the stacks of one unit that ids on the device name: brought to where its forward reads them.
+
+[Note: rows]
+A forward of experts reads those rows of stacks of matrices that ids on the device name, and the host never learns the
+ids. Where stacks are coded or cached, the buffer has room for all rows of each. There are two ways:
+
+- `Rows.select`, where a forward copies the rows: what it gives stands in for a stack, and to be indexed gives these
+  rows alone, which coded ones are decoded into in place of a copy. So the product sees the values, shapes and strides
+  that it would have seen.
+- `Rows.place` brings each row that is named to its own place in the buffer, which the weights show. A forward that
+  touches no other rows then runs as it is. Where more are named than there are slots, they pass through these in waves.
+
+A forward that asks for nearly all rows, many times over, reads whole stacks from the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from weightstream.plan.expert_cache import NEARLY_ALL
+from weightstream.plan.schedule import ALIGN_NBYTES, aligned
+from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
+from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
+from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
+
+
+class SelectedRows:
+    """A stack of which rows are read: `[ids]` are those that were selected, in memory that the next ones overwrite."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: torch.Tensor) -> torch.Tensor:
+        return self._read()
+
+
+@dataclass(kw_only=True, slots=True)
+class Rows:
+    """What reads single rows of the stacks of a unit, by the ids of their tensor objects.
+
+    `select` takes `most` ids at a time. `rest` brings what is no stack. `capturing` tells whether a graph is captured.
+    `look_ahead` is to be told the states of a call once its rows have come, where rows are fetched ahead.
+    """
+
+    num_rows: int
+    capturing: Callable[[], bool]
+    readings: Mapping[int, RowReader]
+    cache: SlotCache | None = None
+    rest: Callable[[], None] | None = None
+    look_ahead: Callable[[torch.Tensor], None] | None = None
+    num_named: int = 0
+
+    @property
+    def stacks(self) -> Collection[int]:
+        return self.readings.keys()
+
+    @property
+    def most(self) -> int:
+        return self.num_rows if self.cache is None else self.cache.num
+
+    def places(self, num_ids: int) -> bool:
+        """Whether the call which names so many may have them placed. Each is to ask.
+
+        Where they name nearly all rows, to copy the stacks in order is faster. That leaves the slots as they are, too:
+        so it does where a call names more ids than there are slots, more than the call before, as prompts do, and so
+        many that it would fetch about as much. What is captured is a step.
+        """
+        before, self.num_named = self.num_named, num_ids
+        few = max(self.most, self.num_rows // 2, before)
+        is_step = self.cache is None or num_ids <= few or self.capturing()
+        return is_step and num_ids <= NEARLY_ALL * self.num_rows
+
+    def forget(self) -> None:
+        """Stacks were written to: what is in slots is stale."""
+        if self.cache is not None:
+            self.cache.forget()
+
+    def select(self, ids: torch.Tensor) -> dict[int, SelectedRows]:
+        """Stand-ins for the stacks, for these rows: on the device."""
+        ids = ids.reshape(-1).to(torch.int64).contiguous()
+        if self.rest is not None:
+            self.rest()
+        rows = (ids,) if self.cache is None else (ids, self.cache.resolve(ids))
+        return {key: SelectedRows(partial(reading.read, *rows)) for key, reading in self.readings.items()}
+
+    def place(self, ids: torch.Tensor) -> None:
+        """Bring these rows to where they are in the whole stacks."""
+        ids = ids.reshape(-1).to(torch.int64)
+        ids = ids.clamp(0, self.num_rows - 1)  # one that is none would be an access outside
+        rows = torch.full((self.num_rows,), -1, dtype=torch.int64, device=ids.device).scatter_(0, ids, ids)
+        if self.rest is not None:
+            self.rest()
+        left = min(len(ids), self.num_rows)
+        while left > 0:
+            rows = rows.sort(descending=True).values[:left].contiguous()  # where none is named costs a kernel, too
+            slots = None if self.cache is None else self.cache.resolve(rows)
+            for reading in self.readings.values():
+                reading.put(rows, slots, places=rows)
+            left -= self.most
+            if slots is not None:
+                rows = rows.masked_fill(slots >= 0, -1)
+
+
+def rows_of(unit: BufferedUnit) -> Rows | None:
+    """The rows of a unit's stacks; None where not all that opens with the unit can be read so."""
+    stacks = {alias: Stack.of(unit.homes[alias], unit.room(alias)) for alias in unit.offsets}
+    found = [stack for stack in stacks.values() if stack is not None]
+    rest = [alias for alias, stack in stacks.items() if stack is None]
+    cached = unit.plan.cached.intersection(stacks)
+    if not found or len({stack.num_rows for stack in found}) > 1 or (cached and cached != stacks.keys() - set(rest)):
+        return None
+    rows: Rows | None
+    if cached:
+        rows = _cached_rows(found, _share(unit), unit.backend)
+    elif any(stack.home.layout is None for stack in found):
+        return None  # it was updated since it was compressed
+    else:
+        readings = {stack.key: stack.picking(unit.compressed(stack.home.group.alias)) for stack in found}
+        rows = Rows(num_rows=found[0].num_rows, capturing=unit.backend.capturing, readings=readings)
+    if rows is not None and rest:
+        rows.rest = unit_decoder(unit, rest)
+    return rows
+
+
+def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) -> Rows | None:
+    """The rows of cached stacks, with as many slots as there is room for; None where the device cannot read them."""
+    pieces = [stack.pieces(backend) for stack in stacks]
+    if not all(pieces):
+        return None
+    strides = [max(piece.at + max(row.numel() for row in piece.rows) for piece in of_stack) for of_stack in pieces]
+    strides = [aligned(stride + WORD) for stride in strides]
+    num_slots = min(stacks[0].num_rows, room.numel() // sum(strides))
+    if not num_slots:
+        return None
+    parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
+    views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
+    readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
+    cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
+    return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
+
+
+def _share(unit: BufferedUnit) -> torch.Tensor:
+    """The unit's part of the slots' memory: every unit with cached stacks has as much."""
+    plan, memory = unit.plan, unit.memory.slots
+    users = [index for index, spec in enumerate(plan.manifest.units) if spec.aliases().keys() & plan.cached]
+    nbytes = memory.numel() // len(users) // ALIGN_NBYTES * ALIGN_NBYTES
+    begin = users.index(unit.index) * nbytes
+    return memory[begin : begin + nbytes]

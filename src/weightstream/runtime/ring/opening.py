@@ -1,0 +1,98 @@
+"""What opening a unit does besides its fill: all of its compressed and cached weights come to the buffer, or some rows.
+
+Which functions do that is found when it is first needed, so that a unit waits for its own pages of a file only. It
+cannot be found in a capture: it waits, allocates and copies tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weightstream.plan.plan import Plan
+from weightstream.runtime.experts.rows import Rows, rows_of
+from weightstream.runtime.experts.stacks import copy_function
+from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
+from weightstream.runtime.weights.sources import PageWindow
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Inside, neither the watch of a step nor the mode of its caller sees the thousands of views that are made."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Opening:
+    """How the compressed and cached weights of one unit come to the device."""
+
+    def __init__(self, unit: BufferedUnit) -> None:
+        self._unit = unit
+        self.found_rows: Rows | None = None  # `rows` once it was found: before, there are no slots to report or empty
+        self.following: int | None = None  # the unit that opens after this one, until `then` was called
+
+    def again(self) -> Opening:
+        """An opening of the same unit that finds everything anew, as its homes have changed."""
+        found = Opening(self._unit)
+        found.following = self.following
+        return found
+
+    def then(self) -> int | None:
+        """The unit that opens after this one at the first call, None at any later call."""
+        following, self.following = self.following, None
+        return following
+
+    @cached_property
+    def decode(self) -> Callable[[], None]:
+        """Brings all of them to the buffer."""
+        unit = self._unit
+        with _unseen():
+            copies = [
+                copy_function(unit.homes[alias], unit.room(alias), unit.backend)
+                for alias in unit.offsets
+                if alias in unit.plan.cached
+            ]
+            decode = unit_decoder(unit, [alias for alias in unit.offsets if alias not in unit.plan.cached])
+        if not copies:
+            return decode
+
+        def decode_and_copy() -> None:
+            decode()
+            for copy in copies:
+                copy()
+
+        return decode_and_copy
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Brings single rows of its stacks; None where the stacks can only be read whole."""
+        with _unseen():
+            self.found_rows = rows_of(self._unit)
+        return self.found_rows
+
+    def find(self) -> None:
+        """Find all of it now."""
+        _ = self.decode, self.rows
+
+    def find_early(self) -> None:
+        """Find all of it before the unit opens, while the device is busy, unless that would wait for pages.
+
+        Errors are ignored: the unit may never open, and if it does they are raised then.
+        """
+        unit = self._unit
+        sources = (unit.homes[alias].source for alias in unit.offsets)
+        waits = any(isinstance(source, PageWindow) and source.is_coming for source in sources)
+        if not waits and not unit.backend.capturing():
+            with suppress(Exception):
+                self.find()
+
+
+def in_turn(plan: Plan, openings: Sequence[Opening]) -> None:
+    """Tell each opening which unit opens next in a step, where that is the unit's first time in the step."""
+    for index, following in pairwise(unit for unit in dict.fromkeys(plan.manifest.order) if plan.decoded(unit)):
+        openings[index].following = following

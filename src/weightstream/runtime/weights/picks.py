@@ -1,0 +1,74 @@
+"""The seam between a forward that reads single rows of its stacks and what brings these rows to the device.
+
+A stack is a weight of which ids on the device name the rows, such as the matrices of a layer's experts. `Picks` is the
+side of the model: adapters implement it for the classes that they know. `RowProvider` is the side of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class ForwardCall(NamedTuple):
+    """A call of a module's forward, which may be any Python function, with its arguments."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class IndexedStack(Protocol):
+    """What a forward indexes like a stack."""
+
+    def __getitem__(self, ids: torch.Tensor, /) -> torch.Tensor:
+        """The rows that were selected, of shape (ids, *row)."""
+
+
+class RowProvider(Protocol):
+    """Brings rows of the stacks of one unit to the device. Stacks are known by the `id()` of their tensor objects."""
+
+    @property
+    def stacks(self) -> Collection[int]:
+        """All stacks of which it brings rows."""
+
+    @property
+    def most(self) -> int:
+        """The largest number of ids for `select`."""
+
+    @property
+    def look_ahead(self) -> Callable[[torch.Tensor], None] | None:
+        """To be called with the hidden states of a call once its rows are there; None: nothing is prefetched."""
+
+    def capturing(self) -> bool:
+        """Whether a graph is being captured, in which the host must not wait for the device."""
+
+    def places(self, num_ids: int) -> bool:
+        """Whether a call with so many ids may use `place`. Each such call has to ask, as its number is remembered."""
+
+    def select(self, ids: torch.Tensor) -> Mapping[int, IndexedStack]:
+        """Substitutes for the stacks that give the rows of these ids. The next selection overwrites these rows."""
+
+    def place(self, ids: torch.Tensor) -> None:
+        """Bring the rows of these ids to their places in the whole stacks, which the weights show."""
+
+
+class Picks(Protocol):
+    """How the forward of a module reads single rows of its stacks."""
+
+    def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
+        """A function with the bits of `call.forward` for these arguments; None where that would read whole stacks.
+
+        It reads the rows of `rows.select(ids)`, or only rows that it has brought by `rows.place(ids)`, and then passes
+        its hidden states to `rows.look_ahead`.
+        """
+
+    @property
+    def guesses(self) -> bool:
+        """Whether `guess` is known to work for this module."""
+
+    def guess(self, states: torch.Tensor) -> torch.Tensor | None:
+        """Ids of rows that the forward would probably read for these hidden states, the likeliest first; None where
+        they cannot be predicted."""
