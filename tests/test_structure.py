@@ -61,6 +61,7 @@ FILES_IN_ROOT, FILES_IN_ROOM = 4, 19
 
 PURE = {
     "__future__",
+    "abc",
     "bisect",
     "collections",
     "dataclasses",

@@ -497,7 +497,7 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     def no_memory(nbytes: int) -> torch.Tensor:
         raise RuntimeError(f"no {nbytes} bytes")
 
-    monkeypatch.setattr(multi_gpu_links, "backend_of", failing)
+    monkeypatch.setattr(multi_gpu_links, "private_backend", failing)
     assert multi_gpu_links.rates_together(devices) == found
     multi_gpu_links.rates_together.cache_clear()
     assert multi_gpu_links.rates_together(devices) == ()
@@ -519,7 +519,7 @@ def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyP
         tried.append((best, multi_device.predicted_lanes({name: lane for name, (_, lane) in planned.items()}, places)))
         return best, planned
 
-    monkeypatch.setattr(multi_device, "fastest", noted)
+    monkeypatch.setattr(multi_device, "fastest_deal", noted)
     torch.manual_seed(4)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(12))).bfloat16()
     x = torch.randn(2, 64).bfloat16()
