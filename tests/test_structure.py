@@ -73,6 +73,7 @@ CONVENTIONAL_NAMES = {"logger"}
 
 PURE = {
     "__future__",
+    "abc",
     "bisect",
     "collections",
     "dataclasses",

@@ -9,7 +9,6 @@ are open, and decoded, before its tensors go there. Whose each block is: plan/mu
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -40,23 +39,23 @@ from weightstream.runtime.ring.state import Gate, StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of
 from weightstream.runtime.streamer import custom_ops, forward_patch
 from weightstream.runtime.streamer.activation_transfer import DeviceCrossing, crossing
-from weightstream.runtime.streamer.stats import Stats
+from weightstream.runtime.streamer.base import StreamerGroup
+from weightstream.runtime.streamer.stats import Stats, over_devices
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import leaves
 from weightstream.runtime.tensors.pytree import moved
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.tensors.undo import Undo
-from weightstream.runtime.trace import Trace, total
+from weightstream.runtime.trace import Trace
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.checkpoint import Checkpoint
 
-_COMPILED = "the model is spread over several devices, where nothing is compiled: its steps run eager, or are captured"
 
-
-class Stripes:
+class Stripes(StreamerGroup):
     """A model over several devices: a streamer for each, and what moves between them. At `model.weightstream`.
 
-    `parts` are the streamers, by device. A context manager that ends with `remove()`.
+    `parts` are the streamers, by device. A context manager that ends with `remove()`. Nothing is compiled: steps run
+    eager, or are captured.
     """
 
     def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
@@ -84,7 +83,7 @@ class Stripes:
     def _attach(
         self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
-        session = custom_ops.OpSession(self)
+        session = custom_ops.OpSession()
         self._undo.add(session.close)
         for block, index in lane_of.items():
             if index:
@@ -160,8 +159,11 @@ class Stripes:
     # -- what it tells ---------------------------------------------------------------------------------------------
 
     @property
+    def streamers(self) -> Mapping[str, Streamer]:
+        return self.parts
+
+    @property
     def device(self) -> torch.device:
-        """Where inputs go and outputs come from."""
         return self.devices[0]
 
     @property
@@ -176,55 +178,26 @@ class Stripes:
 
     def stats(self) -> Stats:
         """As `Streamer.stats`, of all devices: counters and bytes are sums, and a step is one of the model."""
-        found = [part.stats() for part in self.parts.values()]
-        steps = [stats.step_s for stats in found if stats.step_s is not None]
-        sums = {f.name: sum(getattr(s, f.name) for s in found) for f in fields(Stats) if f.type == "int"}
-        return replace(
-            found[0],
-            **sums | {"steps": max(stats.steps for stats in found)},
-            stall_s=sum(stats.stall_s for stats in found),
-            held_nbytes=dict(sum((Counter(stats.held_nbytes) for stats in found), Counter())),
-            predicted_step_s=self.plan.step_s,
-            step_s=max(steps, default=None),
-            units=tuple(unit for stats in found for unit in stats.units),
-            experts=total(stats.experts for stats in found),
-            read_in_place=tuple(nbytes for stats in found for nbytes in stats.read_in_place),
-        )
+        return over_devices([part.stats() for part in self.parts.values()], self.plan.step_s)
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """As `Streamer.trace`, with rows for each device."""
-        whole = Trace(f"{type(self.model).__name__} on {', '.join(self.parts)}")
-        with ExitStack() as stack:
-            traces = {name: stack.enter_context(part.trace()) for name, part in self.parts.items()}
-            yield whole
-        for name, trace in traces.items():
-            whole.spans.extend(replace(span, device=name) for span in trace.spans)
-            whole.experts |= trace.experts
-        whole.spans.sort(key=lambda span: span.begin_s)
+    def _title(self) -> str:
+        return f"{type(self.model).__name__} on {', '.join(self.parts)}"
+
+    def _add_trace(self, whole: Trace, name: str, part: Trace) -> None:
+        whole.spans.extend(replace(span, device=name) for span in part.spans)
+        whole.experts |= part.experts
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     @restored
     def remove(self) -> None:
-        """Bring every weight back to where it was and set the model free; may be called twice."""
         self._gate.refuse_inside()
         with self._turn():
-            for part in self.parts.values():
-                part.refuse_inside()
+            self.refuse_inside()
             self._gate.change(StepState.REMOVED)
             for way in self._ways:
                 way.close()
             self._undo()
-
-    def __enter__(self) -> Stripes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the model is a plain model
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
@@ -287,14 +260,11 @@ class Stripes:
         others = zip(self.names[1:], self.backends[1:], strict=True)
         return [self.backends[0], *(backend for name, backend in others if name in self.parts)]
 
-    def compile(self, scope: str = "model", **options: Any) -> Any:
-        """Raises `OffloadError`, as the next do."""
-        raise OffloadError(_COMPILED)
-
-    def wait_unit(self, unit: int) -> None:
-        self.compile()
-
-    release_unit = wait_unit
+    def compile(self, scope: str = "model", **options: Any) -> None:
+        """Raises `OffloadError`."""
+        raise OffloadError(
+            "the model is spread over several devices, where nothing is compiled: its steps run eager, or are captured"
+        )
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:

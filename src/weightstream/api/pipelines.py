@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,8 @@ from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.ring.shared_memory import SharedMemory
 from weightstream.runtime.ring.timeline import Kind
 from weightstream.runtime.streamer import forward_patch
-from weightstream.runtime.streamer.stats import Stats
+from weightstream.runtime.streamer.base import StreamerGroup
+from weightstream.runtime.streamer.stats import Stats, continued
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
@@ -280,15 +281,6 @@ class _Part(NamedTuple):
     settle: weakref.finalize[..., Streamer]
 
 
-def _with_past(stats: Stats, past: Stats | None) -> Stats:
-    """The same with what was done before."""
-    if past is None:
-        return stats
-    counted = ("steps", "fills", "filled_nbytes", "unplanned_fills", "stall_s")
-    sums = {name: getattr(stats, name) + getattr(past, name) for name in counted}
-    return replace(stats, **sums, step_s=stats.step_s or past.step_s, units=stats.units or past.units)
-
-
 def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, Callable[[], torch.Tensor]]]:
     """Where every tensor of a model is held, under which name, the tensor, and what gives its values."""
     held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
@@ -316,7 +308,7 @@ def _settle(backend: Backend) -> None:
         backend.synchronize()
 
 
-class PipelineStreamer:
+class PipelineStreamer(StreamerGroup):
     """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
     `remove()`.
 
@@ -352,8 +344,11 @@ class PipelineStreamer:
         return {name: assembly for name, assembly in found.items() if assembly is not None}
 
     @property
+    def streamers(self) -> Mapping[str, Streamer]:
+        return self.components
+
+    @property
     def device(self) -> torch.device:
-        """Where the components compute."""
         return self._backend.device
 
     def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
@@ -370,7 +365,7 @@ class PipelineStreamer:
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
         """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
         streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
-        before = _with_past(streamer.stats(), self._past.get(name))
+        before = continued(streamer.stats(), self._past.get(name))
         streamer.remove()
         self._parts[name].settle.detach()
         with torch.inference_mode(False), torch.no_grad():
@@ -426,7 +421,7 @@ class PipelineStreamer:
 
     def stats(self) -> PipelineStats:
         """Counters and bytes held, as of now."""
-        found = {name: _with_past(s.stats(), self._past.get(name)) for name, s in self.components.items()}
+        found = {name: continued(s.stats(), self._past.get(name)) for name, s in self.components.items()}
         held = Counter[str]()
         plans = {name: streamer.plan for name, streamer in self.components.items()}
         for name, stats in found.items():
@@ -436,18 +431,13 @@ class PipelineStreamer:
         held["device"] += self._block.memory.numel()
         return PipelineStats(components=found, held_nbytes=dict(held))
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """As `Streamer.trace`, of all components; the names of spans begin with that of the component."""
+    def _title(self) -> str:
         if not self._parts:
             raise OffloadError("trace() after remove(): nothing streams any more")
-        whole = Trace(f"{type(self._pipe).__name__} on {self.device}")
-        with ExitStack() as stack:
-            traces = {name: stack.enter_context(s.trace()) for name, s in self.components.items()}
-            yield whole
-        for name, trace in traces.items():
-            whole.spans.extend(replace(span, name=f"{name}: {span.name}") for span in trace.spans)
-        whole.spans.sort(key=lambda span: span.begin_s)
+        return f"{type(self._pipe).__name__} on {self.device}"
+
+    def _add_trace(self, whole: Trace, name: str, part: Trace) -> None:
+        whole.spans.extend(replace(span, name=f"{name}: {span.name}") for span in part.spans)
 
     def changing(self, change: Callable[[], Any]) -> Any:
         """Runs what computes with adapters and weights between steps, such as fusing: where each weight is then."""
@@ -471,8 +461,7 @@ class PipelineStreamer:
 
     def remove(self) -> None:
         """Bring every weight back to where it was and set the pipeline free; may be called twice."""
-        for streamer in self.components.values():
-            streamer.refuse_inside()
+        self.refuse_inside()
         for streamer in self.components.values():
             streamer.remove()
         for part in self._parts.values():
@@ -483,15 +472,6 @@ class PipelineStreamer:
         self._backend.close()
         for folder in self._folders:
             folder.close()
-
-    def __enter__(self) -> PipelineStreamer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the pipeline is a plain one
 
     def __str__(self) -> str:
         lines = [f"{name}: {streamer.plan.summary()}" for name, streamer in self.components.items()]

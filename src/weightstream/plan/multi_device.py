@@ -20,7 +20,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
@@ -28,6 +28,7 @@ from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan, in_a_graph
 from weightstream.plan.planner import Planner
 from weightstream.plan.planner_inputs import PlannerInputs
+from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import Cursor
 from weightstream.plan.units import human, milliseconds
 
@@ -203,9 +204,11 @@ class _State:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StripedPlan:
+class StripedPlan(PlanReport):
     """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
     in a CUDA graph."""
+
+    NUMBERS: ClassVar[tuple[str, ...]] = ("step_s", "graph_s", "step_nbytes")
 
     plans: Mapping[str, Plan]
     step_s: float
@@ -251,22 +254,21 @@ class StripedPlan:
         return "\n".join(f"{name}: {plan.summary()}" for name, plan in self.plans.items())
 
     def predictions(self) -> dict[str, str]:
-        """What a step is predicted to take, as text by label."""
         links_s = max(plan.copy_s for plan in self.every)
         num = sum(plan.step_nbytes > 0 for plan in self.every)
-        told = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
-        told += in_a_graph(self.graph_s, self.step_s)
-        return {"predicted": told, "streamed": f"{human(self.step_nbytes)} per step over {num} links"}
-
-    def __str__(self) -> str:
-        return "\n".join([self.summary(), *(f"{label}: {value}" for label, value in self.predictions().items())])
+        step = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
+        return {
+            "predicted": step + in_a_graph(self.graph_s, self.step_s),
+            "streamed": f"{human(self.step_nbytes)} per step over {num} links",
+        }
 
     def numbers(self) -> dict[str, Any]:
-        """For JSON."""
-        whole = {"machine": self.every[0].machine or None, "step_s": self.step_s, "graph_s": self.graph_s}
-        whole["nbytes"] = self.decoded_nbytes
-        devices = {name: plan.numbers() for name, plan in self.plans.items()}
-        return {**whole, "step_nbytes": self.step_nbytes, "devices": devices}
+        return {
+            "machine": self.every[0].machine or None,
+            "nbytes": self.decoded_nbytes,
+            **super().numbers(),
+            "devices": {name: plan.numbers() for name, plan in self.plans.items()},
+        }
 
 
 def predicted_lanes(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share, aligned_nbytes
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
+from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import aligned
 from weightstream.plan.search import always_resident
 from weightstream.plan.units import human, milliseconds
@@ -104,13 +105,18 @@ class ComponentTurn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
+class PipelinePlan(PlanReport):
     """What one call of a pipeline takes: the turns of its components, in order, and bytes of device memory.
 
     `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what
     libraries and the allocator keep beside weights and activations; `free_nbytes` what there is for all, 0: unknown.
     `notes` say what is not in the plan.
     """
+
+    NUMBERS: ClassVar[tuple[str, ...]] = (
+        *("seconds", "bound_s", "copied_s", "computed_s", "copied_nbytes", "device_nbytes", "block_nbytes"),
+        *("activation_nbytes", "workspace_nbytes", "peak_nbytes", "shortage"),
+    )
 
     turns: tuple[ComponentTurn, ...]
     plans: Mapping[str, Plan]
@@ -171,7 +177,7 @@ class PipelinePlan:
         return sum(turn.num * turn.plan.compute_s for turn in self.turns)
 
     def numbers(self) -> dict[str, Any]:
-        """What is predicted of a call, in bytes and seconds, and of each of its turns."""
+        """Those of a call, and of each of its turns."""
         turns = [
             {
                 "component": turn.component,
@@ -182,21 +188,7 @@ class PipelinePlan:
             }
             for turn in joined(self.turns)
         ]
-        return {
-            "seconds": self.seconds,
-            "bound_s": self.bound_s,
-            "copied_s": self.copied_s,
-            "computed_s": self.computed_s,
-            "copied_nbytes": self.copied_nbytes,
-            "device_nbytes": self.device_nbytes,
-            "block_nbytes": self.block_nbytes,
-            "activation_nbytes": self.activation_nbytes,
-            "workspace_nbytes": self.workspace_nbytes,
-            "peak_nbytes": self.peak_nbytes,
-            "shortage": self.shortage,
-            "notes": list(self.notes),
-            "turns": turns,
-        }
+        return {**super().numbers(), "notes": list(self.notes), "turns": turns}
 
     @property
     def beside(self) -> str:
@@ -219,14 +211,17 @@ class PipelinePlan:
             for turn in joined(self.turns)
         ]
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """A table of the turns, and what a call takes."""
         heads = ("component", "steps", "resident", "ring", "moves", "activations", "predicted")
         rows = [heads, *self.rows()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
-        short = [f"device memory may run out: {self.shortage}"] if self.shortage else []
-        return "\n".join([*lines, total, *short, *self.notes])
+        return "\n".join([*lines, total])
+
+    def predictions(self) -> dict[str, str]:
+        return {"device memory may run out": self.shortage} if self.shortage else {}
 
 
 def joined(turns: Sequence[ComponentTurn]) -> list[ComponentTurn]:

@@ -6,23 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, Workload
+from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import RingExtent, aligned, allocate, first_fills, refills
 from weightstream.plan.units import human, milliseconds, rate
 
 _LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
-_NUMBERS = (
-    *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
-    *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
-    *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
-    *("num_slots", "slots_nbytes", "ahead", "found_share", "fetched_nbytes"),
-)
-
 
 # Fields that say what a step does; the others predict what that takes, or say what was asked for.
 ACTS = (
@@ -32,7 +26,7 @@ ACTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(PlanReport):
     """The schedule of a step.
 
     `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
@@ -50,6 +44,13 @@ class Plan:
     link and disk are busy; the share of the rows of `cached` that it finds in slots, and the bytes that it fetches into
     them, in a graph; and the bytes of activations, at most, and of the KV cache.
     """
+
+    NUMBERS: ClassVar[tuple[str, ...]] = (
+        *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
+        *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
+        *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
+        *("num_slots", "slots_nbytes", "ahead", "found_share", "fetched_nbytes"),
+    )
 
     manifest: Manifest
     resident: Annotated[frozenset[str], PlainSerializer(sorted)]
@@ -256,7 +257,6 @@ class Plan:
         )
 
     def predictions(self) -> dict[str, str]:
-        """What is predicted of a step, as lines with a label each."""
         at = f", {rate(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
         graph = in_a_graph(self.graph_s, self.step_s)
         lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
@@ -277,10 +277,13 @@ class Plan:
         return lines
 
     def numbers(self) -> dict[str, Any]:
-        """Its bytes and predicted seconds."""
-        whole = {"nbytes": self.manifest.decoded_nbytes, "held_nbytes": self.manifest.nbytes}
-        named = {"machine": self.machine or None, "compressed_nbytes": sum(self.manifest.codes.values())}
-        return {name: getattr(self, name) for name in _NUMBERS} | whole | named
+        return {
+            **super().numbers(),
+            "nbytes": self.manifest.decoded_nbytes,
+            "held_nbytes": self.manifest.nbytes,
+            "machine": self.machine or None,
+            "compressed_nbytes": sum(self.manifest.codes.values()),
+        }
 
     def to_json(self) -> str:
         """The plan as text, which `from_json` reads."""
@@ -293,10 +296,6 @@ class Plan:
             return _adapter().validate_json(text)
         except ValidationError as error:
             raise PlanError(f"not a plan: {error}") from error
-
-    def __str__(self) -> str:
-        predicted = (f"{label}: {value}" for label, value in self.predictions().items())
-        return "\n".join([self.summary(), *predicted])
 
 
 def in_a_graph(graph_s: float, step_s: float) -> str:

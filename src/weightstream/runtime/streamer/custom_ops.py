@@ -34,16 +34,20 @@ _LIBRARY = torch.library.Library("weightstream", "DEF")
 
 
 class OpSession:
-    """How compiled code finds a streamer. `fixed`: the weights have fixed addresses now, or nothing `streams`.
-    `traced`: compiled code has called the operators since the model was attached."""
+    """How compiled code finds a streamer; `units` is None where no unit runs compiled.
 
-    def __init__(self, units: Units) -> None:
+    `fixed`: the weights have fixed addresses now, or nothing `streams`.
+    `traced`: compiled code has called the operators since the model was attached.
+    """
+
+    def __init__(self, units: Units | None = None) -> None:
         self._handle = next(_HANDLES)
         self.token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self.fixed = False
         self.streams = True
         self.traced = False
-        _UNITS[self._handle] = units
+        if units is not None:
+            _UNITS[self._handle] = units
 
     def tensor_of(self, unit: int) -> torch.Tensor:
         """What names a unit of this streamer to the operators."""

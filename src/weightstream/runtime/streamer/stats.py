@@ -1,8 +1,10 @@
-"""What a streamer tells of itself: counters, bytes held, times."""
+"""The statistics of a streamer: counters, bytes held, times."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from weightstream.plan.multi_device import AnyPlan
@@ -13,36 +15,50 @@ from weightstream.runtime.trace import ExpertTraffic, total
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """What a streamer has done so far, and what it holds.
+    """What a streamer has done since the model was offloaded, and what it holds now.
 
-    `fills` moved `filled_nbytes` bytes; `unplanned_fills` of them were made on demand because a unit was skipped,
-    repeated or out of order. `held_nbytes` counts weights by tier, coded ones as they are held: "device" (residents,
-    the ring, the decode buffer, and what was added to the model since), "host" (RAM, pages of mapped files included)
-    and "disk" (read in every step); `model_nbytes` counts them once, and plain.
-
-    Times are of the device, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in 17.
-    `step_s` and `units` are medians over the last of them that are of one kind (calls with as many elements in their
-    first tensor, launches of one graph): None and empty before any. The units of a graph are not timed. `stall_s` is
-    the time that compute waited for copies in all steps, taking one that was not timed for the last that was.
-
-    `experts` sums the counts of all caches of experts. Where there is a cache, `stats()` waits for the device.
-
-    `read_in_place` are the bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few
-    rows.
+    Times are of the device's clock, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in
+    17. Steps are of one kind if their first tensors have as many elements, or if they launch the same graph.
     """
 
     steps: int
+    """Steps that began, of eager forwards and of graphs."""
+
     fills: int
+    """Copies of a unit into the ring, or into memory of its own."""
+
     filled_nbytes: int
+    """Bytes that these moved over the link."""
+
     unplanned_fills: int
+    """Fills that were made on demand, as a unit was skipped, repeated or out of order."""
+
     stall_s: float
+    """Seconds that compute waited for copies in all steps; one that was not timed counts as the last that was."""
+
     held_nbytes: dict[str, int]
+    """Bytes of weights by tier, compressed ones as they are held: "device" (residents, the ring, the decode buffer,
+    slots of experts, and what was added to the model since), "host" (RAM, pages of mapped files included) and "disk"
+    (read in every step)."""
+
     model_nbytes: int
+    """Bytes of the weights, uncompressed, each once."""
+
     predicted_step_s: float
+    """Seconds of a step by the plan in force."""
+
     step_s: float | None
+    """Median seconds of the last timed steps, those of the kind of the last one; None before any."""
+
     units: tuple[UnitTimes, ...]
+    """Medians of the same steps for each unit that streams, in the order of the manifest; empty before any timed step,
+    and where a graph was launched."""
+
     experts: ExpertTraffic
+    """Sums over all caches of experts, as the device counts them; where there is a cache, `stats()` waits for it."""
+
     read_in_place: tuple[int, ...]
+    """Bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few rows."""
 
 
 def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:
@@ -56,6 +72,33 @@ def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str
         "ahead_used_share": experts.ahead_used / experts.ahead if experts.ahead else None,
         "fetched_nbytes_per_token": experts.fetched_nbytes / num_tokens,
     }
+
+
+def over_devices(parts: Sequence[Stats], predicted_step_s: float) -> Stats:
+    """The statistics of one model over several devices: a step is one of the model, all else is summed."""
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in parts) for field in fields(Stats) if field.type == "int"
+    }
+    return replace(
+        parts[0],
+        **sums | {"steps": max(part.steps for part in parts)},
+        stall_s=sum(part.stall_s for part in parts),
+        held_nbytes=dict(sum((Counter(part.held_nbytes) for part in parts), Counter())),
+        predicted_step_s=predicted_step_s,
+        step_s=max((part.step_s for part in parts if part.step_s is not None), default=None),
+        units=tuple(unit for part in parts for unit in part.units),
+        experts=total(part.experts for part in parts),
+        read_in_place=tuple(nbytes for part in parts for nbytes in part.read_in_place),
+    )
+
+
+def continued(stats: Stats, past: Stats | None) -> Stats:
+    """The statistics of a streamer that took the place of another, whose last ones are `past`: counters are summed."""
+    if past is None:
+        return stats
+    counters = ("steps", "fills", "filled_nbytes", "unplanned_fills", "stall_s")
+    sums = {name: getattr(stats, name) + getattr(past, name) for name in counters}
+    return replace(stats, **sums, step_s=stats.step_s or past.step_s, units=stats.units or past.units)
 
 
 def stats_of(installed: Installation) -> Stats:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from weightstream.runtime.ring.timeline import Kind, kind_of, profiler_range
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.attachment import Attachment
+from weightstream.runtime.streamer.base import BaseStreamer
 from weightstream.runtime.streamer.compiled import Compiled
 from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
@@ -53,7 +53,7 @@ def _is_traced() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-class Streamer:
+class Streamer(BaseStreamer):
     """Streams the weights of one model. Made by `weightstream.offload`; a context manager that ends with `remove()`."""
 
     def __init__(
@@ -149,18 +149,7 @@ class Streamer:
                 raise
 
     def refuse_inside(self) -> None:
-        """Raise `OffloadError` inside a step, as `remove` does; one of another thread is waited for."""
         self._gate.refuse_inside()
-
-    def __enter__(self) -> Streamer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not sys.is_finalizing():  # else a generator was left open: no weight is read any more, and torch may abort
-            self.remove()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the model is a plain model: its streamer is None
 
     def switch(self, plan: Plan) -> None:
         """Put another plan of the same model in force, between steps; what does not change its place is not moved.
