@@ -16,7 +16,7 @@ import torch
 
 from weightstream.errors import OffloadError
 from weightstream.inputs import builder
-from weightstream.inputs.gathering import machine_elsewhere
+from weightstream.inputs.machine import machine_elsewhere
 from weightstream.measure import multi_gpu_links
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 from weightstream.settings.config import OffloadConfig

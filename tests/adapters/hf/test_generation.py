@@ -33,7 +33,8 @@ from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
-from weightstream.inputs.gathering import Sketch, machine_elsewhere, sketch_of  # noqa: E402
+from weightstream.inputs.gathering import Sketch, sketch_of  # noqa: E402
+from weightstream.inputs.machine import machine_elsewhere  # noqa: E402
 from weightstream.plan.manifest import Profile, Workload  # noqa: E402
 from weightstream.plan.planner_inputs import PlannerInputs  # noqa: E402
 from weightstream.runtime.streamer import activation_transfer  # noqa: E402
