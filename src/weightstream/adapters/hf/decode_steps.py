@@ -28,7 +28,7 @@ def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return takes
 
 
-def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, bool | int]:
     """What generation asks of a forward, as far as it takes it: a cache, and the last logits alone."""
     return {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
 
@@ -65,7 +65,8 @@ class DecodeSteps:
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
         """Runs the prompt: `context - tokens` positions, all of random tokens."""
         takes = takes_ids(model)
-        self._model, self._options = model, options_of(takes)
+        self._model = model
+        self._options = options_of(takes)
         config: Any = model.config
         num_words = config.get_text_config().vocab_size
         shape = workload.batch, max(workload.context, workload.tokens)

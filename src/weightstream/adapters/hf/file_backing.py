@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -36,7 +35,9 @@ class Homing:
         folder: OffloadFolder | None,
     ) -> None:
         self.refused: UnsupportedError | None = None
-        self._where, self._memories, self._folder = where, memories, folder
+        self._where = where
+        self._memories = memories
+        self._folder = folder
         self._written: set[int] = set()  # addresses in the folder
         self._thread = threading.get_ident()
         self._freed_nbytes = 0
@@ -83,7 +84,7 @@ class Homing:
         """Have a parameter, and what else is behind it, view files."""
         if not self.is_of_this_thread:
             return
-        homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
+        homes: dict[tuple[int, torch.Size], torch.Tensor] = {}  # several may be of the same memory
         is_beside = not isinstance(param, torch.nn.Parameter)
         for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
             is_small = tensor.nbytes <= _SMALL_NBYTES and (is_beside or path != name)

@@ -44,7 +44,10 @@ def _run_and_clear(module: Any, forward: Callable[..., Any], args: Any, kwargs: 
 
 
 def ordered_on(
-    device: torch.device, given: Any, loaded: Mapping[Any, Mapping[str, Any]], then: Callable[[nn.Module], None]
+    device: torch.device,
+    given: Callable[..., Any],
+    loaded: Mapping[nn.Module, Mapping[str, torch.Tensor]],
+    then: Callable[[nn.Module], None],
 ) -> Callable[..., Any]:
     """`post_init` of a module of gptqmodel, run on the device. What is equal after it is the tensor that was loaded."""
 

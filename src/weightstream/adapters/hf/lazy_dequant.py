@@ -26,7 +26,7 @@ from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
 Restore = Callable[[], None]
-Unpacked = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
+Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
 _CASTING = "layerwise_casting"  # a hook of diffusers
 _UNPACKS = "_weightstream_unpacks"  # of a forward
 
@@ -120,7 +120,9 @@ class UnpackingForward:
     __name__ = _UNPACKS
 
     def __init__(self, module: nn.Module, unpacked: Unpacked, given: Callable[..., Any] | None = None) -> None:
-        self._module, self._unpacked, self._given = module, unpacked, given
+        self._module = module
+        self._unpacked = unpacked
+        self._given = given
         self._lock = threading.RLock()  # what it shows is for one forward
         self.__wrapped__ = given or MethodType(type(module).forward, module)  # whose signature this one has
 
@@ -143,12 +145,12 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     if private.has_mxfp4(module) and not is_done:
         module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, given)
         return
-    is_linear, are_experts = private.needs_fp8_kernels(module)
-    if is_done or not (is_linear or are_experts) or has_kernels():
+    fp8 = private.fp8_use(module)
+    if is_done or not any(fp8) or has_kernels():
         return
-    if are_experts and device.type == "meta":
+    if fp8.are_experts and device.type == "meta":
         return  # nobody knows where they are going to compute
-    if are_experts:
+    if fp8.are_experts:
         raise UnsupportedError(
             f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"

@@ -61,7 +61,7 @@ def attach_device_map(
         if _is_pretrained(module):
             members = _members(type(module), device, recast if module is model else None)
             if devices is not None and module is model:
-                members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
+                members["hf_device_map"] = {name: _device_map_entry(where) for name, where in devices.items()}
             undo.add(subclass_instance(module, members))
     return undo
 
@@ -141,12 +141,12 @@ def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str
         "half": casting(torch.float16),
         "bfloat16": casting(torch.bfloat16),
         "device": property(lambda self: device),
-        "hf_device_map": {"": _told(device)},
+        "hf_device_map": {"": _device_map_entry(device)},
         "_hf_hook": Placement(device),
     }
 
 
-def _told(device: torch.device) -> Any:
+def _device_map_entry(device: torch.device) -> torch.device | int:
     """A number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not."""
     return device if device.index is None else device.index
 
