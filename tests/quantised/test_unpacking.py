@@ -101,10 +101,10 @@ def test_kernels_that_repack_weights_in_memory_are_not_taken(method: str, tmp_pa
     assert not any(hasattr(module, "transform_cpu") for module in model.modules())
     assert held_nbytes(model) <= 1.01 * model.weightstream.stats().model_nbytes
     rewrite(backend="gptq_torch_aten" if method == "gptq" else "torch_fused_awq")
-    with pytest.raises(UnsupportedError, match="take another kernel, such as 'torch'"):
+    with pytest.raises(UnsupportedError, match="choose another kernel, such as 'torch'"):
         weightstream.from_pretrained(tmp_path, device="cpu", device_budget="150KiB")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
-    with pytest.raises(UnsupportedError, match="take another kernel"):
+    with pytest.raises(UnsupportedError, match="choose another kernel"):
         weightstream.offload(theirs, device="cpu", device_budget="150KiB")
 
 

@@ -379,7 +379,7 @@ def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
     rig = Rig(40, 20)
     slots = _OnDevice(rig.stacks, 40)
     whole = torch.full((64,), POISON, dtype=torch.int32, device=DEVICE)
-    slots._tables.ahead = whole[: 2 * MAX_PREFETCHED_ROWS]
+    slots._tables = slots._tables._replace(ahead=whole[: 2 * MAX_PREFETCHED_ROWS])
     for row in range(3):
         slots.resolve(on_device([row]))
     slots.fetch_ahead(on_device(list(range(10, 26))), 12)

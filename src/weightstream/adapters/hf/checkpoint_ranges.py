@@ -42,8 +42,11 @@ class Gathered:
     """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
 
     def __init__(self, name: str, ranges: Sequence[TensorRange], made: torch.Tensor, checkpoint: Checkpoint) -> None:
-        self.shape, self.dtype = made.shape, made.dtype
-        self._name, self._ranges, self._checkpoint = name, ranges, checkpoint
+        self.shape = made.shape
+        self.dtype = made.dtype
+        self._name = name
+        self._ranges = ranges
+        self._checkpoint = checkpoint
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -100,7 +103,8 @@ class Decoded:
     """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._tensor, self._memory = checkpoint.tensor(name), checkpoint.lazy.pop(name)
+        self._tensor = checkpoint.tensor(name)
+        self._memory = checkpoint.lazy.pop(name)
         self.shape = self._tensor.shape
 
     def get_shape(self) -> list[int]:
@@ -113,25 +117,32 @@ class Decoded:
         return found
 
 
+class GatheredTensors(NamedTuple):
+    """Tensors of a model, by name, and the names in the checkpoint that are of no use for any other tensor."""
+
+    tensors: dict[str, Gathered]
+    used: set[str]
+
+
 def gather(
     model: nn.Module,
     checkpoint: Checkpoint,
     places: Mapping[str, private.LoadTarget],
     mapping: Mapping[str, str] | None = None,
-) -> tuple[dict[str, Gathered], set[str]]:
-    """Of a model on meta, by name: the tensors that transformers would convert, of whole rows of plain tensors of a
-    checkpoint, gathered from there; and the names in the checkpoint that are of no other use.
+) -> GatheredTensors:
+    """The tensors of a model on meta that transformers would convert, of whole rows of plain tensors of a checkpoint,
+    gathered from there.
 
     What is made of the same tensors is gathered together, and only if that takes all of their bytes.
     """
     converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
     plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
     if not plain:
-        return {}, set()
+        return GatheredTensors({}, set())
     shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
     found = _by_kinds(model, shown, {name: converted[name] for name in shown}, mapping)
-    under_own_names, _ = private.places(model, found)
-    found = {name: ranges for name, ranges in found.items() if under_own_names[name] == (name, False)}
+    targets = private.places(model, found).by_name
+    found = {n: ranges for n, ranges in found.items() if targets[n] == private.LoadTarget(n, is_converted=False)}
     left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
     for part in chain.from_iterable(found.values()):
         left[part.name] -= part.end - part.begin
@@ -139,7 +150,7 @@ def gather(
     used = {name for name, place in converted.items() if place not in other_places}
     state = model.state_dict()
     kept = {name: ranges for name, ranges in found.items() if used.issuperset(part.name for part in ranges)}
-    return {name: Gathered(name, ranges, state[name], checkpoint) for name, ranges in kept.items()}, used
+    return GatheredTensors({n: Gathered(n, ranges, state[n], checkpoint) for n, ranges in kept.items()}, used)
 
 
 def as_they_are(
@@ -237,7 +248,7 @@ def _kinds(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> li
     names: dict[str, list[str]] = {}
     for name, place in places.items():
         names.setdefault(place, []).append(name)
-    kinds: dict[Any, list[_Made]] = {}
+    kinds: dict[tuple[object, ...], list[_Made]] = {}
     for place, of_place in names.items():
         numbers = tuple(part for part in place.split(".") if part.isdigit())
         named = {_without(name, numbers): name for name in of_place}
@@ -320,7 +331,7 @@ class _Tokens:
         self.shape = shape
         self._first = first
 
-    def __getitem__(self, _: Any) -> torch.Tensor:
+    def __getitem__(self, _: object) -> torch.Tensor:
         return (torch.arange(self._first, self._first + prod(self.shape)) * _FACTOR).view(self.shape)
 
 

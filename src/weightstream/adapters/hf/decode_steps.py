@@ -1,4 +1,4 @@
-"""Steps of a language model: one forward, over and over, of other new tokens behind the same cached positions."""
+"""Decode steps of a language model for measurements: each is a forward of new random tokens after the same prompt."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Workload
 from weightstream.runtime.tensors.pytree import tensors_in
 
-CACHES = ("cache", "past_key_values", "cache_params")  # transformers' name for it since 5.24, and before
+CACHES = ("cache", "past_key_values", "cache_params")  # transformers' name since 5.24, and older ones
 _SEED = 7
-_NUM_TURNS = 64  # steps of other tokens each: a mixture that is given one token finds all of its experts cached
+_NUM_TURNS = 64  # steps with different tokens: with one token over and over a mixture finds all its experts cached
 
 
 def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What the forward of a language model takes; raises `UnsupportedError` for a model that takes more than ids."""
+    """The parameters of a language model's forward. Raises `UnsupportedError` for a model that needs more than ids."""
     config, takes = getattr(model, "config", None), inspect.signature(model.forward).parameters
     if config is None or "input_ids" not in takes or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{type(model).__name__} takes more than token ids: no steps can be made up for it")
     return takes
 
 
-def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    """What generation asks of a forward, as far as it takes it: a cache, and the last logits alone."""
+def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, bool | int]:
+    """The options of a forward in generation, as far as it takes them: a cache, and only the last logits."""
     return {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
 
 
 def cache_in(kwargs: Mapping[str, Any]) -> Any:
-    """The cache that a forward is given, if any."""
-    return next((kwargs[name] for name in CACHES if hasattr(kwargs.get(name), "__dict__")), None)  # no flag, no None
+    """The cache among the arguments of a forward, if any."""
+    return next(
+        (kwargs[name] for name in CACHES if hasattr(kwargs.get(name), "__dict__")), None
+    )  # a flag or None has no attributes
 
 
 def layers_of(cache: Any) -> Iterable[dict[str, Any]]:
@@ -44,12 +46,12 @@ def layers_of(cache: Any) -> Iterable[dict[str, Any]]:
 
 
 def cached(cache: Any) -> list[torch.Tensor]:
-    """What a cache of shapes holds."""
+    """The tensors of a cache on meta."""
     return [tensor for layer in layers_of(cache) for tensor in tensors_in(layer) if tensor.is_meta and tensor.dim() > 1]
 
 
 def shorten(cache: Any, num_positions: int) -> None:
-    """Makes a cache of shapes one that holds fewer positions; a state that does not grow with them stays."""
+    """Make a cache on meta hold fewer positions; a state that does not grow with the positions stays."""
     for layer in layers_of(cache):
         for name in private.BY_POSITION:
             if isinstance(tensor := layer.get(name), torch.Tensor):
@@ -60,12 +62,14 @@ def shorten(cache: Any, num_positions: int) -> None:
 
 
 class DecodeSteps:
-    """Steps of one workload, of random tokens, each on the cache as the prompt left it. Equal models, equal outputs."""
+    """Steps of one workload with random tokens, each on the cache as the prompt left it. Equal models have equal
+    outputs."""
 
     def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
-        """Runs the prompt: `context - tokens` positions, all of random tokens."""
+        """Run the prompt, `context - tokens` random tokens."""
         takes = takes_ids(model)
-        self._model, self._options = model, options_of(takes)
+        self._model = model
+        self._options = options_of(takes)
         config: Any = model.config
         num_words = config.get_text_config().vocab_size
         shape = workload.batch, max(workload.context, workload.tokens)
@@ -77,13 +81,13 @@ class DecodeSteps:
             output = self._forward(ids[:, :past])
             found = {name: getattr(output, name, None) for name in CACHES if name in takes}
             self._caches = {name: cache for name, cache in found.items() if cache is not None}
-        is_whole = past > 0 and not self._caches  # a model without a cache is given the whole context
+        is_whole = past > 0 and not self._caches  # a model without a cache gets the whole context
         self._before = ids[:, : past if is_whole else 0]
         self._turns = cycle(new)
         self._prompt = [dict(layer) for layer in self._layers()]
 
     def __call__(self) -> torch.Tensor:
-        """The last token's logits, of shape (batch, words)."""
+        """The logits of the last token, of shape (batch, words)."""
         ids = torch.cat([self._before, next(self._turns)], 1)
         with private.decode_step(self._model, ids.shape[1]):
             logits: torch.Tensor = self._forward(ids).logits[:, -1]

@@ -1,8 +1,9 @@
-"""When the loop of transformers' `generate` looks whether its texts have ended. Knows no weights.
+"""The check of transformers' `generate` whether all texts have ended, made one step late. Knows no weights.
 
-After each token it asks the device whether all texts have ended, and queues the next step when it has the answer: the
-device waits for 1 to 3 ms [H200]. It can ask a step late, and takes back the step that is one too many; it does so on
-mps alone. Names that transformers does not promise to keep, of 5.17 and later; one without them looks at once.
+After each token the loop asks the device whether all texts have ended, and queues the next step once it has the answer:
+the device is idle for 1 to 3 ms [H200]. transformers can check a step late, and then takes back the surplus step, but
+does so on mps only. The names are of transformers 5.17 and later, which does not promise to keep them; a version
+without them checks at once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-NAME = "DeferredStopCheck"  # of a class
-_PLAIN = "_weightstream_plain"  # where the one in its place keeps it
+NAME = "DeferredStopCheck"  # a class of transformers
+_PLAIN = "_weightstream_plain"  # the attribute in which its replacement keeps it
 
 
 class _Call(NamedTuple):
-    """A `generate`. `is_ahead`: the host need not wait for what it queued last; `draws`: steps draw at random."""
+    """One `generate`. `is_ahead`: the host need not wait for the last step; `draws`: steps draw at random."""
 
     is_ahead: Callable[[], bool]
     draws: bool
@@ -30,9 +31,9 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)  # of this t
 
 
 class _Replaced:
-    """That class, replaced while any call is inside.
+    """The class of transformers, replaced while there is any call.
 
-    Without a lock, which an interrupt could leave held: a call that begins as the last one ends may look at once.
+    It has no lock, which an interrupt could leave held: a call that begins while the last one ends may check at once.
     """
 
     def __init__(self) -> None:
@@ -60,8 +61,10 @@ _REPLACED = _Replaced()  # of the process, as the class is
 
 @contextmanager
 def a_step_late(is_ahead: Callable[[], bool], *, draws: bool) -> Iterator[None]:
-    """Inside, this thread's `generate` looks a step late while it `is_ahead`, where its cache and its device allow it.
-    `draws`: what a step draws at random is taken back with it."""
+    """Inside, this thread's `generate` checks a step late while it `is_ahead`, where its cache and its device allow it.
+
+    `draws`: steps draw at random, so the random state is taken back with a surplus step.
+    """
     call = object()
     try:
         _REPLACED.enter(call)
@@ -85,7 +88,7 @@ def _late(base: Any) -> Any:
             super().__init__(input_ids, *args, **kwargs)
             self._call = _CALL.get()
             self._random = torch if input_ids.device.type == "cpu" else torch.get_device_module(input_ids.device)
-            self._states: list[torch.Tensor] = []  # behind the last two steps
+            self._states: list[torch.Tensor] = []  # random states after each of the last two steps
 
         @staticmethod
         def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
@@ -102,7 +105,7 @@ def _late(base: Any) -> Any:
         def finish(self) -> int:
             undone: int = super().finish()
             if undone and self._states and torch.equal(self._states[-1], self._random.get_rng_state()):
-                self._random.set_rng_state(self._states[-1 - undone])  # else another has seeded it since
+                self._random.set_rng_state(self._states[-1 - undone])  # else other code has seeded the generator since
             return undone
 
     setattr(Late, _PLAIN, base)

@@ -1,14 +1,13 @@
-"""Homing: tensors that a library made while it loaded a model come to view files. It knows tensors and files, no model.
+"""File backing: tensors that a library makes while it loads a model become views of files. Knows no model.
 
-What views a mapped file, or memory that is filled from one, stays as it is. Anything else is written to the offload
-folder and views that from then on, one tensor at a time in memory.
+A tensor that views a mapped file, or memory that is filled from one, stays as it is. Any other tensor is written to the
+offload folder and then views the file there, so that one tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -19,14 +18,14 @@ from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
 _TRIM_NBYTES = 32 << 20
-_SMALL_NBYTES = 4096  # what a quantised weight has beside it stays in memory up to here
+_SMALL_NBYTES = 4096  # tensors besides a quantised weight, such as scales, stay in memory up to this size
 
 
 class Homing:
-    """Of one load, by the thread that made this.
+    """The file backing of one load, for the thread that constructs it.
 
-    `memories` gives those that a tensor may view as it is; without a `folder` a tensor that would have to be written
-    is refused.
+    A tensor that views one of `memories` stays as it is. Without a `folder` a tensor that would have to be written is
+    refused.
     """
 
     def __init__(
@@ -36,28 +35,30 @@ class Homing:
         folder: OffloadFolder | None,
     ) -> None:
         self.refused: UnsupportedError | None = None
-        self._where, self._memories, self._folder = where, memories, folder
+        self._where = where
+        self._memories = memories
+        self._folder = folder
         self._written: set[int] = set()  # addresses in the folder
         self._thread = threading.get_ident()
         self._freed_nbytes = 0
 
     @property
     def may_write(self) -> bool:
-        """Whether there is a folder."""
+        """Whether tensors may be written."""
         return self._folder is not None
 
     @property
     def num_written(self) -> int:
-        """Tensors that went to the folder."""
+        """Number of tensors that were written to the folder."""
         return len(self._written)
 
     @property
     def is_of_this_thread(self) -> bool:
-        """Whether this thread loads; others may load what is not ours."""
+        """Whether this thread runs the load; other threads may load other models."""
         return threading.get_ident() == self._thread
 
     def home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor where it views a file or lazy memory already, else an equal one in a file of the folder.
+        """The tensor itself if it views a file or lazy memory, else an equal one in a file of the folder.
 
         Raises `UnsupportedError` where there is no folder.
         """
@@ -80,13 +81,13 @@ class Homing:
         return home
 
     def take(self, name: str, param: torch.Tensor) -> None:
-        """Have a parameter, and what else is behind it, view files."""
+        """Have the plain tensors of a parameter view files."""
         if not self.is_of_this_thread:
             return
-        homes: dict[tuple[Any, ...], torch.Tensor] = {}  # several may be of the same memory
-        is_beside = not isinstance(param, torch.nn.Parameter)
+        homes: dict[tuple[int, torch.Size], torch.Tensor] = {}  # several tensors may view the same memory
+        is_no_parameter = not isinstance(param, torch.nn.Parameter)
         for path, tensor, shells, _ in behind(name, param, Role.PARAMETER):
-            is_small = tensor.nbytes <= _SMALL_NBYTES and (is_beside or path != name)
+            is_small = tensor.nbytes <= _SMALL_NBYTES and (is_no_parameter or path != name)
             place = (tensor.data_ptr(), tensor.shape)
             if place not in homes:
                 homes[place] = tensor.detach().cpu() if is_small else self.home(path, tensor.detach())
@@ -96,7 +97,7 @@ class Homing:
                 Shell(shell).follow()
 
     def take_all(self, module: torch.nn.Module) -> None:
-        """The same for the parameters and buffers that a module itself has."""
+        """As `take`, for the parameters and buffers of a module itself, without its children."""
         for named in (module._parameters, module._buffers):
             for name, tensor in named.items():
                 if tensor is not None:

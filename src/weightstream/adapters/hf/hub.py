@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
@@ -54,34 +54,55 @@ def check_dtype(dtype: str | torch.dtype) -> None:
         )
 
 
+class LocalFiles(NamedTuple):
+    """The folder or file of a checkpoint on this machine, and the folder that it is or lies in."""
+
+    path: Path
+    folder: Path
+
+
+class _Download(NamedTuple):
+    """The path of a checkpoint, and whether it is the hub's cache that has it while the hub is out of reach."""
+
+    path: Path
+    is_cached: bool
+
+
+class WeightFiles(NamedTuple):
+    """What a config says of the files of weights: the name of one that has no usual name, and of more of them."""
+
+    named: str | None
+    extra: tuple[str, ...]
+
+
 def local_path(
     name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
-) -> tuple[Path, Path]:
-    """The folder or file of a checkpoint, got from the hub where it is no path, and its folder.
+) -> LocalFiles:
+    """The files of a checkpoint, got from the hub where `name` is no path.
 
     Raises `CheckpointError`. Of `files` only those whose names are like one of these are got. Without a network the
     snapshot in the hub's cache is taken, if there is one.
     """
-    path, _ = _got(name, remote_code, files, subfolder, hub)
-    return path, path if path.is_dir() else path.parent
+    path = _got(name, remote_code, files, subfolder, hub).path
+    return LocalFiles(path, path if path.is_dir() else path.parent)
 
 
 def _got(
     name: str | Path, remote_code: bool, files: Collection[str], subfolder: str, hub: Mapping[str, Any]
-) -> tuple[Path, bool]:
-    """The path of `local_path`, and whether it is in the hub's cache while the hub is out of reach."""
+) -> _Download:
+    """The path of `local_path`."""
     path = Path(name).expanduser()
     if path.exists():
-        return _inside(path, subfolder), False
+        return _Download(_inside(path, subfolder), is_cached=False)
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")) or str(name).endswith("/"):
         raise CheckpointError(f"{path}: no such file or folder")
     wanted = [*files, *(["*.py"] if remote_code else [])]
-    about: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
+    patterns: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(_SPARED)}
     if subfolder:
-        about = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
+        patterns = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
     is_cached = False
     try:
-        found = Path(huggingface_hub.snapshot_download(name, **about, **hub))
+        found = Path(huggingface_hub.snapshot_download(name, **patterns, **hub))
     except _HUB_ERRORS as error:
         if (cached := _cached(name, subfolder, error, hub)) is None:
             raise CheckpointError(
@@ -90,7 +111,7 @@ def _got(
                 "a folder"
             ) from error
         found, is_cached = cached, True
-    return _inside(found, subfolder), is_cached
+    return _Download(_inside(found, subfolder), is_cached)
 
 
 def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
@@ -124,20 +145,19 @@ class ModelSource:
         return str(self.hub.get("subfolder") or "")
 
     @property
-    def place_of_code(self) -> tuple[str, Mapping[str, Any]]:
-        """The name by which transformers finds code that comes with the model, and keywords that go with it: classes
-        are in modules that are called after it."""
-        return self.base, self.hub
+    def code(self) -> private.CodeSource:
+        """Where transformers finds code that comes with the model."""
+        return private.CodeSource(self.base, self.hub)
 
-    def files_of(self, config: Any) -> tuple[str | None, tuple[str, ...]]:
-        """What a config, or config.json for None, says of the files of weights: that one has another name, and more of
-        them."""
+    def files_of(self, config: Any) -> WeightFiles:
+        """What a config, or config.json for None, says of the files of weights."""
         extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
-        return weights_named(self.path, config), tuple(extra)
+        return WeightFiles(weights_named(self.path, config), tuple(extra))
 
     def checkpoint(self, config: Any) -> Checkpoint:
         """The files of the weights that transformers takes; says what they have that an index does not say."""
-        found = Checkpoint.open(self.path, *self.files_of(config))
+        files = self.files_of(config)
+        found = Checkpoint.open(self.path, files.named, files.extra)
         for note in found.notes:
             _LOGGER.warning("%s", note)
         return found
@@ -278,9 +298,9 @@ def _override(config: Any, options: dict[str, Any]) -> None:
 
 
 def _read_config(source: ModelSource, remote_code: bool) -> Any:
-    name, about = source.place_of_code if remote_code else (str(source.folder), {})
+    place = source.code if remote_code else private.CodeSource(str(source.folder), {})
     try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=remote_code, **about)
+        return transformers.AutoConfig.from_pretrained(place.name, trust_remote_code=remote_code, **place.hub)
     except (OSError, ValueError, KeyError) as error:
         folder = source.folder
         raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
@@ -331,7 +351,7 @@ def _class_of(config: Any, model_class: Any, remote_code: bool, source: ModelSou
         model_class = _named_class(config, remote_code, source.folder)
     if hasattr(model_class, "config_class"):
         return model_class
-    return private.class_behind(model_class, config, source.place_of_code if remote_code else None)
+    return private.class_behind(model_class, config, source.code if remote_code else None)
 
 
 def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:

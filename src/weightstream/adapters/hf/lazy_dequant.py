@@ -1,9 +1,9 @@
-"""Quantised weights that their library would unpack where they are: each module unpacks its own while it runs.
+"""Quantised weights that their library would unpack for good: here each module unpacks its own while it runs.
 
-compressed-tensors unpacks a whole model at its first forward, transformers unpacks float8 as it loads where no kernel
-is there, and diffusers' layerwise casting gives a module other weights around each of its forwards. Here the packed
-tensors stay the parameters, and so what is held and moved; beside them, from the begin of a forward to its end, are
-those that the library's own functions make of them. Knows no plan.
+compressed-tensors unpacks a whole model at its first forward, transformers unpacks float8 as it loads where it finds no
+kernel, and diffusers' layerwise casting gives a module other weights around each of its forwards. Here the packed
+tensors stay the parameters, so they are what is held and moved. From the begin of a forward to its end the module also
+has the tensors that the library's own functions make of them. Knows no plan.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
 Restore = Callable[[], None]
-Unpacked = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
-_CASTING = "layerwise_casting"  # a hook of diffusers
-_UNPACKS = "_weightstream_unpacks"  # of a forward
+Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
+_CASTING = "layerwise_casting"  # the name of a hook of diffusers
+_UNPACKS = "_weightstream_unpacks"  # the name of a forward of ours
 
 
 def unpack_late(model: nn.Module, device: torch.device) -> Restore:
-    """Have every module of the model unpack its own weights, on the device that it is going to compute on.
+    """Have every module of the model unpack its own weights, on the device where the model is going to compute.
 
-    Returns what undoes it.
+    Returns a function that undoes it.
     """
     gptq.refuse_kernels(model, device)
-    has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # it may ask the hub
+    has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # a call may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
             _without_kernels(module, device, has_kernels)
@@ -55,13 +55,13 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
 
 @contextmanager
 def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, these are the module's, before what it has under the same names."""
+    """Inside, the module has these tensors, which hide its own ones of the same names."""
     module.__dict__.update(tensors)
     try:
         yield
     finally:
         for name in tensors:
-            module.__dict__.pop(name, None)  # another thread may have been faster
+            module.__dict__.pop(name, None)  # another thread may have removed them
 
 
 # -- compressed-tensors ------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def _compressed(module: nn.Module) -> Restore | None:
 
     scheme: Any = module.quantization_scheme
     decompress = BaseCompressor.get_value_from_registry(scheme.format.value).decompress
-    # The host asks for the shape: of a tensor on a GPU it would wait for it, which a graph cannot.
+    # the host reads the shape: from a tensor on a GPU it would have to wait for it, which no graph allows
     sizes = module._parameters.get("weight_shape")
     shape = {} if sizes is None else {"weight_shape": torch.Size(sizes.tolist())}
     return _unpacking(
@@ -101,8 +101,8 @@ def _compressed(module: nn.Module) -> Restore | None:
 
 
 def _unpacking(module: nn.Module, unpacked: Unpacked) -> Restore:
-    """Have `unpacked(module, input)` make its weights, by name, in each of its forwards."""
-    lock = threading.RLock()  # what it shows is for one forward
+    """Have `unpacked(module, input)` make a module's weights, by name, in each of its forwards."""
+    lock = threading.RLock()  # the tensors are for one forward at a time
 
     def run(self: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with lock, _showing(self, unpacked(self, next(tensors_in((args, kwargs))))):
@@ -115,45 +115,49 @@ def _unpacking(module: nn.Module, unpacked: Unpacked) -> Restore:
 
 
 class UnpackingForward:
-    """The forward of a module that the library cannot run packed: copies and pickles of the module have one, too."""
+    """The forward of a module that the library cannot run packed. Copies and pickles of the module have it, too."""
 
     __name__ = _UNPACKS
 
-    def __init__(self, module: nn.Module, unpacked: Unpacked, given: Callable[..., Any] | None = None) -> None:
-        self._module, self._unpacked, self._given = module, unpacked, given
-        self._lock = threading.RLock()  # what it shows is for one forward
-        self.__wrapped__ = given or MethodType(type(module).forward, module)  # whose signature this one has
+    def __init__(self, module: nn.Module, unpacked: Unpacked, replaced: Callable[..., Any] | None = None) -> None:
+        self._module = module
+        self._unpacked = unpacked
+        self._replaced = replaced  # the forward that the instance had
+        self._lock = threading.RLock()  # the tensors are for one forward at a time
+        self.__wrapped__ = replaced or MethodType(type(module).forward, module)  # gives this one its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
-            if self._given is not None:
-                return self._given(*args, **kwargs)
+            if self._replaced is not None:
+                return self._replaced(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnpackingForward, (self._module, self._unpacked, self._given)
+        return UnpackingForward, (self._module, self._unpacked, self._replaced)
 
 
 def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Callable[[], bool]) -> None:
-    """Where its kernels cannot be had the library would unpack the whole model as it loads. It cannot run one that is
-    packed, so this is not undone."""
-    given = module.__dict__.get("forward")
-    is_done = getattr(given, "__name__", "") == _UNPACKS
+    """Have a module unpack its weights where the library finds no kernels for packed ones.
+
+    This is not undone, as the library cannot run a packed module without kernels.
+    """
+    forward = module.__dict__.get("forward")
+    is_done = getattr(forward, "__name__", "") == _UNPACKS
     if private.has_mxfp4(module) and not is_done:
-        module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, given)
+        module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, forward)
         return
-    is_linear, are_experts = private.needs_fp8_kernels(module)
-    if is_done or not (is_linear or are_experts) or has_kernels():
+    fp8 = private.fp8_use(module)
+    if is_done or not any(fp8) or has_kernels():
         return
-    if are_experts and device.type == "meta":
-        return  # nobody knows where they are going to compute
-    if are_experts:
+    if fp8.are_experts and device.type == "meta":
+        return  # the device where they are going to compute is not known
+    if fp8.are_experts:
         raise UnsupportedError(
-            f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not to be had here: pip "
+            f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not available here: pip "
             "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
         )
-    module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, given)
+    module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
 
 def _mxfp4_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -187,12 +191,12 @@ def _cast(module: nn.Module) -> Restore | None:
         return output
 
     functions = hook.fn_ref
-    given = functions.pre_forward, functions.post_forward
+    pre_forward, post_forward = functions.pre_forward, functions.post_forward
     functions.pre_forward, functions.post_forward = before, after
 
     def undo() -> None:
         shown.close()
-        functions.pre_forward, functions.post_forward = given
+        functions.pre_forward, functions.post_forward = pre_forward, post_forward
 
     return undo
 
@@ -201,8 +205,10 @@ def _cast(module: nn.Module) -> Restore | None:
 
 
 def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
-    """Bring 4-bit weights in the order in which CPUs with AVX-512 read them, as the first forward there does; on any
-    other device they would be read wrong."""
+    """Bring 4-bit weights into the order that CPUs with AVX-512 read, as their first forward on a CPU does.
+
+    For any other device bring them out of that order, which it would read wrong.
+    """
     is_read_so = getattr(module, "support_avx512bf16_for_cpu", False)
     if not is_read_so or getattr(module.weight, "quant_state", None) is None:
         return None
@@ -211,29 +217,31 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
     weight = module.weight
     if device.type != "cpu":
         if _is_packed(weight):
-            found = functional._convert_weight_packed_for_cpu_inverse(weight.data, weight.quant_state)
-            weight.data, weight.quant_state = found
+            weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu_inverse(
+                weight.data, weight.quant_state
+            )
         return None
-    if module.training:  # packs once it does not train
+    if module.training:  # the library packs once the module does not train
         module.support_avx512bf16_for_cpu = False
         return lambda: setattr(module, "support_avx512bf16_for_cpu", True)
     kind, unread = type(weight), dict[str, Any]()
     if not _is_packed(weight):
-        unread |= vars(weight.quant_state)  # the library rounds scales as it packs, in a first forward
+        unread |= vars(weight.quant_state)  # the library rounds scales as it packs, in the first forward
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
 
     def saved(weight: Any) -> Any:
-        """A weight for the library to save: it would put this one back in order. Before a first forward as it was."""
+        """A weight for the library to save, which would convert the packed one back; before the first forward, with its
+        unrounded state."""
         data, state = weight.detach().as_subclass(torch.Tensor), copy.copy(weight.quant_state)
         if unread:
             data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
             vars(state).clear()
             vars(state).update(unread)
-        made = torch.Tensor._make_subclass(kind, data, False)
-        own = {name: value for name, value in vars(weight).items() if not name.startswith("_weightstream")}
-        made.__dict__.update(own)
-        made.quant_state = state
-        return made
+        copied = torch.Tensor._make_subclass(kind, data, False)
+        attributes = {name: value for name, value in vars(weight).items() if not name.startswith("_weightstream")}
+        copied.__dict__.update(attributes)
+        copied.quant_state = state
+        return copied
 
     def save(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
         weight = self._parameters["weight"]

@@ -21,13 +21,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters.hf import private, surplus, tensor_parallel
-from weightstream.adapters.hf.checkpoint_ranges import Decoded, Gathered, as_they_are, gather
+from weightstream.adapters.hf.checkpoint_ranges import Decoded, GatheredTensors, as_they_are, gather
 from weightstream.adapters.hf.file_backing import Homing
 from weightstream.adapters.hf.hub import (
     DESCRIBING,
@@ -152,7 +152,16 @@ def load_pretrained(
         # a class reads its own config, and all keywords are of generation, too; an Auto class drops those of the config
         is_concrete = model_config is None and hasattr(model_class, "config_class")
         of_generation = {key: given[key] for key in given.keys() - kwargs.keys()} if is_concrete else {}
-        load = _Load(source, checkpoint, offload, cls, options, of_generation, may_write, allow_missing)
+        load = _Load(
+            source,
+            checkpoint,
+            offload,
+            cls,
+            options,
+            for_generation=of_generation,
+            may_write=may_write,
+            allow_missing=allow_missing,
+        )
         with _LOADING, private.progress_bar(progress):
             within = _INNERMOST.set(load)
             try:
@@ -182,14 +191,25 @@ def described(
     """
     source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     if not is_quantised(source.folder):
-        about: dict[str, Any] = {"trust_remote_code": trust_remote_code, "model_config": model_config}
-        return skeleton(path_or_repo_id, dtype=dtype, distributed_config=distributed_config, **about)
+        return skeleton(
+            path_or_repo_id,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            model_config=model_config,
+            distributed_config=distributed_config,
+        )
     _refuse_shards(path_or_repo_id, distributed_config is not None)
     if not is_whole(source.path):
         raise UnsupportedError(f"{path_or_repo_id}: the plan of a quantised model needs its files: get them first")
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "progress": False}
-    options["model_config"] = model_config
-    model = load_pretrained(source.path, **options, verify_checksums=False, may_write=False).model
+    model = load_pretrained(
+        source.path,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        model_config=model_config,
+        progress=False,
+        verify_checksums=False,
+        may_write=False,
+    ).model
     unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
     return model, None
 
@@ -231,6 +251,13 @@ class _ReadEarly(Exception):
     """Code read weights that have no values yet."""
 
 
+class _GatheredExperts(NamedTuple):
+    """Experts in fine-grained float8, and what transformers converts for them."""
+
+    gathered: GatheredTensors
+    conversions: list[Any]
+
+
 class _Load:
     """One load: what transformers makes goes to the folder."""
 
@@ -241,16 +268,21 @@ class _Load:
         folder: OffloadFolder,
         cls: Any,
         options: dict[str, Any],
+        *,
         for_generation: Mapping[str, Any],
         may_write: bool,
         allow_missing: bool,
     ) -> None:
-        self._source, self._allow_missing = source, allow_missing
+        self._source = source
+        self._checkpoint = checkpoint
+        self._folder = folder
+        self._cls = cls
+        self._options = options
+        self._for_generation = for_generation
+        self._allow_missing = allow_missing
         # an adapter that is put in, or a class's own load, may read weights
         self._is_read = source.adapter is not None or private.has_own_load(cls)
         self._reading: private.StandInLoad | None = None
-        self._for_generation = for_generation
-        self._checkpoint, self._folder, self._cls, self._options = checkpoint, folder, cls, options
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
@@ -276,14 +308,14 @@ class _Load:
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
-        places, conversions = private.places(skeleton, checkpoint.entries, mapping)
-        gathered, used = self._gather(skeleton, places)
+        targets = private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = self._gather(skeleton, targets.by_name)
         stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
         if decode:
             self._tell_of_decoding()
         elif self._coded:
-            self._populate_what_is_read(skeleton, places)
-        sources = {name: self._tensor(name, decode) for name in checkpoint.entries if name not in used}
+            self._populate_what_is_read(skeleton, targets.by_name)
+        sources = {name: self._tensor(name, decode=decode) for name in checkpoint.entries if name not in used}
         try:
             with register_module_parameter_registration_hook(self._on_parameter):
                 sources |= stacks
@@ -292,7 +324,7 @@ class _Load:
         finally:
             malloc.trim()
         if used:
-            private.remember_conversions(model, conversions)
+            private.remember_conversions(model, targets.conversions)
         for memory in checkpoint.lazy.values():
             memory.forget()
         if (num := self._homing.num_written - len(self._coded) * decode) > 0:
@@ -309,12 +341,12 @@ class _Load:
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
-        places, conversions = private.places(skeleton, checkpoint.entries, mapping)
-        gathered, used = self._gather(skeleton, places)
+        targets = private.places(skeleton, checkpoint.entries, mapping)
+        gathered, used = self._gather(skeleton, targets.by_name)
         names = [name for name in checkpoint.entries if name not in used and name not in self._coded]
         tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in names}
         tensors |= {name: Decoded(checkpoint, name) for name in self._coded} | gathered
-        tensors |= {} if self._is_read else as_they_are(skeleton, checkpoint, places)
+        tensors |= {} if self._is_read else as_they_are(skeleton, checkpoint, targets.by_name)
         try:
             with (
                 tensor_parallel.on_host(self._cls),
@@ -324,10 +356,14 @@ class _Load:
         finally:
             malloc.trim()
         if used:
-            private.remember_conversions(model, conversions)
+            private.remember_conversions(model, targets.conversions)
         if num := self._homing.num_written:
-            about = num, human(self._folder.nbytes), self._folder.path
-            _LOGGER.warning("%d shards lie in no file as they are: %s written to %s for this process only", *about)
+            _LOGGER.warning(
+                "%d shards lie in no file as they are: %s written to %s for this process only",
+                num,
+                human(self._folder.nbytes),
+                self._folder.path,
+            )
         return model
 
     def _quantised(self, device: torch.device) -> Any:
@@ -338,8 +374,9 @@ class _Load:
         if self._coded:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
-        gathered, used, conversions = self._gathered_fp8()
-        sources = {name: self._tensor(name, False) for name in sorted(self._checkpoint.entries.keys() - used)}
+        experts = self._gathered_fp8()
+        names = sorted(self._checkpoint.entries.keys() - experts.gathered.used)
+        sources = {name: self._tensor(name, decode=False) for name in names}
         then = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
@@ -347,10 +384,10 @@ class _Load:
             private.quantising_on(device, then),
             private.kernels_for(device, then),
         ):
-            sources |= {name: tensor[...] for name, tensor in gathered.items()}
+            sources |= {name: tensor[...] for name, tensor in experts.gathered.tensors.items()}
             model = self._build(sources)
-        if used:
-            private.remember_conversions(model, conversions)
+        if experts.gathered.used:
+            private.remember_conversions(model, experts.conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
@@ -359,27 +396,27 @@ class _Load:
             )
         return model
 
-    def _gathered_fp8(self) -> tuple[dict[str, Gathered], set[str], list[Any]]:
+    def _gathered_fp8(self) -> _GatheredExperts:
         """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales; and what
         transformers converts."""
         config = copy.deepcopy(self._options["config"])
         given = self._options.get("quantization_config")
         if given or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
-            return {}, set(), []
+            return _GatheredExperts(GatheredTensors({}, set()), [])
         skeleton = build(self._cls, config, self._options["dtype"])
         with private.keeping_quantised(self._checkpoint.metadata):
             private.use_quantizer(skeleton, quantizer, skeleton.dtype)
         mapping = self._options.get("key_mapping")
-        places, conversions = private.places(skeleton, self._checkpoint.entries, mapping)
-        return *self._gather(skeleton, places), conversions
+        targets = private.places(skeleton, self._checkpoint.entries, mapping)
+        return _GatheredExperts(self._gather(skeleton, targets.by_name), targets.conversions)
 
-    def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> tuple[dict[str, Gathered], set[str]]:
+    def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> GatheredTensors:
         """As `gather`; nothing where weights may be read before they are gathered."""
         if self._is_read:
-            return {}, set()
+            return GatheredTensors({}, set())
         return gather(skeleton, self._checkpoint, places, self._options.get("key_mapping"))
 
-    def _tensor(self, name: str, decode: bool) -> torch.Tensor:
+    def _tensor(self, name: str, *, decode: bool) -> torch.Tensor:
         """What transformers is given as a tensor of the checkpoint."""
         tensor = self._checkpoint.tensor(name)
         if decode and name in self._coded:
@@ -418,17 +455,17 @@ class _Load:
     def _build(self, tensors: dict[str, Any]) -> Any:
         """Has transformers make the model of these; the dict is empty then."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
-        index: Any = self._checkpoint.index
-        self._reading = private.StandInLoad(
+        index = self._checkpoint.index
+        self._reading = reading = private.StandInLoad(
             self._source.base,
             self._source.subfolder,
             getattr(self._options["config"], "transformers_weights", None),
             [str(mapping.path) for mapping in self._checkpoint.mappings],
-            index and {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
+            None if not index else {**(index.get("metadata") or {}), "weight_map": dict(index["weight_map"])},
             tensors,
         )
         try:
-            model = self._loaded()
+            model = self._loaded(reading)
         except Exception as error:
             self._refuse_zeros(error)
             raise
@@ -436,7 +473,7 @@ class _Load:
         named = [*model.named_parameters(), *model.named_buffers()]
         if left := [name for name, tensor in named if tensor.is_meta]:
             raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
-        info = self._reading.info
+        info = reading.info
         if info is None:  # the class reads its files itself
             return model
         if info.mismatched_keys and not allowed:
@@ -459,9 +496,8 @@ class _Load:
             _LOGGER.warning("%s: they have random values", text)
         return model
 
-    def _loaded(self) -> Any:
+    def _loaded(self, reading: private.StandInLoad) -> Any:
         """What the class's `from_pretrained` returns."""
-        reading: Any = self._reading
         with (
             private.sequential_loading(),
             private.warnings_of_transformers() as report,

@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -34,7 +34,35 @@ _MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
-LoadTarget = tuple[str | None, bool]  # the tensor of a model that a name goes to, if any, and whether it is converted
+class LoadTarget(NamedTuple):
+    """Where a tensor of a checkpoint goes: the model's tensor, if any, and whether it is converted for that."""
+
+    place: str | None
+    is_converted: bool
+
+
+class LoadTargets(NamedTuple):
+    """The targets of the tensors of a checkpoint, by name, and what transformers converts or renames for them."""
+
+    by_name: dict[str, LoadTarget]
+    conversions: list[Any]
+
+
+class CodeSource(NamedTuple):
+    """Where code that comes with a model is: a folder or a repository, and the keywords that find it on the hub.
+
+    transformers names the modules of its classes after the folder or the repository.
+    """
+
+    name: str
+    hub: Mapping[str, Any]
+
+
+class Fp8Use(NamedTuple):
+    """Whether a module is a linear layer of fine-grained float8, and whether it is experts of that."""
+
+    is_linear: bool
+    are_experts: bool
 
 
 def is_loaded(param: torch.nn.Parameter) -> bool:
@@ -95,10 +123,8 @@ def progress_bar(wanted: bool | None) -> Iterator[None]:
         yield
 
 
-def places(
-    model: Any, names: Iterable[str], mapping: Mapping[str, str] | None = None
-) -> tuple[dict[str, LoadTarget], list[Any]]:
-    """Where each name of a checkpoint goes, and what transformers converts or renames as it loads these."""
+def places(model: Any, names: Iterable[str], mapping: Mapping[str, str] | None = None) -> LoadTargets:
+    """The targets of these tensors of a checkpoint."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     state, transforms = model.state_dict(), _conversions(model, mapping)
@@ -107,8 +133,11 @@ def places(
     found: dict[str, LoadTarget] = {}
     for name in sorted(names):
         place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        found[name] = (place, pattern is not None) if place in state else (name if name in state else None, False)
-    return found, [transform for transform in transforms if transform.was_used()]
+        if place in state:
+            found[name] = LoadTarget(place, is_converted=pattern is not None)
+        else:
+            found[name] = LoadTarget(name if name in state else None, is_converted=False)
+    return LoadTargets(found, [transform for transform in transforms if transform.was_used()])
 
 
 def remember_conversions(model: Any, conversions: list[Any]) -> None:
@@ -119,18 +148,18 @@ def remember_conversions(model: Any, conversions: list[Any]) -> None:
 def _conversions(model: Any, mapping: Mapping[str, str] | None = None) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    about = {"key_mapping": mapping, "hf_quantizer": getattr(model, "hf_quantizer", None)}
-    found: list[Any] = get_model_conversion_mapping(model, **about)
-    return found
+    quantizer = getattr(model, "hf_quantizer", None)
+    conversions: list[Any] = get_model_conversion_mapping(model, key_mapping=mapping, hf_quantizer=quantizer)
+    return conversions
 
 
 def fp8_quantizer(quantization: Any) -> Any | None:
     """What loads a checkpoint of this `quantization_config`, if that is in fine-grained float8 and stays so."""
     from transformers.quantizers import AutoHfQuantizer
 
-    about = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
-    is_kept = about.get("quant_method") == "fp8" and not about.get("dequantize")
-    return AutoHfQuantizer.from_config(about, pre_quantized=True) if is_kept else None
+    config = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
+    is_kept = config.get("quant_method") == "fp8" and not config.get("dequantize")
+    return AutoHfQuantizer.from_config(config, pre_quantized=True) if is_kept else None
 
 
 def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
@@ -305,10 +334,11 @@ def is_loaded_quantised(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
-def needs_fp8_kernels(module: Any) -> tuple[bool, bool]:
-    """Whether it is a linear layer of fine-grained float8, and whether it is experts of that."""
-    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
-    return "FP8Linear" in kinds and module.weight.element_size() == 1, "FP8Experts" in kinds
+def fp8_use(module: Any) -> Fp8Use:
+    """What a module computes with weights of fine-grained float8, which takes kernels."""
+    names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
+    is_linear = "FP8Linear" in names and module.weight.element_size() == 1
+    return Fp8Use(is_linear=is_linear, are_experts="FP8Experts" in names)
 
 
 def has_fp8_kernels(device: torch.device) -> bool:
@@ -334,7 +364,7 @@ def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:
     """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
-    return [name for name, (place, _) in places(model, names)[0].items() if place is None]
+    return [name for name, target in places(model, names).by_name.items() if target.place is None]
 
 
 def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
@@ -400,9 +430,8 @@ def loaded_dtype(
     return found
 
 
-def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | None) -> Any:
-    """The class that an Auto class loads for a config. `code`: the folder or repository whose code is trusted, and
-    keywords that go with it; None: none is."""
+def class_behind(auto: Any, config: Any, code: CodeSource | None) -> Any:
+    """The class that an Auto class loads for a config. `code` is trusted; None: none is."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import auto_factory
 
@@ -410,7 +439,7 @@ def class_behind(auto: Any, config: Any, code: tuple[str, Mapping[str, Any]] | N
     own = auto_factory._get_model_class(config, auto._model_mapping) if is_known else None
     reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
     if reference and code is not None and (own is None or own.__module__.startswith("transformers.")):
-        cls = get_class_from_dynamic_module(reference, code[0], **code[1])
+        cls = get_class_from_dynamic_module(reference, code.name, **code.hub)
         if own is None:
             auto.register(type(config), cls, exist_ok=True)
         cls.register_for_auto_class(auto_class=auto)
@@ -455,7 +484,11 @@ class StandInLoad:
     ) -> None:
         self.info: Any = None
         self.is_elsewhere = False
-        self._place, self._files, self._index, self._tensors = (_folder(name, subfolder), named), files, index, tensors
+        self._folder = _folder(name, subfolder)
+        self._named = named
+        self._files = files
+        self._index = index
+        self._tensors = tensors
         self._model: Any = None
 
     @contextlib.contextmanager
@@ -475,10 +508,10 @@ class StandInLoad:
                 str(kwargs.get("pretrained_model_name_or_path")),
                 (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
             )
-            place = folder, kwargs.get("transformers_explicit_filename")
+            is_same = folder == self._folder and kwargs.get("transformers_explicit_filename") == self._named
             # a class's own load may ask for other files of the folder
             is_other = kwargs.get("variant") or kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False
-            is_ours = threading.get_ident() == thread and place == self._place and not is_other
+            is_ours = threading.get_ident() == thread and is_same and not is_other
             return (self._files, self._index) if is_ours else find(*args, **kwargs)
 
         def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any) -> Any:

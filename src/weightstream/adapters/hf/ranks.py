@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -31,6 +31,8 @@ _TOLD = "_weightstream_is_told"  # to all ranks
 _RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
 
+T = TypeVar("T")
+
 
 class _Refusal(NamedTuple):
     """What a rank tells in place of what it was asked for."""
@@ -45,10 +47,11 @@ class Ranks:
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
-        self.num, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.num = distributed.get_world_size(group)
+        self.rank = distributed.get_rank(group)
         self.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num))
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """What each rank gives here, in their order; raises the error of one that refused in place of that."""
         found: list[Any] = [None] * self.num
         distributed.all_gather_object(found, value, group=self._group)

@@ -1,4 +1,4 @@
-"""The static cache that captured decode steps run on: for which models, of what shapes, and what its layers tell."""
+"""The static cache of captured decode steps: the models that it suits, its shapes, and the lengths of its layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from weightstream.adapters.hf import private
 from weightstream.errors import UnsupportedError
 
 _COUNT, _LENGTH = private.STATIC_WINDOW_COUNT, private.WINDOW_COUNT
-_TELLS = "get_seq_length"  # what windows tell is a number
+_LENGTH_METHOD = "get_seq_length"  # that of a sliding window returns a number
 
 
 def unsuited(model: Any) -> str | None:
-    """Why a decode step of this model is more than kernels on a static cache of attention; None: it is not."""
+    """Reason why a decode step of this model is more than kernels on a static cache of attention, or None."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
@@ -35,14 +35,14 @@ def is_static(cache: Any) -> bool:
 
 
 def tell_lengths_at(cache: Any, device: torch.device) -> None:
-    """Layers on other devices tell their length there from now on: positions and masks are made of it."""
+    """Have layers on other devices return their length on this device, where positions and masks are made of it."""
     layers = getattr(cache, "layers", None)
     for layer in layers if isinstance(layers, list) else ():
         own = getattr(layer, "__dict__", {})
-        if isinstance(own.get(_LENGTH), torch.Tensor) and _TELLS not in own:  # else this was done before
+        if isinstance(own.get(_LENGTH), torch.Tensor) and _LENGTH_METHOD not in own:  # else it is done already
             length = layer.get_seq_length()
             if length is own[_LENGTH] and length.device != device:
-                own[_TELLS] = partial(_at, length, device)  # not of the layer, which would be a cycle
+                own[_LENGTH_METHOD] = partial(_at, length, device)  # without the layer, which would be a cycle
 
 
 def _at(length: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -50,8 +50,10 @@ def _at(length: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
-    """The cache of so many positions that captured steps have in place of a dynamic one, on meta, that holds so many
-    already; None: they are not captured."""
+    """The static cache, on meta, that captured steps use instead of this dynamic one; None where none are captured.
+
+    `num_filled` of its positions are filled.
+    """
     from transformers.cache_utils import DynamicCache, StaticCache
 
     if type(cache) is not DynamicCache or unsuited(model) is not None:
@@ -67,9 +69,9 @@ def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any |
 
 @contextmanager
 def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
-    """During a capture: sliding windows do not tell their length, and copy nothing from the host.
+    """During a capture: sliding windows refuse to return their length, and copy nothing from the host.
 
-    What they have counted, which is yielded, is put back: nothing has run yet.
+    Yields the counts of the windows, and restores them at the end, as a capture runs nothing.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -93,7 +95,7 @@ def _on_device(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _MadeOnDevice(TorchFunctionMode):
-    """Makes `torch.tensor([…])` of kernels: it copies from pageable memory, which no capture allows."""
+    """Makes `torch.tensor([…])` by kernels: it would copy from pageable memory, which no capture allows."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tensor:

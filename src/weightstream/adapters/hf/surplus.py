@@ -1,6 +1,6 @@
-"""Weights of a checkpoint that its model has no place for, or the other way round: what is meant by their names.
+"""What the names of weights mean that only the checkpoint or only its model has.
 
-It knows names alone: what transformers reports are unexpected keys of the files and missing ones of the model.
+It knows only names: transformers reports unexpected keys of the files and missing keys of the model.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 
-_LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # what is before the first number, and the number
-# parts of names that peft gives, in whole or as a beginning
+_LAYER = re.compile(r"(.*?\.)?(\d+)\.")  # the prefix of the first number, and the number
+# parts of names that peft uses, whole or as prefixes
 _ADAPTERS = re.compile(r"(?:^|\.)(?:(?:base_layer|modules_to_save)(?:\.|$)|(?:lora|ia3|vera|oft|hada|lokr)_)")
 
 
 def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
-    """Says which numbered layers the files have that the model, with weights of these names, does not have."""
+    """A line about the numbered layers of the files that a model with weights of these names lacks; None: there are
+    none."""
     numbered = {(match[1] or "", int(match[2])) for name in names if (match := _LAYER.match(name))}
     lists = {prefix for prefix, _ in numbered}
     found: dict[str, set[int]] = {}
@@ -25,11 +26,11 @@ def layers(names: Iterable[str], unexpected: Iterable[str]) -> str | None:
             prefix = next((prefix for prefix in sorted(lists) if prefix == end or prefix.endswith(f".{end}")), None)
             if prefix is not None and (prefix, number) not in numbered:
                 found.setdefault(prefix, set()).add(number)
-    told = [
+    ranges = [
         f"{prefix}{min(numbers)}" + f" to {prefix}{max(numbers)}" * (len(numbers) > 1)
         for prefix, numbers in sorted(found.items())
     ]
-    return f"layers that the config does not have are left out: {', '.join(told)}" if told else None
+    return f"layers that the config does not have are left out: {', '.join(ranges)}" if ranges else None
 
 
 def remedy(
@@ -40,10 +41,10 @@ def remedy(
     buffers: Container[str] = (),
     is_mapped: bool = False,
 ) -> str:
-    """What to do about weights that a model misses, while the files have those that are `unexpected`.
+    """Advice about weights that a model misses while the files have `unexpected` ones.
 
-    Those that are `buffers` of the model are no weights of a head. With `is_mapped` a key_mapping was given, and the
-    names are those that it makes.
+    `buffers` are names of the model's buffers, which cannot be weights of a head. `is_mapped`: a key_mapping was given,
+    and the names are the mapped ones.
     """
     if any(map(_ADAPTERS.search, unexpected)):
         return (
@@ -73,9 +74,9 @@ def remedy(
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str] | None:
     """The `key_mapping` that gives most of the missing weights their names in the file, if one prefix does."""
-    wanted, held = set(missing), set(unexpected)
+    wanted, in_files = set(missing), set(unexpected)
     more = (name.removesuffix(end) for name in unexpected for end in _ends(name) if end in wanted)
-    less = (name.removesuffix(end) for name in missing for end in _ends(name) if end in held)
+    less = (name.removesuffix(end) for name in missing for end in _ends(name) if end in in_files)
     candidates = [*((f"^{re.escape(prefix)}", "") for prefix in more), *(("^", prefix) for prefix in less)]
     for pattern, prefix in dict.fromkeys(candidates):
         named = {re.sub(pattern, prefix, name, count=1) for name in unexpected}
@@ -85,7 +86,7 @@ def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]
 
 
 def _ends(name: str) -> Iterable[str]:
-    """What is left of a name without one part of it, without two, and so on."""
+    """The name without its first part, without its first two parts, and so on."""
     while "." in name:
         name = name.partition(".")[2]
         yield name

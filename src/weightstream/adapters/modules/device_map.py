@@ -1,10 +1,12 @@
-"""What tools that know accelerate find on an offloaded model: `device`, `hf_device_map`, `_hf_hook`. Knows no weights.
+"""The attributes that tools made for accelerate look for on an offloaded model: `device`, `hf_device_map`, `_hf_hook`.
 
-All three say where the model computes, not where weights live. Tools ask to learn where inputs go and that the model is
-not to be moved. A "cpu" or "disk" in the map tells them more: that weights are on the meta device and that accelerate's
-hooks hold the true ones, so that saving, adapters and generation would go ways that are wrong here.
+All three name the device where the model computes, not where its weights are. Tools read them to send inputs there, and
+to see that the model must not be moved. A "cpu" or "disk" in the map would mean more to them: that weights are on the
+meta device and that accelerate's hooks hold the true ones. Saving, adapters and generation would then do what is wrong
+here.
 
-They live in a class made for the instance, as a copy or a pickle of the model must not have them.
+The attributes are in a class made for the instance, as a copy or a pickle of the model must not have them. This module
+knows no weights.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from weightstream.runtime.tensors.undo import Undo
 logger = logging.getLogger("weightstream")
 
 _BASE = "_weightstream_base"
-_NESTED = 16  # changes of one member, at most, that are undone in turn
+_NESTED = 16  # the most changes of one member that can be undone one by one
 _KEPT = frozenset(("__new__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", _BASE))
 
 
 class Placement:
-    """Stands where accelerate keeps its hook. Without one, `generate` adds its own to the encoder of a model."""
+    """Takes the place of accelerate's hook: without one, `generate` adds its own to the encoder of a model."""
 
-    io_same_device = False  # asked for by tools: inputs and outputs of an encoder are on the device as it is
+    io_same_device = False  # read by tools; inputs and outputs of an encoder are on the device anyway
 
     def __init__(self, device: torch.device) -> None:
         self.execution_device = device
@@ -42,7 +44,7 @@ class Placement:
         )
 
 
-Recast = Callable[[Callable[[], object]], None]  # runs what casts a model, while that does not stream
+Recast = Callable[[Callable[[], object]], None]  # runs a function that casts a model, while the model does not stream
 
 
 def attach_device_map(
@@ -51,25 +53,25 @@ def attach_device_map(
     recast: Recast | None = None,
     devices: Mapping[str, torch.device] | None = None,
 ) -> Callable[[], None]:
-    """Give them to every transformers or diffusers model in `model`; returns what takes them away.
+    """Set the attributes on every transformers or diffusers model in `model`; returns a function that removes them.
 
-    `recast`: by which `model` itself may be cast; without it that is refused. `devices`: of its modules, by name, where
-    it computes on several.
+    `recast` runs a cast of `model` itself; without it casts are refused. `devices` are those of its modules, by name,
+    where it computes on several.
     """
     undo = Undo()
     for module in model.modules():
         if _is_pretrained(module):
             members = _members(type(module), device, recast if module is model else None)
             if devices is not None and module is model:
-                members["hf_device_map"] = {name: _told(where) for name, where in devices.items()}
+                members["hf_device_map"] = {name: _device_map_entry(where) for name, where in devices.items()}
             undo.add(subclass_instance(module, members))
     return undo
 
 
 def subclass_instance(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
-    """Give an instance a class of its own with these members; returns what undoes it.
+    """Give an instance a class of its own with these members; returns a function that undoes it.
 
-    A class that was assigned to the instance meanwhile stays, and where it was derived from ours that is plain again.
+    A class that was assigned to the instance in between stays. If it was derived from ours, ours loses its members.
     """
     kind = type(owner)
     owner.__class__ = placed = derived(kind, members)
@@ -83,9 +85,9 @@ def subclass_instance(owner: Any, members: Mapping[str, Any]) -> Callable[[], No
 
 
 def is_there(module: Any, device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether arguments of `to()` name where a model computes, and the dtype that it has, if any."""
-    given = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
-    for value in given:
+    """Whether arguments of `to()` name the device where a model computes, and no dtype other than its own."""
+    values = _targets(args, kwargs)
+    for value in values:
         if isinstance(value, torch.dtype):
             if value != module.dtype:
                 return False
@@ -95,7 +97,12 @@ def is_there(module: Any, device: torch.device, args: Sequence[Any], kwargs: Map
                 return False
         else:
             return False
-    return bool(given)
+    return bool(values)
+
+
+def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of `to()` that name a device or a dtype, in whatever position."""
+    return [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -103,10 +110,10 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _dtype_in(device: torch.device, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that arguments of `to()` name, where they name nothing else but where a model computes."""
-    given = [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
-    dtypes = [value for value in given if isinstance(value, torch.dtype)]
-    others = [value for value in given if not isinstance(value, torch.dtype)]
+    """The dtype that arguments of `to()` name, where the device that they name, if any, is that of the model."""
+    values = _targets(args, kwargs)
+    dtypes = [value for value in values if isinstance(value, torch.dtype)]
+    others = [value for value in values if not isinstance(value, torch.dtype)]
     return dtypes[0] if dtypes and (not others or is_there(None, device, others, {})) else None
 
 
@@ -141,29 +148,30 @@ def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str
         "half": casting(torch.float16),
         "bfloat16": casting(torch.bfloat16),
         "device": property(lambda self: device),
-        "hf_device_map": {"": _told(device)},
+        "hf_device_map": {"": _device_map_entry(device)},
         "_hf_hook": Placement(device),
     }
 
 
-def _told(device: torch.device) -> Any:
-    """A number for a GPU, as accelerate has it; "cpu" would mean offloaded, and an equal torch.device does not."""
+def _device_map_entry(device: torch.device) -> torch.device | int:
+    """The index of a GPU, as in accelerate's maps; else the torch.device: a "cpu" in the map would mean offloaded."""
     return device if device.index is None else device.index
 
 
 def derived(base: Any, members: Mapping[str, Any]) -> Any:
-    """A class for one instance of `base`, with these members: what is copied or pickled of that is of `base`."""
+    """A class for one instance of `base`, with these members. Copies and pickles of the instance are of `base`."""
 
-    def new(cls: type, *args: Any, **kwargs: Any) -> Any:  # `type(model)(config)` is another, plain model
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:  # `type(model)(config)` makes another, plain model
         if cls is placed:
             return base(*args, **kwargs)
         return base.__new__(cls) if base.__new__ is object.__new__ else base.__new__(cls, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        made: Any = base.__reduce_ex__(self, 0)  # later ones insist on the object's own class
-        return made[0], tuple(base if arg is placed else arg for arg in made[1]), *made[2:]
+        # protocol 0, as later ones insist on the object's own class
+        function, arguments, *state = base.__reduce_ex__(self, 0)
+        return function, tuple(base if arg is placed else arg for arg in arguments), *state
 
-    own = {
+    of_class = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -171,13 +179,13 @@ def derived(base: Any, members: Mapping[str, Any]) -> Any:
         "__reduce_ex__": reduce,
         _BASE: base,
     }
-    placed = _meta_of(base)(base.__name__, (base,), {**own, **members})
+    placed = _meta_of(base)(base.__name__, (base,), {**of_class, **members})
     return placed
 
 
 def _meta_of(base: Any) -> Any:
-    """The class of a class for one instance of `base`: to change the class of the instance changes `base`."""
-    before: dict[str, deque[Any]] = {}  # of what was set here, what `base` itself had
+    """The class of a class for one instance of `base`. To set or delete members of that class changes `base`."""
+    before: dict[str, deque[Any]] = {}  # the earlier values in `base` of members that were set here
     absent = object()
 
     def is_placed(cls: Any) -> bool:
@@ -194,19 +202,20 @@ def _meta_of(base: Any) -> Any:
         if not is_placed(cls) or not before.get(name):
             type.__delattr__(cls, name)
             return
-        given = before[name].pop()  # who patches a class for a while finds nothing to put back in this one
-        if given is absent:
+        # code that patches the class for a while deletes the member at the end, as this class had none of the name
+        value = before[name].pop()
+        if value is absent:
             delattr(base, name)
         else:
-            setattr(base, name, given)
+            setattr(base, name, value)
 
     def leave(cls: Any) -> None:
-        """No instance is to be different from one of `base` any more: there may be classes derived from this."""
+        """Delete all members, so that instances of derived classes behave like those of `base` again."""
         for name in [name for name in vars(cls) if name not in _KEPT]:
             type.__delattr__(cls, name)
 
     members = {
-        # diffusers' `from_pipe` takes over a component whose type is among those that it expects: equal is enough
+        # diffusers' `from_pipe` takes over a component whose type equals one of those that it expects
         "__eq__": lambda cls, other: other is cls or (is_placed(cls) and other is base),
         "__hash__": lambda cls: hash(base) if is_placed(cls) else type.__hash__(cls),
         "__setattr__": set_member,
@@ -217,5 +226,5 @@ def _meta_of(base: Any) -> Any:
 
 
 def plain(kind: type) -> Any:
-    """The class that it was derived from, if it was."""
+    """The class that `kind` was derived from by `derived`, or `kind` itself."""
     return vars(kind).get(_BASE, kind)

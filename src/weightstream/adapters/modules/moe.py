@@ -1,15 +1,16 @@
-"""Experts of transformers: modules that hold stacks of matrices, of which ids on the device name those to be used.
+"""Experts of transformers: modules with stacks of matrices, of which a call uses those that ids on the device name.
 
-Found by structure. transformers' own functions compute, with a stand-in for the module or with itself, so the bits are
-their own.
+They are found by structure. transformers' own functions compute, on a substitute for the module or on the module
+itself, so the bits are those of transformers.
 
 [Note: grouped in place of batched]
 `generate()` decodes with batched_mm, which copies the matrices of each id: for a few sequences that is most of a step.
-Where all that is used lies in place, grouped_mm reads it there. On a device where both give the same bits it runs
-instead. Nobody promises that, so the first call of each shape runs both on random states, with ids that come once and
-several times, and one expert's product at a time in the output, where no sum hides it. What is found holds for the
-process, as kernels and the order of their sums are chosen by shapes and settings. That is so where torch has a kernel
-for groups of bfloat16; elsewhere it multiplies group by group, by sizes that the host has to ask for.
+grouped_mm reads matrices in place, so it runs instead once all matrices that a call uses are in their places, on a
+device where both give the same bits. No library promises equal bits. So the first call of each shape runs both on
+random states, with ids that occur once and several times, and with one expert's product at a time in the output, where
+no sum can hide a difference. The result holds for the process, as kernels and the order of their sums are chosen by
+shapes and settings. All of this applies only where torch has a kernel for groups of bfloat16; elsewhere it multiplies
+group by group, and the host has to wait for the sizes of the groups.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 logger = logging.getLogger("weightstream")
 
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
-_BY_ROW = "batched_mm"  # the implementation that copies the matrices that it uses; generate() decodes with it
-_IN_PLACE = "grouped_mm"  # it touches no matrix but those that it uses
+_BY_ROW = "batched_mm"  # the implementation that copies the matrices which it uses; generate() decodes with it
+_IN_PLACE = "grouped_mm"  # the implementation that reads matrices in place, and only those which it uses
 _FUSED = "w13_weight"  # of vLLM's experts
 _EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped in place of batched]
 _ROUNDS = 8
-_WAYS = ("forward", "_compiled_call_impl")  # that an instance may have for its own
+_WAYS = ("forward", "_compiled_call_impl")  # functions that an instance may have besides those of its class
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class _StandIn:
-    """In place of a module: these attributes are others, all else is the module's."""
+    """A substitute for a module: it has these attributes, and all others of the module."""
 
     def __init__(self, module: Any, others: Mapping[str, Any]) -> None:
         self.__dict__.update(others, _weightstream_module=module)
@@ -53,7 +54,7 @@ class _StandIn:
 
 
 def _unwatched(module: nn.Module) -> nn.Module:
-    """A module of the same tensors that runs the forwards of its classes, without hooks."""
+    """A module with the same tensors that runs the forwards of the classes, without hooks."""
     found: nn.Module = object.__new__(type(module))
     found.__dict__.update({name: value for name, value in vars(module).items() if name not in _WAYS})
     found.__dict__ |= {name: type(hooks)() for name, hooks in vars(module).items() if name in _HOOKS}
@@ -166,11 +167,11 @@ class ExpertForward:
 
     @property
     def guesses(self) -> bool:
-        """Whether its block, run up to the experts, gave the ids that these were given."""
+        """Whether its block, run up to the experts, gave the ids of a call that was compared."""
         return bool(self._repeats) and not self._module.training
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
-        """The ids that the block would give its experts for these states of tokens."""
+        """The ids that the block would pass to its experts for these states of tokens; None where it does not tell."""
         if self._block is None:
             return None
         inside: dict[str, Any] = {}
@@ -181,7 +182,7 @@ class ExpertForward:
             type(self._block).forward(_StandIn(self._block, inside), states.unsqueeze(0))
         except _Named as named:
             return named.ids
-        except Exception:  # of a block that is called otherwise
+        except Exception:  # a block whose forward takes other arguments
             logger.debug("a block of experts does not run without them", exc_info=True)
         return None
 
@@ -198,13 +199,13 @@ class ExpertForward:
         return _GroupedCase(type(self._module), hidden.device, shapes, cuda.product_settings())
 
     def why_whole(self) -> str | None:
-        """Why their stacks are read whole whatever is asked for; None: they need not be."""
+        """Reason why every call reads whole stacks, or None."""
         module, kind = self._module, type(self._module).__name__
-        given = module.config._experts_implementation
+        implementation = module.config._experts_implementation
         if "forward" in vars(module):
             return f"their forward is not that of {kind}"
-        if given not in (_BY_ROW, _IN_PLACE):
-            return f'experts_implementation "{given}" reads whole stacks: set "{_BY_ROW}"'
+        if implementation not in (_BY_ROW, _IN_PLACE):
+            return f'experts_implementation "{implementation}" reads whole stacks: set "{_BY_ROW}"'
         if any(prod(module._parameters[name].shape[1:]) % TILE for name in self._names):
             return f"their matrices are not multiples of {TILE} weights"
         return None
@@ -235,9 +236,10 @@ def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward | None:
-    """Of experts, how they read single matrices; None for any other module. `block` holds them, and what routes.
+    """How a module of experts reads single matrices; None for any other module. `block` holds the experts and the
+    router.
 
-    Stacks of one byte a weight go to a kernel, with the ids (`FP8Experts`): nothing may stand in for these.
+    Stacks of one byte a weight (`FP8Experts`) have none: they go to a kernel, which takes no substitute.
     """
     num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     if not isinstance(num, int) or not hasattr(type(module), "_apply_gate"):
@@ -253,9 +255,9 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
 
 
 def why_whole(model: nn.Module) -> str | None:
-    """Why each step reads all experts of a model, in a line; None: it need not, or there are none.
+    """Reason why each step reads all experts of a model, in a line; None where it does not, or has no experts.
 
-    Experts are told by their name here: nothing but the line depends on it.
+    Experts are recognised by their name here, on which only this line depends.
     """
     found: dict[str, list[str]] = {}
     every: list[str] = []

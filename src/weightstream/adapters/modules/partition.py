@@ -1,9 +1,9 @@
-"""Any `nn.Module`: which of its modules are units. Found by structure; knows no architecture.
+"""The partition of any `nn.Module` into units, by its structure. Knows no architecture.
 
-Blocks are the repeated children of a ModuleList, Sequential or ModuleDict, the inner ones where they hold most of the
-outer. Outside of blocks the largest subtrees without blocks are units, and a model without blocks falls to its leaf
-modules. A module whose own tensors surround other units gets a unit of just those, which encloses the others. One
-without a forward is never called, so it is no unit where it has children: these are looked into.
+Blocks are the repeated children of a ModuleList, Sequential or ModuleDict; where inner blocks hold most of the outer
+ones, these are the blocks. Outside of blocks the largest subtrees without blocks are units, and a model without blocks
+is cut into its leaf modules. A module with tensors of its own and other units inside gets a unit of its own tensors,
+which encloses the others. A module without a forward is never called, so its children are units in its place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     """The units of a model in declared order: blocks; their children, such as attention and MLP ("half"); or every
     module with tensors of its own ("matrix").
 
-    `blocks` are those that the caller knows; default: `find_blocks`. A unit that is a block, or part of one, carries
-    the block's index.
+    `blocks` default to those of `find_blocks`. A unit that is a block, or part of one, carries the block's index.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     cut = {"block": {id(block) for block in called(blocks)}, "half": _halves(blocks), "matrix": set[int]()}[grain]
@@ -43,7 +42,7 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
 
 
 def called(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The same with the children of those that have no forward in place of these."""
+    """These modules, where one without a forward is replaced by its children."""
     found: list[nn.Module] = []
     for module in modules:
         is_called = type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -84,12 +83,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def row_tables(model: nn.Module) -> set[int]:
-    """The ids of tensors that only embeddings hold: a step reads a few of their rows."""
+    """The ids of tensors that only embeddings hold, of which a step reads a few rows."""
     tables: set[int] = set()
     others: set[int] = set()
     for module in model.modules():
         by_row = isinstance(module, nn.Embedding) and module.max_norm is None
-        for leaf in leaves(module):  # of any other kind than the plain one more may be read
+        for leaf in leaves(module):  # of a subclass of parameters more than some rows may be read
             (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
     return tables - others
 

@@ -1,1 +1,1 @@
-"""Experts that are loaded one by one: cache slots, prefetch and decoding."""
+"""Experts that are loaded one by one: cache slots, prefetch, rows and counters."""

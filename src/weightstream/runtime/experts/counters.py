@@ -1,7 +1,7 @@
-"""The tally: how often caches of experts found what a step asked for, by unit, since the model was offloaded.
+"""Hits and misses of the caches of experts, by unit, since the model was offloaded.
 
-Counts are on the device. They are read where somebody asks, or where predictions are corrected, once in many steps:
-each time the host waits for the device.
+The counts are on the device, and to read them the host waits for it. So they are read for `stats()` and, once in many
+steps, to correct predictions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weightstream.plan.expert_cache import Counts
 from weightstream.runtime.experts.slot_cache import Found, SlotCache
 from weightstream.runtime.trace import ExpertTraffic, total
 
-_WARM = 8  # times as many rows as there are slots: before, slots were empty
+_WARM = 8  # a cache is warm after this number of rows per slot: earlier misses are those of empty slots
 
 
 class Cache(NamedTuple):
-    """The cache of a unit, its slots, and the bytes of a row in one."""
+    """The cache of a unit, the number of its slots, and the bytes of a row in one slot."""
 
     unit: str
     slots: SlotCache
@@ -28,15 +28,15 @@ class Cache(NamedTuple):
 
 
 class Tally:
-    """Reads the caches of one plan after the other; `caches()` are those of the one in force."""
+    """Sums the counts of all plans so far; `caches()` are the caches of the plan in force."""
 
     def __init__(self, caches: Callable[[], Iterable[Cache]] = tuple) -> None:
         self._caches = caches
-        self._before: Mapping[str, ExpertTraffic] = {}  # of plans that were in force
-        self._warm: WeakKeyDictionary[SlotCache, Found] = WeakKeyDictionary()  # what they had counted by then
+        self._before: Mapping[str, ExpertTraffic] = {}  # of earlier plans
+        self._warm: WeakKeyDictionary[SlotCache, Found] = WeakKeyDictionary()  # counts when first seen warm
 
     def read(self) -> dict[str, ExpertTraffic]:
-        """What was found and fetched so far, by unit."""
+        """Hits, misses and fetched bytes so far, by unit."""
         found = dict(self._before)
         for cache in self._caches():
             hits, misses, ahead, used = cache.slots.counts()
@@ -45,11 +45,11 @@ class Tally:
         return found
 
     def keep(self) -> None:
-        """The plan in force ends, and its caches with it."""
+        """Keep the counts of the plan in force, whose caches end with it."""
         self._before = self.read()
 
     def counts(self) -> Counts | None:
-        """Sums over the caches of the plan in force, of each since a look found it warm; None: of nothing."""
+        """Sums over the caches of the plan in force, of each since it was first seen warm; None without any count."""
         num_slots, since_warm = 0, [Found()]
         for cache in self._caches():
             now = cache.slots.counts()
@@ -58,12 +58,12 @@ class Tally:
             since_warm.append(Found(*map(sub, now, self._warm.get(cache.slots, now))))
             num_slots = cache.num_slots
         hits, misses, ahead, used = map(sum, zip(*since_warm, strict=True))
-        # What a guess brought would have been missed.
+        # a row that was prefetched would have been a miss
         return Counts(num_slots, hits - used, misses + used, ahead=ahead, used=used) if hits + misses else None
 
 
 def since(begin: Mapping[str, ExpertTraffic], end: Mapping[str, ExpertTraffic]) -> dict[str, ExpertTraffic]:
-    """What came from one reading to the next, of units where something did; what began anew tells of a part."""
+    """The difference of two readings, of units whose counts changed. A count that restarted in between gives less."""
     found = {unit: ExpertTraffic(*map(_more, now, begin.get(unit, ExpertTraffic()))) for unit, now in end.items()}
     return {unit: counts for unit, counts in found.items() if any(counts)}
 

@@ -1,12 +1,14 @@
-"""Look-ahead: rows for the unit that picks next are fetched while this one computes.
+"""Prefetch of expert rows: those that the next unit will probably read are fetched while this unit computes.
 
 [Note: look-ahead]
-States change little from one layer to the next. So the router of the next layer, if it is asked with the states of this
-one, names most of the rows that it will name. Those that have no slot are fetched on a stream of their own, from where
-the rows of this unit have come to where the next one asks for its own: compute waits there. A unit gets the rows that
-it names, whatever was guessed. On a GPU this is done in graphs alone: elsewhere the host is what a step waits for, and
-a guess would take more of it. But for one guess before the first graph: it loads kernels, and their workspace. Under
-autocast there is none: what a router is cast to is kept for all, and nobody would wait until it is there.
+Hidden states change little from one layer to the next. So the router of the next layer, run on the states of this
+layer, names most of the rows that it will name in its turn. Those without a slot are fetched on a stream of their own.
+The fetch begins when the rows of this unit are there, and compute waits for its end when the next unit asks for its
+rows. A unit always gets the rows that it names, whatever was guessed.
+
+On a GPU rows are prefetched only in graphs: eager steps wait for the host, and a guess takes host time. The exception
+is one guess before the first graph, which loads kernels and their workspace. Under autocast there is no prefetch:
+autocast caches the cast weights of a router for all streams, and no other stream would wait until they are ready.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from weightstream.runtime.weights.picks import ForwardCall, Picks
 
 
 class _Fetch(NamedTuple):
-    """A fetch on its way: the event at its end, and the states that it reads, which live as long."""
+    """A fetch in flight: the event at its end, and the states that it reads, which have to live as long."""
 
     end: Event
     states: torch.Tensor
 
 
 class Ahead:
-    """What a plan fetches ahead, `most` rows for each of the units that pick. At most one fetch is on its way."""
+    """The prefetch of a plan: up to `most` rows for each unit that picks rows. At most one fetch is in flight."""
 
     def __init__(
         self, backend: Backend, most: int, picks: Mapping[int, Picks], rows_of: Callable[[int], Rows | None]
@@ -43,20 +45,20 @@ class Ahead:
         self._running: _Fetch | None = None
 
     def reach(self, unit: int, call: ForwardCall, rows: Rows) -> Callable[..., Any] | None:
-        """Compute comes to a unit that picks, behind what was fetched for it: as `Picks.forward`."""
+        """As `Picks.forward` of the unit, after the rows that were prefetched for it."""
         self.join()
         if self._most:
             rows.look_ahead = lambda states: self._begin(unit, states)
         return self._picks[unit].forward(call, rows)
 
     def join(self) -> None:
-        """Order compute after what was fetched."""
+        """Order compute after the fetch in flight."""
         running, self._running = self._running, None
         if running is not None:
             self._backend.wait(Side.COMPUTE, running.end)
 
     def drop(self) -> None:
-        """The capture that it was part of failed."""
+        """Forget the fetch in flight: the capture that it was part of failed."""
         self._running = None
 
     def _begin(self, unit: int, states: torch.Tensor) -> None:

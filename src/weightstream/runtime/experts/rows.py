@@ -1,16 +1,16 @@
-"""Rows of the stacks of one unit that ids on the device name: brought to where its forward reads them.
+"""Rows of the stacks of one unit, named by ids on the device, and how a forward gets to read them.
 
 [Note: rows]
-A forward of experts reads those rows of stacks of matrices that ids on the device name, and the host never learns the
-ids. Where stacks are coded or cached, the buffer has room for all rows of each. There are two ways:
+A forward of experts reads those rows of its stacks that ids on the device name, and the host never learns the ids.
+Where stacks are compressed or cached, the buffer has room for all of their rows. There are two ways to read some:
 
-- `Rows.select`, where a forward copies the rows: what it gives stands in for a stack, and to be indexed gives these
-  rows alone, which coded ones are decoded into in place of a copy. So the product sees the values, shapes and strides
-  that it would have seen.
-- `Rows.place` brings each row that is named to its own place in the buffer, which the weights show. A forward that
-  touches no other rows then runs as it is. Where more are named than there are slots, they pass through these in waves.
+- `Rows.select` is for a forward that copies the rows which it uses. It returns a substitute for each stack; indexing
+  it gives the selected rows, decompressed into memory where the forward would have copied them. So the products see
+  the same values, shapes and strides.
+- `Rows.place` brings each row to its own place in the buffer, which the weights show. A forward that touches no other
+  rows then runs unchanged. If more rows are named than there are slots, they pass through the slots in waves.
 
-A forward that asks for nearly all rows, many times over, reads whole stacks from the buffer.
+A forward that uses nearly all rows, many of them several times, reads whole stacks from the buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weightstream.runtime.weights.decompression import BufferedUnit, unit_decode
 
 
 class SelectedRows:
-    """A stack of which rows are read: `[ids]` are those that were selected, in memory that the next ones overwrite."""
+    """A substitute for a stack: `[ids]` returns the selected rows, in memory that the next selection overwrites."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self._read = read
@@ -41,19 +41,15 @@ class SelectedRows:
 
 @dataclass(kw_only=True, slots=True)
 class Rows:
-    """What reads single rows of the stacks of a unit, by the ids of their tensor objects.
+    """Brings single rows of the stacks of a unit: implements `RowProvider`."""
 
-    `select` takes `most` ids at a time. `rest` brings what is no stack. `capturing` tells whether a graph is captured.
-    `look_ahead` is to be told the states of a call once its rows have come, where rows are fetched ahead.
-    """
-
-    num_rows: int
+    num_rows: int  # of each stack
     capturing: Callable[[], bool]
-    readings: Mapping[int, RowReader]
-    cache: SlotCache | None = None
-    rest: Callable[[], None] | None = None
+    readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
+    cache: SlotCache | None = None  # None: the stacks are compressed, and on the device as a whole
+    rest: Callable[[], None] | None = None  # brings the weights of the unit that are no stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
-    num_named: int = 0
+    num_named: int = 0  # ids in the last call
 
     @property
     def stacks(self) -> Collection[int]:
@@ -64,11 +60,11 @@ class Rows:
         return self.num_rows if self.cache is None else self.cache.num
 
     def places(self, num_ids: int) -> bool:
-        """Whether the call which names so many may have them placed. Each is to ask.
+        """As `RowProvider.places`: whether fetching the named rows is worth it.
 
-        Where they name nearly all rows, to copy the stacks in order is faster. That leaves the slots as they are, too:
-        so it does where a call names more ids than there are slots, more than the call before, as prompts do, and so
-        many that it would fetch about as much. What is captured is a step.
+        If nearly all rows are named, it is faster to copy whole stacks in order. That also leaves the slots as they
+        are. So a prompt copies whole stacks as well: a call that names more ids than there are slots, more than the
+        call before, and so many that it would fetch about as much. A captured call is always a decode step.
         """
         before, self.num_named = self.num_named, num_ids
         few = max(self.most, self.num_rows // 2, before)
@@ -76,12 +72,12 @@ class Rows:
         return is_step and num_ids <= NEARLY_ALL * self.num_rows
 
     def forget(self) -> None:
-        """Stacks were written to: what is in slots is stale."""
+        """Empty the slots, as the stacks were written to."""
         if self.cache is not None:
             self.cache.forget()
 
     def select(self, ids: torch.Tensor) -> dict[int, SelectedRows]:
-        """Stand-ins for the stacks, for these rows: on the device."""
+        """As `RowProvider.select`."""
         ids = ids.reshape(-1).to(torch.int64).contiguous()
         if self.rest is not None:
             self.rest()
@@ -89,15 +85,15 @@ class Rows:
         return {key: SelectedRows(partial(reading.read, *rows)) for key, reading in self.readings.items()}
 
     def place(self, ids: torch.Tensor) -> None:
-        """Bring these rows to where they are in the whole stacks."""
+        """As `RowProvider.place`."""
         ids = ids.reshape(-1).to(torch.int64)
-        ids = ids.clamp(0, self.num_rows - 1)  # one that is none would be an access outside
+        ids = ids.clamp(0, self.num_rows - 1)  # an id that names no row would be an access out of bounds
         rows = torch.full((self.num_rows,), -1, dtype=torch.int64, device=ids.device).scatter_(0, ids, ids)
         if self.rest is not None:
             self.rest()
         left = min(len(ids), self.num_rows)
         while left > 0:
-            rows = rows.sort(descending=True).values[:left].contiguous()  # where none is named costs a kernel, too
+            rows = rows.sort(descending=True).values[:left].contiguous()  # even a place without a row costs a kernel
             slots = None if self.cache is None else self.cache.resolve(rows)
             for reading in self.readings.values():
                 reading.put(rows, slots, places=rows)

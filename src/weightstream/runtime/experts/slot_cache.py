@@ -1,17 +1,17 @@
-"""A cache of rows: slots of the device for some rows of stacks that lie in host memory, found by ids that stay there.
+"""A cache of rows: device memory for some rows of stacks that are in host memory, found by ids that stay on the device.
 
 [Note: slots]
-A call names the rows that it uses. Those that have a slot are used where they are; each other one takes the slot that
-was used longest ago, and is fetched into it from where it lies. Rows of one call never take each other's slots: what is
-left over when none is free gets no slot, and is for the next call. Which row is where is known to the device alone: one
-kernel finds the slots, a second fetches what was missed, both on the compute stream, before what reads the slots. So no
-event orders them, and the host waits for nothing. A CPU does the same with lists.
+A call names the rows that it uses. A row that has a slot is a hit and is used there. A miss takes the least recently
+used slot, and is fetched into it from host memory. Rows of one call never take each other's slots: if no slot is free,
+the rest of the rows get none, and the caller names them again in its next call. Only the device knows which row is in
+which slot: one kernel finds the slots and a second one fetches the misses, both on the compute stream, before the
+kernels that read the slots. So no event orders them, and the host waits for nothing. A CPU does the same with lists.
 
 [Note: rows ahead]
-What the next call will name can be guessed while others compute, and fetched on another stream: a few of these rows
-that have no slot, into slots that the last call did not use. They get as old as those slots were, so a wrong guess is
-the next to go, and what was used last stays. `resolve` counts which were right. Where few are, guesses cost the link
-more than they save: the device itself leaves them out, but for one call in some, which finds out anew.
+The rows of the next call can be guessed, and fetched on another stream while this one computes: a few rows that have
+no slot, into slots that the last call did not use. These slots keep their age, so a wrong guess is evicted first and
+the rows that were used last stay. `resolve` counts which guesses were right. Where few are, guesses cost the link more
+than they save, and the kernel itself makes none, except in one call of 16, to see whether that has changed.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.schedule import aligned
 
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
-_PROGRAMS = 64  # they fill the link, and leave the other units to whoever computes beside
-_WARPS, _MOST_WARPS, _GUESS_WARPS = 4, 16, 1  # to guess takes many sums, which a warp has at once
-_PER_WARP = 64  # slots or ids
-_PUT = 1 << 16  # bytes that a program of the kernel copies from a slot to where whole stacks are
-_RECENT, _FEW, _PROBES = 64, 4, 16  # as the kernels have them: [Note: rows ahead]
+_PROGRAMS = 64  # enough to fill the link, and few enough to leave most of the GPU to kernels of other streams
+_WARPS, _MOST_WARPS = 4, 16
+_GUESS_WARPS = 1  # a guess takes many sums, and within one warp a sum needs no barrier
+_PER_WARP = 64  # slots or ids for each warp of `resolve`
+_PUT = 1 << 16  # bytes that a program of the kernel copies from a slot to the whole stack
+_RECENT, _FEW, _PROBES = 64, 4, 16  # the same numbers as in the kernels: [Note: rows ahead]
 
 
 class Found(NamedTuple):
-    """Rows that had a slot when they were named, and rows that were fetched then; rows that were fetched before, and
-    those of them that then were named."""
+    """Counts of rows."""
 
-    hits: int = 0
-    misses: int = 0
-    ahead: int = 0
-    used: int = 0
+    hits: int = 0  # had a slot when they were named
+    misses: int = 0  # had none, and were fetched then
+    ahead: int = 0  # were prefetched
+    used: int = 0  # were prefetched, and named by the next call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """Bytes of each row that lie in a row in the host's memory, by addresses of the device: flat uint8 for each row.
+    """A contiguous part of every row: for each row flat uint8 in host memory, by addresses of the device.
 
-    In a slot they begin at the byte `at`.
+    In a slot it begins at the byte `at`.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -71,7 +71,7 @@ class MissedRow(NamedTuple):
 
 
 class SlotCache:
-    """The slots of one unit: `resolve(ids)` gives the slot of each id's row, once it is there."""
+    """The slots of one unit: `resolve(ids)` returns the slot of each id's row, and fetches the rows that have none."""
 
     def __init__(self, stacks: Sequence[SlotStack], num_rows: int) -> None:
         self._stacks = list(stacks)
@@ -82,9 +82,9 @@ class SlotCache:
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of these rows, int64 of the same shape; what has none is fetched before any kernel that follows.
+        """The slots of these rows, int64 of the same shape. Misses are fetched before any later kernel of the stream.
 
-        An id below 0 names none, and its slot is -1; so is that of a row for which no slot is free.
+        The slot of an id below 0, which names no row, is -1; so is that of a row for which no slot is free.
         """
         try:
             if self._device is not None:
@@ -93,13 +93,13 @@ class SlotCache:
             self._copy(missed)
             return torch.tensor(slots, dtype=torch.int64, device="cpu")
         except BaseException:
-            self.forget()  # rows may have been given slots that they were not fetched into
+            self.forget()  # rows may have slots that they were not fetched into
             raise
 
     def fetch_ahead(self, ids: torch.Tensor, most: int) -> None:
-        """Fetch the first rows of these that have no slot, `most` at most: the next call may name them.
+        """Fetch the first of these rows that have no slot, up to `most`: the next call may name them.
 
-        As `resolve`, by who runs now; both are for one stream at a time.
+        It runs on the current stream, and must not run concurrently with `resolve`.
         """
         try:
             if self._device is not None:
@@ -111,13 +111,13 @@ class SlotCache:
             raise
 
     def forget(self) -> None:
-        """The rows changed: none has a slot any more."""
+        """Empty all slots, as the rows changed."""
         if self._device is not None:
             self._device.forget()
         self._table.forget()
 
     def counts(self) -> Found:
-        """What was found and fetched so far; waits for the device."""
+        """The counts so far. Waits for the device."""
         return self._device.counts() if self._device is not None else self._table.counts()
 
     def _clamped(self, ids: torch.Tensor) -> list[int]:
@@ -133,14 +133,14 @@ class SlotCache:
 
 
 class Lru:
-    """Which row is in which slot: what the kernels do, in Python."""
+    """The table of rows and slots: does in Python what the kernels do."""
 
     def __init__(self, num_slots: int) -> None:
         self._owners = [-1] * num_slots
         self._stamps = [-1] * num_slots
-        self._ahead: list[int] = []  # rows that were fetched since the last call
-        self._recent = 0  # such rows of late
-        self._useful = 0  # those of them that were named
+        self._ahead: list[int] = []  # rows that were prefetched since the last call
+        self._recent = 0  # prefetched rows, where older ones count less
+        self._useful = 0  # of these, the rows that were named
         self._step = 0
         self.hits = 0
         self.misses = 0
@@ -148,7 +148,7 @@ class Lru:
         self.used = 0
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[MissedRow]]:
-        """The slot of each, and the rows that have to be fetched, each with its slot."""
+        """The slot of each row, and the rows that have to be fetched."""
         slot_of = self._slot_of()
         named = [row for row in dict.fromkeys(rows) if row >= 0]
         used = {slot_of[row] for row in named if row in slot_of}
@@ -165,8 +165,8 @@ class Lru:
         return [slot_of.get(row, -1) for row in rows], missed
 
     def guess(self, rows: Sequence[int], most: int) -> list[MissedRow]:
-        """The rows that have to be fetched ahead, each with its slot."""
-        self._judge(())  # what was guessed before was for no call
+        """The rows that have to be fetched ahead."""
+        self._judge(())  # no call came after the last guess
         is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
         slot_of = self._slot_of()
         guarded = {slot_of[row] for row in rows if row in slot_of}
@@ -180,7 +180,7 @@ class Lru:
         return missed
 
     def counts(self) -> Found:
-        """As `Slots.counts`."""
+        """As `SlotCache.counts`."""
         return Found(self.hits, self.misses, self.ahead, self.used)
 
     def forget(self) -> None:
@@ -193,7 +193,7 @@ class Lru:
         return {row: slot for slot, row in enumerate(self._owners) if row >= 0}
 
     def _judge(self, named: Collection[int]) -> None:
-        """Count which guesses were right."""
+        """Count the guesses that were right."""
         used = len([row for row in self._ahead if row in named])
         self.used += used
         self._recent += len(self._ahead)
@@ -219,7 +219,7 @@ class _State(IntEnum):
 
 
 class _Tables(NamedTuple):
-    """What the kernels read and write, in one copy on the device; see `slot_kernels`."""
+    """The tensors that the kernels read and write; see `slot_kernels`."""
 
     slot_of: torch.Tensor  # of each row
     owner_of: torch.Tensor  # of each slot: its row
@@ -366,8 +366,10 @@ def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list
 def put_rows(
     slots: torch.Tensor, target: torch.Tensor, _: object, found: torch.Tensor, *, places: torch.Tensor
 ) -> None:
-    """Copy plain rows from these slots, uint8 of shape (slots, bytes), to these places of `target`; none where a slot
-    is negative."""
+    """Copy uncompressed rows from their slots to these places of `target`; a row whose slot is negative is left out.
+
+    `slots` is uint8 of shape (slots, bytes), `found` has the slot of each row.
+    """
     rows = target.view(len(target), -1).view(torch.uint8)
     nbytes = rows.shape[1]
     if slots.device.type == "cpu":
@@ -385,7 +387,7 @@ def put_rows(
 
 
 def _chunks(pieces: Sequence[RowPiece]) -> torch.Tensor:
-    """The chunks that any row may have: of which piece, and where in it they begin."""
+    """The chunks that any row may have, as pairs: the index of the piece, and the byte in it where the chunk begins."""
     longest = [max(data.numel() for data in piece.rows) for piece in pieces]
     parts = [torch.arange(0, nbytes, _CHUNK, dtype=torch.int64, device="cpu") for nbytes in longest]
     return torch.cat([torch.stack((torch.full_like(part, index), part), 1) for index, part in enumerate(parts)])

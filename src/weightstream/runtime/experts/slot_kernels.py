@@ -1,6 +1,6 @@
-"""Triton kernels of a cache of rows: two find slots for rows, one fetches those that are in none, one copies them.
+"""Triton kernels of a cache of rows: two find slots for rows, one fetches rows into slots, one copies rows from slots.
 
-None tells the host anything, and their grids are fixed: they run in a CUDA graph.
+They return nothing to the host, and their grids are fixed, so that a CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(2**31 - 1)  # a place in a call where no row is named
-MOST_AHEAD = tl.constexpr(8)  # rows that are fetched before a call, at most
-_RECENT = tl.constexpr(64)  # such rows, of which half are forgotten when there are more
-_FEW, _PROBES = tl.constexpr(4), tl.constexpr(16)  # where not one in so many was used, only one call in so many guesses
+NEVER = tl.constexpr(2**31 - 1)  # the first place of a row that the call does not name
+MOST_AHEAD = tl.constexpr(8)  # the most rows that are prefetched for a call
+_RECENT = tl.constexpr(64)  # above this number of prefetched rows, the counts of the past are halved
+_FEW, _PROBES = tl.constexpr(4), tl.constexpr(16)  # if less than one in 4 was used, only one call in 16 guesses
 
 
 @triton.jit
@@ -34,12 +34,12 @@ def resolve(
 ):
     """Give each row that `ids` name a slot, in one program.
 
-    A row that has none takes the one that was used longest ago, of those that hold none of this call; of slots as old
-    the first, and of rows the one that is named first. Where none is left, and of an id below 0, the slot is -1.
-    `missed` gets pairs of a row and its new slot. `first_at`, NEVER for each row, and `by_age` are room for the threads
-    to tell each other. IDS and SLOTS are powers of two. `state` counts: calls, rows missed in this one, rows that had a
-    slot, rows missed in all, rows that were fetched before this call, those in all, those that were used, and the last
-    two of late.
+    A miss takes the least recently used slot that holds no row of this call; of equally old slots the first one, and
+    rows that are named first choose first. The slot is -1 where no slot is left, and for an id below 0.
+    `missed` gets pairs of a row and its new slot. `first_at`, NEVER for each row, and `by_age` are scratch memory. IDS
+    and SLOTS are powers of two. `state` has nine counts: calls; misses of this call; hits; all misses; rows that were
+    prefetched for this call; all prefetched rows; prefetched rows that were used; and these two again with the past
+    halved now and then.
     """
     step, num_ahead = tl.load(state), tl.load(state + 4).to(tl.int32)  # before any thread can have counted this call
     s = tl.arange(0, IDS)
@@ -63,8 +63,8 @@ def resolve(
     guessed = tl.load(ahead + 2 * a, mask=a < num_ahead, other=0)
     used = tl.sum((tl.load(first_at + guessed, mask=a < num_ahead, other=NEVER) != NEVER).to(tl.int32))
     found = slot
-    if num > 0:  # mostly there is nothing to do
-        rank = tl.zeros([SLOTS], tl.int32)  # those of this call come last
+    if num > 0:  # most calls miss nothing
+        rank = tl.zeros([SLOTS], tl.int32)  # slots of this call have the highest stamp, and come last
         few: tl.constexpr = min(SLOTS, 16)
         for begin in range(0, SLOTS, few):
             other = begin + tl.arange(0, few)
@@ -114,17 +114,17 @@ def guess(
     IDS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Give the first MOST of the rows that `ids` name, and that have no slot, one before a call may ask for them.
+    """Give slots to the first MOST rows that `ids` name and that have none, before a call names them.
 
-    They take those that were used longest ago, but none that the last call used or that holds a row which is named
-    here. The slots stay as old as they are, so a wrong guess is the next to go. `ahead` gets pairs of a row and its
-    slot, `state` their number, 0 where too few of late were used. `guarded` is room for the threads.
+    They take the least recently used slots, except those that the last call used and those of rows that are named here.
+    The slots keep their age, so a wrong guess is evicted first. `ahead` gets pairs of a row and its slot, `state` their
+    number: 0 where too few of the recent guesses were used. `guarded` is scratch memory.
     """
     step = tl.load(state)
     recent, useful = (
         tl.load(state + 7) + tl.load(state + 4),
         tl.load(state + 8),
-    )  # what was guessed last was for no call
+    )  # no call came after the last guess
     useful = tl.where(recent > _RECENT, useful // 2, useful)
     recent = tl.where(recent > _RECENT, recent // 2, recent)
     is_off = (recent >= _PROBES) & (useful * _FEW < recent) & (step % _PROBES != 0)
@@ -167,11 +167,11 @@ def guess(
 
 @triton.jit
 def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr, CHUNKS: tl.constexpr):
-    """Copy the pieces of the rows that were missed, `count` of them, to their slots, shared evenly among the programs.
+    """Copy the pieces of `count` missed rows to their slots, shared evenly among the programs.
 
-    `sources` and `lengths` hold, for each row, the address and the bytes of each piece; `targets` for each piece where
-    it is in slot 0, and the bytes from a slot to the next; `chunks` for each chunk of a row its piece, and where in it
-    the chunk begins. Addresses and lengths are multiples of 8 bytes, and a chunk is 8192.
+    `sources` and `lengths` hold, for each row, the address and the bytes of each piece; `targets`, for each piece, its
+    address in slot 0 and the bytes from one slot to the next; `chunks`, for each chunk of a row, its piece and the byte
+    where the chunk begins in it. Addresses and lengths are multiples of 8 bytes, and a chunk is 8192 bytes.
     """
     total = tl.load(count).to(tl.int32) * CHUNKS
     word = tl.arange(0, 1024)
@@ -189,9 +189,9 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
 
 @triton.jit
 def copy_row_chunk(slots, stride, target, nbytes, found, places, CHUNK: tl.constexpr):
-    """Copy a chunk of a row from its slot to its place in a stack of such rows; nothing where the slot is negative.
+    """Copy a chunk of a row from its slot to its place in the whole stack; nothing where the slot is negative.
 
-    Slots are `stride` bytes from each other, rows `nbytes`, both multiples of 8.
+    Slots are `stride` bytes apart, rows of the stack `nbytes`; both are multiples of 8.
     """
     index, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(found + index)

@@ -1,4 +1,4 @@
-"""A stack of matrices: a weight of which single rows are read, decoded or from slots, and where each row lies.
+"""A stack of matrices: a weight of which single rows are read, and the memory where each row is.
 
 Knows homes and sources, no plan.
 """
@@ -23,14 +23,14 @@ from weightstream.runtime.experts.slot_cache import RowPiece, put_rows
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import Mapped, PageWindow, Pinned
 
-WORD = 8  # bytes, of which what is fetched is a multiple
+WORD = 8  # bytes: the fetch kernel copies whole words
 
 
 class RowReader(NamedTuple):
-    """How rows of a stack come to the buffer, by their ids, and by their slots where there are any.
+    """How rows of a stack are read: both functions take their ids and, of a cached stack, their slots.
 
-    `put` brings them to these `places` of the buffer, and passes over what is negative. `read` gives them in memory
-    that the next ones overwrite.
+    `put` brings them to their `places` in the buffer, and leaves negative ones out. `read` returns them in memory that
+    the next call overwrites.
     """
 
     put: Callable[..., None]
@@ -39,7 +39,7 @@ class RowReader(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Stack:
-    """A weight that is a stack of matrices, each of whole tiles, and where its rows go."""
+    """A weight that is a stack of matrices, each of whole tiles, and its place in the buffer, `out`."""
 
     home: Home
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Stack:
 
     @classmethod
     def of(cls, home: Home, buffer: torch.Tensor) -> Stack | None:
-        """The stack that a group is; None: it is none."""
+        """The group as a stack, or None where it is none."""
         (member, *others) = home.group.members
         shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
         is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
@@ -66,17 +66,17 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Of a plain row."""
+        """Of an uncompressed row."""
         return self.home.group.nbytes // self.num_rows
 
     def picking(self, coded: torch.Tensor) -> RowReader:
-        """What decodes rows of a stack that is coded as a whole."""
+        """A reader that decompresses rows of a stack whose compressed bytes are these."""
         assert self.home.layout is not None
         put, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
         return RowReader(put=put, read=partial(_put_first, put, target))
 
     def reading(self, slots: torch.Tensor) -> RowReader:
-        """What reads rows in slots, which hold them as the home does."""
+        """A reader of rows in slots, which hold them as the home does, compressed or not."""
         layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
         if layout is None:
             plain = slots[:, : self.nbytes].view(self.dtype)
@@ -85,7 +85,7 @@ class Stack:
         return RowReader(put=put, read=partial(_put_first, put, target))
 
     def heads(self) -> torch.Tensor:
-        """The starts and the bases of a coded stack, in host memory."""
+        """The starts and the bases of a compressed stack, in host memory."""
         layout = self.home.layout
         assert layout is not None
         return self._data()[layout.starts_at : layout.escapes_at]
@@ -94,7 +94,7 @@ class Stack:
         return self.out.view(self.dtype).view(self.shape)
 
     def _data(self) -> torch.Tensor:
-        """The bytes of the home as they are held."""
+        """The bytes of the home, compressed where it holds them so."""
         source = self.home.source
         if isinstance(source, PageWindow):
             window = source.window()
@@ -103,8 +103,10 @@ class Stack:
         return source.view if source.coded is None else source.coded
 
     def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
-        """Why single rows cannot be fetched from where they lie; None: they can be, or else, if it does not wait for
-        pages, nothing is known against it."""
+        """Reason why single rows cannot be fetched from their place, or None.
+
+        Without `waits` it does not wait for pages of a file, and None only says that no reason is known yet.
+        """
         source = self.home.source
         extents = source.extents if isinstance(source, Mapped) else ()
         if any(number % WORD for _, *span in extents for number in span):
@@ -116,7 +118,7 @@ class Stack:
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
 
     def pieces(self, backend: Backend) -> list[RowPiece]:
-        """What each row consists of in host memory that the device reads; none where it does not."""
+        """The pieces of the rows, in host memory that the device reads; none where it cannot read that memory."""
         if (segments := self.segments(backend)) is None:
             return []
         if (layout := self.home.layout) is None:
@@ -132,10 +134,10 @@ class Stack:
         return [words, RowPiece(rows=escapes, at=stride)]
 
     def segments(self, backend: Backend) -> list[torch.Tensor] | None:
-        """The bytes of the home, in order, by addresses of the device; None where it cannot read them."""
+        """The bytes of the home, in order, by addresses of the device; None where the device cannot read them."""
         source = self.home.source
         parts: Sequence[torch.Tensor | None]
-        if backend.device.type == "cpu":  # what is in a file may be gone when it is read: whole stacks tell that
+        if backend.device.type == "cpu":  # a file may have changed when it is read, which only whole stacks notice
             parts = [source.view if source.place is None else None]
         elif isinstance(source, PageWindow):
             parts = [source.shown(k) for k in range(len(source.extents))]
@@ -180,7 +182,7 @@ def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 
 
 def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:
-    """Why rows of these cannot all be fetched from where they lie, by the first that cannot; None: they can be."""
+    """Reason why rows of the first of these stacks that is not suited cannot be fetched from their place, or None."""
     for alias in sorted(aliases):
         stack = Stack.of(homes[alias], torch.empty(0, dtype=torch.uint8, device="cpu"))
         why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend, waits=waits)
@@ -190,11 +192,11 @@ def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend
 
 
 def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[RowPiece]:
-    """The pieces of rows of so many bytes each, which lie in these segments one after another; none where a row is cut
-    inside of a word.
+    """The pieces of rows of `nbytes` bytes, which lie in these segments one after another; none where a segment ends
+    inside a word.
 
-    Segments may end anywhere. Where one ends inside of a row all rows are cut, so that a piece is at one place in every
-    slot: files end between matrices, so that there are few such places.
+    Segments may end anywhere. Where one ends inside a row, all rows are cut there, so that a piece has one place in all
+    slots. There are few such places, as files usually end between matrices.
     """
     ends = list(accumulate(segment.numel() for segment in segments))
     if ends[-1] != num_rows * nbytes:
