@@ -182,7 +182,7 @@ class GraphRig(Rig):
             ahead=Ahead(self.graphs, 0, {}, lambda unit: None),
             **buffer,
         )
-        self.captures = StreamerGraphs(self.graphs, lambda: self.binding)
+        self.captures = StreamerGraphs(self.graphs, self)
         self.sync, self.join = self.captures.sync, self.captures.join
         self.wait_unit, self.release_unit = self.captures.wait, self.captures.release
 

@@ -146,6 +146,11 @@ class Plan(PlanReport):
         return self.streams(unit) or bool(self._in_buffer(unit))
 
     @cached_property
+    def opened_units(self) -> tuple[int, ...]:
+        """The order of the units that open."""
+        return tuple(unit for unit in self.manifest.order if self.opens(unit))
+
+    @cached_property
     def opened(self) -> frozenset[str]:
         """Alias groups that show other bytes while their unit computes: they stream, are decoded, or are cached."""
         streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in self.placed)

@@ -130,6 +130,8 @@ class Cursor:
 
     def is_behind(self, unit: int) -> bool:
         """Whether the unit stands in the order, but only before the cursor."""
+        if self.position < len(self.order) and self.order[self.position] == unit:
+            return False  # as in most steps
         return self._next(unit) is None and unit in self.order
 
     def reach(self, unit: int) -> Sequence[int]:

@@ -142,7 +142,7 @@ def test_no_kernel_sees_other_bytes(place: str, seed: int, nested: bool, monkeyp
 
 # Each takes one piece of order out of the source, or moves it to where it orders nothing.
 WAIT = "        if unit.streams:\n            self.engine.wait(unit.index)\n"
-DECODE = "        self.decode(unit.index)\n"
+DECODE = "        if unit.coded:\n            self.decode(unit.index)\n"
 MUTATIONS = {
     "decoding is queued before the fill is waited for": [(WAIT + DECODE, DECODE + WAIT)],
     "decoding is not queued": [(WAIT + DECODE, WAIT)],

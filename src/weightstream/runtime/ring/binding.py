@@ -106,7 +106,7 @@ class Binding:
         for face in found:
             face.member.touched = False
         for face in self.faces:
-            face.free()
+            face.member.unguard()
             if face.is_lazy:
                 face.guard_unread()
 
@@ -116,7 +116,7 @@ class Binding:
         self._step_end.mark()
         self._homes.guard()
         for face in self.faces:
-            face.guard()
+            face.member.guard(face.on_access)
         self.is_awake = False
 
     @unseen
@@ -148,7 +148,7 @@ class Binding:
         """Of every tensor that shows the ring or the buffer."""
         for face in self.faces:
             if self._is_ours(face.tensor):
-                face.show(face.home)
+                face.member.show(face.home)
                 face.agree()
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
@@ -184,7 +184,8 @@ class Binding:
             return
         if unit.streams:
             self.engine.wait(unit.index)
-        self.decode(unit.index)
+        if unit.coded:
+            self.decode(unit.index)
 
     def _forget_opening(self, unit: BoundUnit) -> None:
         unit.opened -= 1
@@ -224,22 +225,22 @@ class Binding:
             if has_views and borrowed is None and not watched:
                 self.look_for_kept(unit)
             self._forget_opening(unit)
-            if borrowed is None:
-                self.let_go(index)
+            if borrowed is None and unit.streams:
+                self.engine.release(index)
             if unit.opening.following is not None and (following := unit.opening.then()) is not None:
                 self.units[following].opening.find_early()
 
     def serve(self, face: StreamedTensor, view: torch.Tensor) -> None:
         """Show the true bytes, read outside of the face's unit, until `withdraw`."""
         self._served.append(face)
-        face.show(view)
+        face.member.show(view)
 
     def withdraw(self) -> None:
         """Show the homes again of all that were served; what the model has updated in there is taken over."""
         for face in self._served:
             if face.changed():
                 face.take()
-            face.show(face.home)
+            face.member.show(face.home)
         self._served.clear()
 
     def look_for_kept(self, unit: BoundUnit) -> None:
@@ -292,7 +293,7 @@ class Binding:
         self.abandon()
         updated = sorted({face.member.names[0] for face in self.faces if face.changed() or not face.in_ring()})
         for face in self.faces:
-            face.show(face.home)
+            face.member.show(face.home)
             face.agree()
         self.rest()
         if updated:
@@ -360,7 +361,7 @@ class Binding:
         self._show_homes()
         self._homes.unguard()
         for face in self.faces:
-            face.free()
+            face.member.unguard()
         self.engine.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from weightstream.errors import InvariantError, OffloadError
@@ -46,13 +46,19 @@ class GraphMode(Enum):
 # of a step, since it cannot know which graph comes.
 
 
+class HasBinding(Protocol):
+    """Has the binding in force: another plan has another."""
+
+    binding: Binding
+
+
 class Graphs:
     """Captures and launches. Not thread-safe: the streamer lets one step in at a time."""
 
-    def __init__(self, backend: Backend, binding: Callable[[], Binding]) -> None:
+    def __init__(self, backend: Backend, installed: HasBinding) -> None:
         self.recordings: WeakKeyDictionary[Any, Recording] = WeakKeyDictionary()
         self._backend = backend
-        self._binding = binding  # the one in force: another plan has another
+        self._installed = installed
         self._mode = GraphMode.IDLE
         self._recording: Recording | None = None  # of the capture that is under way
         self._last: Recording | None = None  # the piece captured last, if the step may go on behind it
@@ -70,7 +76,7 @@ class Graphs:
         which the copies are queued that the graph takes for granted."""
         if self._mode is not GraphMode.IDLE:
             self.resume_eager()
-        engine = self._binding().engine
+        engine = self._installed.binding.engine
         if not self._backend.capturing():
             if self._last is None:
                 engine.prime()  # planned, and outside of the graph
@@ -83,7 +89,7 @@ class Graphs:
             finally:
                 self._recording = None
                 self._move(GraphMode.CAPTURING, GraphMode.IDLE)
-                self._binding().ahead.join()
+                self._installed.binding.ahead.join()
                 recording.end()
         self._last = self.recordings[graph] = recording
 
@@ -92,7 +98,7 @@ class Graphs:
         recording = self.recording_of(graph)
         if self._mode is GraphMode.UNKNOWN:
             self.resume_eager()
-        engine = self._binding().engine
+        engine = self._installed.binding.engine
         engine.counters.steps += recording.begins
         with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
             engine.before_graph(recording.entry)
@@ -114,12 +120,13 @@ class Graphs:
 
     def sync(self) -> None:
         """Before an engine captures or launches a graph: make compute wait for every copy in flight."""
-        self._drop_failed()
+        if self._mode is GraphMode.CAPTURING_PIECE:
+            self._drop_failed()
         if self._mode is GraphMode.IDLE:
             self.resume_eager()
-            self._binding().abandon()  # what an error in an eager step left in use
-            self._binding().engine.prime()
-            self._binding().engine.settle()
+            self._installed.binding.abandon()  # what an error in an eager step left in use
+            self._installed.binding.engine.prime()
+            self._installed.binding.engine.settle()
             self._move(GraphMode.IDLE, GraphMode.UNKNOWN)
         if not self._backend.capturing():
             self._backend.prepare_graph()
@@ -129,14 +136,16 @@ class Graphs:
         if self._mode is GraphMode.CAPTURING_PIECE and self._recording is not None:
             self._last, self._recording = self._recording, None
             self._move(GraphMode.CAPTURING_PIECE, GraphMode.UNKNOWN)
-            self._binding().ahead.join()
+            self._installed.binding.ahead.join()
             self._last.end()
 
     def wait(self, unit: int) -> None:
         """Order compute after the unit's fill and decode the unit, in the recording or outside of one."""
-        binding, recording = self._binding(), self._current()
+        binding = self._installed.binding
+        recording = self._current()
         if recording is None:
-            self.resume_eager()
+            if self._last is not None or self._mode is GraphMode.UNKNOWN:
+                self.resume_eager()
             binding.enter(unit)
             binding.hold(unit)
             binding.decode(unit)
@@ -149,20 +158,21 @@ class Graphs:
 
     def release(self, unit: int) -> None:
         """The unit's last kernel is queued."""
+        binding = self._installed.binding
         recording = self._current()
-        self._binding().leave(unit)
+        binding.leave(unit)
         if recording is None:
-            self._binding().let_go(unit)
+            binding.let_go(unit)
         else:
             recording.release(unit)
 
     def resume_eager(self) -> None:
         """Units run eager from here on, or launches are announced: the engine has to know what is in the ring."""
         if self._last is not None and self._last.in_use:
-            self._binding().abandon()
+            self._installed.binding.abandon()
         self._last = None
         if self._mode is GraphMode.UNKNOWN:
-            self._binding().engine.forget_all()  # graphs that were not announced may have been launched
+            self._installed.binding.engine.forget_all()  # graphs that were not announced may have been launched
             self._move(GraphMode.UNKNOWN, GraphMode.IDLE)
 
     def heal(self) -> None:
@@ -170,30 +180,31 @@ class Graphs:
         self._recording = self._last = None
         if self._mode is not GraphMode.IDLE and not self._backend.capturing():
             self._mode = GraphMode.IDLE
-            self._binding().engine.forget_all()
+            self._installed.binding.engine.forget_all()
 
     def _copies(self) -> Iterator[Copy]:
         """Those that a step may make."""
-        engine = self._binding().engine
+        engine = self._installed.binding.engine
         streamed = (unit for unit in range(len(engine.fences)) if engine.plan.streams(unit))
         return chain.from_iterable(engine.copies[unit] for unit in streamed)
 
     def _current(self) -> Recording | None:
         """The recording that takes the units now."""
-        self._drop_failed()
+        if self._mode is GraphMode.CAPTURING_PIECE:
+            self._drop_failed()
         if self._recording is None and self._backend.capturing():
             if self._mode is GraphMode.IDLE:
                 raise OffloadError(CAPTURED)
-            self._recording = Recording(self._binding().engine, self._backend, self._last, deferred=False)
+            self._recording = Recording(self._installed.binding.engine, self._backend, self._last, deferred=False)
             self._move(GraphMode.UNKNOWN, GraphMode.CAPTURING_PIECE)
         return self._recording
 
     def _drop_failed(self) -> None:
-        """A piece whose capture is over without `join`."""
-        if self._mode is GraphMode.CAPTURING_PIECE and not self._backend.capturing():
+        """Drop the piece whose capture is over without `join`."""
+        if not self._backend.capturing():
             self._recording = None
             self._move(GraphMode.CAPTURING_PIECE, GraphMode.UNKNOWN)
-            self._binding().abandon()
+            self._installed.binding.abandon()
 
     def _move(self, before: GraphMode, after: GraphMode) -> None:
         if self._mode is not before:

@@ -74,24 +74,13 @@ class StreamedTensor:
         """The group that the tensor is of."""
         return self.member.spec.alias
 
-    def show(self, view: torch.Tensor) -> None:
-        self.member.show(view)
-
-    def guard(self) -> None:
-        """The home is shown, and no step is under way: notice who takes the memory out."""
-        self.member.guard(self.on_access)
-
     def guard_unread(self) -> None:
         """The home is shown in a step: decode it before it is read, where it holds nothing yet.
 
         All others are plain then, as torch takes other ways, with other bits, where a class sees its calls.
         """
         if self.source.is_undecoded:
-            self.guard()
-
-    def free(self) -> None:
-        """Be a plain tensor, whatever is in the memory."""
-        self.member.unguard()
+            self.member.guard(self.on_access)
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
@@ -162,7 +151,7 @@ class StreamedTensor:
         self.member.stride = data.stride()
         self._locate()
         self.home.copy_(source)
-        self.show(self.home)
+        self.member.show(self.home)
 
     def _was_written(self, training: bool) -> bool:
         """Whether a forward may have written without a version: norms in training mode do, and kernels with caches of
@@ -202,14 +191,23 @@ class UnitTensors:
     def to_ring(self) -> None:
         for face in self.faces:
             if face.is_lazy:  # all others are plain while a step is under way
-                face.free()
+                face.member.unguard()
             _DATA.__set__(face.tensor, face.ring)
         for shell in self._shells:
             shell.follow()
 
     def updated(self, training: bool) -> list[StreamedTensor]:
         """Those that a forward has changed, which are to be taken over before the homes are shown. Changes nothing."""
-        return [face for face in self.faces if face.has_update(training)]
+        found = []
+        for face in self.faces:  # nothing is called for a parameter that shows its bytes of the ring as they were
+            tensor, member = face.tensor, face.member
+            version = member.version if member.blind else tensor._version
+            is_in_ring = (tensor.data_ptr(), tensor.stride()) == face.ring_at
+            if is_in_ring and version == face.version and member.role is Role.PARAMETER:
+                continue
+            if face.has_update(training):
+                found.append(face)
+        return found
 
     def to_home(self) -> None:
         for face in self.faces:
@@ -231,15 +229,14 @@ class UnitTensors:
 
 
 def noticed(faces: Iterable[StreamedTensor]) -> list[StreamedTensor]:
-    """Those whose homes may have been written to since the versions agreed, or show data that somebody assigned."""
-    return [
-        face
-        for face in faces
-        if face.member.touched
-        or face.member.lent
-        or face.member.version != face.version
-        or face.tensor.data_ptr() != face.home_at
-    ]
+    """Those whose homes may have been written to since the versions agreed, or that show data which was assigned."""
+    found = []
+    for face in faces:
+        tensor, member = face.tensor, face.member
+        version = member.version if member.blind else tensor._version
+        if member.touched or member.lent or version != face.version or tensor.data_ptr() != face.home_at:
+            found.append(face)
+    return found
 
 
 def moving(faces: Sequence[StreamedTensor]) -> list[str]:

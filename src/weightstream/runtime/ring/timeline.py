@@ -193,11 +193,17 @@ class Timeline:
         self._plan: Plan
         self._num_steps = self._in_a_row = 0
         self._last_kind: Kind | None = None
-        self._timed: TimedStep | None = None  # where the marks of units go now
+        self.is_on = False  # marks of units go somewhere now; who makes them asks first, as most steps are not timed
+        self._timed: TimedStep | None = None  # the step that they go to
         self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
         self._reading = threading.RLock()
-        self._tracing: Tracing | None = None
+        self._tracing: Tracing | None = None  # the trace that they go to
+
+    def _mark_in(self, timed: TimedStep | None, tracing: Tracing | None) -> None:
+        self._timed = timed
+        self._tracing = tracing
+        self.is_on = timed is not None or tracing is not None
 
     def bind(self, plan: Plan) -> None:
         """Another plan comes into force: what was measured under the one before says nothing of it."""
@@ -229,7 +235,7 @@ class Timeline:
 
     def heal(self) -> None:
         """No step is under way, whatever was cut short."""
-        self._timed = None
+        self._mark_in(None, self._tracing)
         if self._tracing is not None:
             self._tracing.step = 0
 
@@ -249,7 +255,7 @@ class Timeline:
             return
         host_begin_s, begin = time.perf_counter(), self._backend.stamp(Side.COMPUTE)
         timed = TimedStep(self._plan, kind, begin)
-        self._timed = timed if is_due and inside else None
+        self._mark_in(timed if is_due and inside else None, tracing)
         if tracing is not None:
             tracing.num_steps += whole
             tracing.step = tracing.num_steps
@@ -263,7 +269,7 @@ class Timeline:
             if tracing is not None:
                 tracing.add_step(mark, kind.what, host_begin_s)
         finally:
-            self._timed = None
+            self._mark_in(None, self._tracing)
             if tracing is not None:
                 tracing.step = 0
 
@@ -286,10 +292,8 @@ class Timeline:
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
-    def begins(self, kind: SpanKind, unit: int, *, planned: bool = True) -> Mark | None:
+    def begins(self, kind: SpanKind, unit: int, *, planned: bool = True) -> Mark:
         """Compute has come to where the unit is needed, or the unit's copy may begin; `ends` takes what is returned."""
-        if self._timed is None and self._tracing is None:
-            return None
         now = self._backend.stamp(_SIDES[kind])
         mark = Mark(kind, unit, now, now, planned)
         if self._timed is not None:
@@ -299,10 +303,9 @@ class Timeline:
             self._tracing.add(mark, self._plan.manifest.units[unit].name, nbytes)
         return mark
 
-    def ends(self, mark: Mark | None) -> None:
-        """What compute has waited for is there, or the copy is queued."""
-        if mark is not None:
-            mark.end = self._backend.stamp(_SIDES[mark.kind])
+    def ends(self, mark: Mark) -> None:
+        """The copy that compute waits for is there, or the copy is queued."""
+        mark.end = self._backend.stamp(_SIDES[mark.kind])
 
     def releases(self, unit: int) -> None:
         """The unit's last kernel is queued."""
@@ -317,11 +320,12 @@ class Timeline:
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
         stamp = self._backend.stamp(Side.COMPUTE)
-        self._tracing = Tracing(trace, stamp, time.perf_counter(), self.tally.read())
+        self._mark_in(self._timed, Tracing(trace, stamp, time.perf_counter(), self.tally.read()))
 
     def end_trace(self) -> None:
         """The device is idle: what was recorded is in the trace now."""
-        tracing, self._tracing = self._tracing, None
+        tracing = self._tracing
+        self._mark_in(self._timed, None)
         if tracing is not None:
             tracing.finish(self._backend.seconds)
             tracing.trace.experts = since(tracing.experts, self.tally.read())

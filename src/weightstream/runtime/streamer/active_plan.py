@@ -66,7 +66,7 @@ class Installation:
         self.gate = Gate(block)
         self.replanning = replanning
         self.grains = [tuple(units) for units in grains]
-        self.graphs = Graphs(backend, lambda: self.binding)
+        self.graphs = Graphs(backend, self)
         self.counters = Counters()
         self.timeline = Timeline(backend, Tally(self._caches))
         self._on_close = on_close

@@ -534,7 +534,8 @@ def refuse_transforms() -> None:
 def refuse_foreign(modules: dict[str, nn.Module]) -> None:
     """Raise `OffloadError` if another library offloads one of these modules."""
     for name, module in modules.items():
-        if owner := _owner(module.__dict__):
+        attributes = module.__dict__
+        if ("_hf_hook" in attributes or "_diffusers_hook" in attributes) and (owner := _owner(attributes)):
             raise OffloadError(
                 f"{name or type(module).__name__} is already managed by {owner}: remove its hooks first. Two kinds of "
                 "offloading on one model cannot both know where a weight is."

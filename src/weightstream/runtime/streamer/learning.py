@@ -48,7 +48,7 @@ class _Orders:
         several entries. Its fills are known then: of what is skipped none is made.
         """
         before, self._before = self._before, sequence
-        planned = tuple(unit for unit in plan.manifest.order if plan.opens(unit))
+        planned = plan.opened_units
         if is_part or sequence == planned:
             self._ran = planned
         rest = iter(planned)

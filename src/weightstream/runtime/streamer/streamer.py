@@ -356,7 +356,12 @@ class Streamer(BaseStreamer):
         if self._modules.units[unit].picks:
             with self._gate.lock:
                 forward = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed) or forward
-        self._wait(unit) if fixed else self._open(unit)
+        with self._gate.lock:
+            if fixed:
+                self.graphs.wait(unit)
+            else:
+                self._installed.binding.open(unit)
+                self._learning.sequence.append(unit)
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
@@ -369,16 +374,12 @@ class Streamer(BaseStreamer):
         finally:
             self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
 
-    def _open(self, unit: int) -> None:
-        with self._gate.lock:
-            self._binding.open(unit)
-            self._learning.sequence.append(unit)
-
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
         watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the error, holds views
+        binding = self._installed.binding
         with self._gate.lock:
-            training = self._binding.units[unit].has_buffers and self._modules.trains(unit)
-            if self._binding.close(unit, output, training=training, watched=watched):
+            training = binding.units[unit].has_buffers and self._modules.trains(unit)
+            if binding.close(unit, output, training=training, watched=watched):
                 self._modules.hide(unit)
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
@@ -519,9 +520,6 @@ class Streamer(BaseStreamer):
     def wait_unit(self, unit: int) -> None:
         """What `weightstream::wait` does: order compute after the unit's fill."""
         self._modules.session.traced = True
-        self._wait(unit)
-
-    def _wait(self, unit: int) -> None:
         with self._gate.lock:
             self.graphs.wait(unit)
 
@@ -529,7 +527,7 @@ class Streamer(BaseStreamer):
         """What `weightstream::release` does: the unit's last kernel is queued."""
         with self._gate.lock:
             if output is not None:
-                self._binding.own_outputs(unit, output)
+                self._installed.binding.own_outputs(unit, output)
             self.graphs.release(unit)
 
     @contextmanager

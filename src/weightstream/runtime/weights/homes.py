@@ -343,8 +343,8 @@ class Homes:
 
     def written(self) -> set[str]:
         """Those in files that were written to in this process, by whom and how ever: the kernel knows."""
-        sources = ((alias, home.source) for alias, home in self.homes.items())
-        return written({a: s.place for a, s in sources if s.place is not None and s.reads_file})
+        places = {alias: home.source.place for alias, home in self.homes.items() if home.source.place is not None}
+        return written({alias: place for alias, place in places.items() if self.homes[alias].source.reads_file})
 
     def read(self, alias: str, member: Member) -> torch.Tensor:
         """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""
