@@ -148,15 +148,15 @@ def test_what_is_said_of_a_link(
 def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
     has_link(monkeypatch, None, None, None)
     found, _ = checked(checks.link, link_bytes_per_s=55e9)
-    assert found.text.endswith("as nvidia-ml-py is missing")
+    assert found.text.endswith("as nvidia-ml-py is not installed")
     assert found.mark == "note"
 
 
 @pytest.mark.parametrize(
     ("node", "local", "allowed", "mark", "said"),
     [
-        (None, set(), {0, 1}, "note", "not shown"),
-        (1, set(), {0, 1}, "note", "not shown"),
+        (None, set(), {0, 1}, "note", "one node, or unknown"),
+        (1, set(), {0, 1}, "note", "one node, or unknown"),
         (0, {0, 1, 2}, {1, 2, 3, 4}, "ok", "2 of 4 usable cores"),
         (1, {8, 9}, {0, 1}, "better", "0 of 2 usable cores"),
     ],
@@ -179,7 +179,7 @@ def test_links_that_share_something(together: list[float], mark: str, monkeypatc
     system: Any = SimpleNamespace(gpus=[torch.device("cuda", index) for index in range(2)])
     (found,) = checks.links_at_once(system)
     assert found.mark == mark
-    assert f"{sum(together) / 1e11:.0%} of what they reach one by one" in found.text
+    assert f"{sum(together) / 1e11:.0%} of their rates one at a time" in found.text
     assert ("switch" in found.remedy) is (mark == "better")
     assert found.value == {"alone": [50e9, 50e9], "together": together}
 
@@ -235,11 +235,11 @@ def test_links_are_measured_one_by_one_and_together() -> None:
 @pytest.mark.parametrize(
     ("age", "load", "mark", "said"),
     [
-        (0, 0.0, "ok", "just now, while others used 0% of the GPU"),
-        (-5, 0.2, "ok", "just now, while others used 20% of the GPU"),
-        (61, 0.21, "better", "1 minute ago, while others used 21% of the GPU"),
+        (0, 0.0, "ok", "just now, while other processes used 0% of the GPU"),
+        (-5, 0.2, "ok", "just now, while other processes used 20% of the GPU"),
+        (61, 0.21, "better", "1 minute ago, while other processes used 21% of the GPU"),
         (2 * 3600, 0.0, "ok", "2 hours ago"),
-        (3.5 * 86400, 1.0, "better", "3 days ago, while others used 100%"),
+        (3.5 * 86400, 1.0, "better", "3 days ago, while other processes used 100%"),
         (60, -1.0, "ok", "an unknown share of the GPU"),
         (NOW, 0.0, "ok", "at an unknown time"),
     ],
@@ -257,7 +257,7 @@ def test_what_is_said_of_a_profile(
 @pytest.mark.parametrize(
     ("policy", "mark", "said"),
     [
-        ("passive", "ok", "OMP_WAIT_POLICY=passive: waiting compute threads leave their core"),
+        ("passive", "ok", "OMP_WAIT_POLICY=passive: waiting compute threads sleep"),
         ("PASSIVE", "ok", "OMP_WAIT_POLICY=PASSIVE"),
         ("active", "better", "OMP_WAIT_POLICY=active: waiting compute threads may spin"),
         (None, "better", "OMP_WAIT_POLICY is not set"),
@@ -403,7 +403,7 @@ def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "8.0 GB/s" in run(disk, "--measure").stdout
     shown = run(disk)
     assert "8.0 GB/s" in shown.stdout
-    assert "just now, while others used 50% of the processor" in shown.stdout
+    assert "just now, while other processes used 50% of the processor" in shown.stdout
     assert shown.exit_code == 0
 
 
@@ -437,7 +437,7 @@ def test_a_driver_that_nothing_tells_of(disk: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "nvidia-ml-py" else "1")
     result = run(disk)
     assert result.exit_code == 1
-    assert "an unknown driver" in result.stdout
+    assert "driver unknown" in result.stdout
     assert "pip install nvidia-ml-py" in result.stdout
 
 

@@ -31,7 +31,7 @@ def no_memory(nbytes: int) -> torch.Tensor:
 def test_processes_measure_from_when_they_meet() -> None:
     barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: multi_gpu_links.beside(CPU, barrier.wait), range(2)))
+        found = list(pool.map(lambda _: multi_gpu_links.shared_link_rate(CPU, barrier.wait), range(2)))
     assert all(1e6 < rate < math.inf for rate in found)
 
 
@@ -43,7 +43,7 @@ def test_who_cannot_measure_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(multi_gpu_links, "private_backend", failing)
     met: list[None] = []
-    assert multi_gpu_links.beside(CPU, lambda: met.append(None)) == math.inf
+    assert multi_gpu_links.shared_link_rate(CPU, lambda: met.append(None)) == math.inf
     assert len(met) == 1
     assert "as fast as alone" in caplog.text
 
@@ -56,7 +56,7 @@ def test_what_others_refuse_is_raised_and_nobody_meets_twice() -> None:
         raise OffloadError("rank 1 refused: no memory")
 
     with pytest.raises(OffloadError, match="rank 1 refused"):
-        multi_gpu_links.beside(CPU, refused)
+        multi_gpu_links.shared_link_rate(CPU, refused)
     assert len(met) == 1
 
 
@@ -68,7 +68,7 @@ def test_what_processes_add_up_is_timed_once_they_know_each_other() -> None:
         calls.append(tensor.nbytes)
 
     backend = CpuBackend()
-    rate = multi_gpu_links.summed(backend, lambda: calls.append(None), add_up)
+    rate = multi_gpu_links.all_reduce_rate(backend, lambda: calls.append(None), add_up)
     backend.close()
     assert calls == [None, *[64 << 20] * 16]
     assert rate == pytest.approx((64 << 20) / 0.01, rel=0.5)
@@ -81,17 +81,17 @@ def test_ranks_plan_with_the_link_that_they_have_together(
     """On CPUs nothing is measured: their memory is one."""
     met: list[None] = []
 
-    def beside(_: torch.device, meet: Callable[[], object]) -> float:
+    def shared_link_rate(_: torch.device, meet: Callable[[], object]) -> float:
         meet()
         return 7e9
 
-    def summed(_: Any, meet: Callable[[], object], add_up: Callable[[Any], object]) -> float:
+    def all_reduce_rate(_: Any, meet: Callable[[], object], add_up: Callable[[Any], object]) -> float:
         meet()
         add_up(None)
         return 3e9
 
-    monkeypatch.setattr(multi_gpu_links, "beside", beside)
-    monkeypatch.setattr(multi_gpu_links, "summed", summed)
+    monkeypatch.setattr(multi_gpu_links, "shared_link_rate", shared_link_rate)
+    monkeypatch.setattr(multi_gpu_links, "all_reduce_rate", all_reduce_rate)
     agreed: Any = lambda config, machine: (config, machine)  # noqa: E731
     apart: list[tuple[str, torch.device]] = []
     added: list[Any] = []

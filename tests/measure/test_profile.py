@@ -49,7 +49,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others use a quarter of the processor, at a time that stands still."""
+    """Others use a quarter of the processor, at a time that stands still; nothing is announced yet."""
+    profile._say_unmeasured.cache_clear()
     monkeypatch.setattr(machine, "cpu_load", lambda: MEASURED.load)
     monkeypatch.setattr(profile.time, "time", lambda: MEASURED.measured_at)
 
@@ -442,7 +443,7 @@ def test_a_profile_is_json_both_ways() -> None:
     ("text", "said"),
     [
         ('{"link_gbps": 3}', "link_gbps"),
-        ('{"decode2_bytes_per_s": 1e12}', "knows no decode2_bytes_per_s: measure it again there"),
+        ('{"decode2_bytes_per_s": 1e12}', "knows no decode2_bytes_per_s: measure again on that machine"),
         ('{"link_bytes_per_s": 0}', "link_bytes_per_s is 0"),
         ('{"handover_s": -1}', "handover_s is -1"),
         ('{"disk_bytes_per_s": Infinity}', "disk_bytes_per_s is inf"),
@@ -501,7 +502,7 @@ def test_a_doubted_profile_is_measured_again(
     profile.save_profile(CPU, replace(found, **changed))
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
-    assert "measured again when that is next needed" in caplog.text
+    assert "the next load measures it again" in caplog.text
     assert profile.load_profile(CPU) is None
     assert profile.profile_for(backend) == measured[1]
     assert len(measured) == 2
@@ -593,16 +594,15 @@ def test_kernels_that_take_a_while_are_said_once(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.usefixtures("trials")
-def test_a_first_use_is_said_at_once(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_is_announced_at_once(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the log shows no INFO, stderr does, also where it is no terminal."""
-    profile._first_use.cache_clear()
     for _ in range(2):
         profile.prepare_decoding(torch.device(device), ())
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"weightstream: {device} is used for the first time: it is measured" in said
+    assert f"weightstream: no profile of {device} yet: measuring it" in said
     profile.save_profile(torch.device(device), MEASURED)
-    profile._first_use.cache_clear()
+    profile._say_unmeasured.cache_clear()
     profile.prepare_decoding(torch.device(device), ())
     assert not capsys.readouterr().err
 
@@ -657,10 +657,18 @@ def test_no_rate_is_measured_where_kernels_do_not_run(trials: list[Future[str | 
 def test_measuring_is_said_once(
     backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In one line, whether or not it was announced before; each measurement in one of its own."""
     with caplog.at_level(logging.INFO, "weightstream"):
+        profile.prepare_decoding(CPU, (), progress=False)
         for _ in range(2):
             profile.profile_for(backend, progress=False)
-    assert "".join(caplog.messages).count("measuring cpu") == 1
+        assert "".join(caplog.messages).count("measuring") == 1
+        profile.profile_for(backend, anew=True, progress=False)
+        assert "".join(caplog.messages).count("measuring") == 2
+        profile._path(CPU).write_text(profile.to_json(replace(MEASURED, measured_at=0.0)))
+        profile.doubt(CPU)
+        profile.profile_for(backend, progress=False)
+        assert "".join(caplog.messages).count("measuring") == 3
     assert capsys.readouterr().err == ""
 
 
@@ -765,7 +773,7 @@ def test_rates_of_decoding_that_cannot_be_measured_are_assumed(
     lacks = replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED))
     found = profile.with_decoding(backend, lacks, ["float16"])
     assert found == replace(lacks, decode_float16_bytes_per_s=backend.profile.decode_float16_bytes_per_s)
-    assert "how fast it decodes cannot be measured (division by zero) and is assumed" in caplog.text
+    assert "decoding cannot be measured (division by zero): its speed is assumed" in caplog.text
 
 
 def test_decoding_alone_is_measured(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,8 +283,8 @@ def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machi
     """What the ranks agree on; links are as fast as while all of them copy, as they do in a step."""
     if backend.device.type != "cpu":
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
-        machine = multi_gpu_links.at_most(machine, multi_gpu_links.beside(backend.device, ranks.confirm))
-        rate = multi_gpu_links.summed(backend, ranks.confirm, ranks.add_up)
+        machine = multi_gpu_links.at_most(machine, multi_gpu_links.shared_link_rate(backend.device, ranks.confirm))
+        rate = multi_gpu_links.all_reduce_rate(backend, ranks.confirm, ranks.add_up)
         machine = replace(machine, profile=replace(machine.profile, ranks_bytes_per_s=rate))
     return ranks.agreed(config, machine)
 

@@ -1,4 +1,4 @@
-"""The checks of `weightstream doctor`: what is looked at, the facts found, and the remedies. Prints nothing."""
+"""The checks of `weightstream doctor`: facts about this machine, verdicts and remedies. Prints nothing."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ _QUANTISING = MappingProxyType(
         "torchao": "int8, float8, int4",
         "compressed-tensors": "checkpoints of LLM Compressor",
         "gguf": "GGUF in diffusers",
-        "gptqmodel": "checkpoints of GPTQ and AWQ; GPTQ needs optimum, too",
-        "kernels": "float8 of transformers as stored; otherwise each module unpacks its own",
+        "gptqmodel": "checkpoints of GPTQ and AWQ; GPTQ also needs optimum",
+        "kernels": "float8 of transformers as stored; else each module is dequantised as it runs",
     }
 )
 _GOOD_SHARE = 0.75  # of the link's rate
-_LAUNCH_S = 300e-6  # of a kernel from Python, at most; an idle machine takes 5 to 30 us
+_LAUNCH_S = 300e-6  # a good launch of a kernel from Python takes less; an idle machine takes 5 to 30 us
 _FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
 _LINKS_S = 0.3
 
 
 class Finding(NamedTuple):
-    """A fact, how good it is, the remedy, and the bare number.
+    """A fact as text, its mark, a remedy, and the value in bytes, seconds or rates, for JSON.
 
-    A mark is `ok`, `note`, `better` (there is something to gain), `missing` or `broken`.
+    A mark is `ok`, `note`, `better` (it could be), `missing` or `broken`.
     """
 
     label: str
@@ -76,13 +76,25 @@ class Finding(NamedTuple):
     value: Any = None
 
 
+class SectionFinding(NamedTuple):
+    section: str
+    finding: Finding
+
+
+class Examination(NamedTuple):
+    """All findings in the order of their sections, and the machine's profile."""
+
+    findings: list[SectionFinding]
+    profile: Profile
+
+
 def _judged(label: str, text: str, is_good: bool, remedy: str, value: Any = None) -> Finding:
     return Finding(label, text, "ok" if is_good else "better", "" if is_good else remedy, value)
 
 
 @dataclass(kw_only=True)
 class CheckedSystem:
-    """What checks look at."""
+    """The device, GPUs and folder that checks examine."""
 
     backend: Backend
     gpus: Sequence[torch.device]  # in use
@@ -101,8 +113,8 @@ class CheckedSystem:
 Check = Callable[[CheckedSystem], Iterator[Finding]]
 
 
-def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple[str, Finding]], Profile]:
-    """The findings on this machine, each with its section, and the machine's profile."""
+def examine(device: str | None, folder: Path, *, anew: bool) -> Examination:
+    """Run all checks on this machine. `folder` is where disk reads are measured; `anew` measures the profile again."""
     wanted = device or ("cuda" if cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
@@ -113,8 +125,14 @@ def examine(device: str | None, folder: Path, *, anew: bool) -> tuple[list[tuple
         if is_on_gpu and wanted == "cuda":
             gpus = [torch.device("cuda", index) for index in range(torch.accelerator.device_count())]
         system = CheckedSystem(backend=backend, gpus=gpus, folder=folder.resolve(), wants_gpu=wanted != "cpu")
-        rows = [(section, check) for section, num_gpus, checks in CHECKS if num_gpus <= len(gpus) for check in checks]
-        return [(section, finding) for section, check in rows for finding in check(system)], backend.profile
+        findings = [
+            SectionFinding(section.name, finding)
+            for section in SECTIONS
+            if section.num_gpus <= len(gpus)
+            for check in section.checks
+            for finding in check(system)
+        ]
+        return Examination(findings, backend.profile)
 
 
 def no_gpu(*, is_wanted: bool) -> Finding:
@@ -122,9 +140,9 @@ def no_gpu(*, is_wanted: bool) -> Finding:
     gpus, driver, visible = machine.nvidia_gpus(), nvml.driver_version(), os.environ.get("CUDA_VISIBLE_DEVICES")
     hardware = f"an NVIDIA GPU ({', '.join(gpus)})" if gpus else "no NVIDIA GPU"
     if driver is None and gpus and _version(_NVML) is None:
-        text, remedy = f"{hardware}, and an unknown driver", f"pip install {_NVML}"
+        text, remedy = f"{hardware}, driver unknown", f"pip install {_NVML}"
     elif driver is None:
-        text = f"{hardware}, and no driver"
+        text = f"{hardware}, no driver"
         remedy = "Install NVIDIA's driver" if gpus else "If there is one, install NVIDIA's driver"
         remedy += "; in a container, pass the GPU in: docker run --gpus all ..."
     elif torch.version.cuda is None:
@@ -135,7 +153,7 @@ def no_gpu(*, is_wanted: bool) -> Finding:
         text, remedy = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
     else:
         text = f"driver {driver}, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it"
-        remedy = "Does nvidia-smi work? If not, update the driver, or install a torch that is built for an older CUDA."
+        remedy = "If nvidia-smi fails, update the driver; else install a torch that is built for an older CUDA."
     mark = "broken" if gpus or driver is not None or is_wanted else "note"
     return Finding("device", f"{text}: weightstream runs on the CPU", mark, remedy)
 
@@ -158,15 +176,15 @@ def link(system: CheckedSystem) -> Iterator[Finding]:
     now, best = nvml.link_now(system.facts.pci), nvml.link_at_best(system.facts.pci)
     rate = system.backend.profile.link_bytes_per_s
     text = f"{per_second(rate)} from pinned memory"
-    if now is None or rate > now.bytes_per_s:  # a virtual machine may show another link than there is
+    if now is None or rate > now.bytes_per_s:  # a virtual machine may report a wrong link
         shown = "" if now is None else f" (shown: {now})"
-        why = "as in many virtual machines" if _version(_NVML) else f"as {_NVML} is missing"
-        yield Finding("PCIe", f"generation and width are unknown, {why}{shown}", "note")
+        why = "as in many virtual machines" if _version(_NVML) else f"as {_NVML} is not installed"
+        yield Finding("PCIe", f"generation and width unknown, {why}{shown}", "note")
         yield Finding("host to GPU", text, value=rate)
         return
     is_best = best is None or best.bytes_per_s <= now.bytes_per_s
     verdict = f"{now}, the best of this GPU and slot" if is_best else f"{now} under load, where {best} is possible"
-    remedy = "Try another slot; look at the riser, and in the BIOS at generation and bifurcation."
+    remedy = "Try another slot; check the riser, and generation and bifurcation in the BIOS."
     yield _judged("PCIe", verdict, is_best, remedy, asdict(now))
     share = rate / now.bytes_per_s
     text += f", {share:.0%} of the link's {per_second(now.bytes_per_s)}"
@@ -179,7 +197,7 @@ def numa_node(system: CheckedSystem) -> Iterator[Finding]:
     node, cores = numa.node_of(system.facts.pci), system.cores
     local = numa.cores_of(node or 0)
     if node is None or not local:
-        yield Finding("NUMA", "one node, or not shown here", "note")
+        yield Finding("NUMA", "one node, or unknown", "note")
         return
     text = f"the GPU is on node {node}, as are {len(local & cores)} of {len(cores)} usable cores"
     remedy = f"numactl --cpunodebind={node} --membind={node} weightstream ..."
@@ -196,7 +214,7 @@ def pinning(system: CheckedSystem) -> Iterator[Finding]:
     if pins_read_only(system.backend.device.index):
         yield Finding("file pages", "can be pinned in place, in the page cache")
     else:
-        yield Finding("file pages", "cannot be pinned by this device: checkpoints are staged through RAM", "note")
+        yield Finding("file pages", "cannot be pinned for this device: checkpoints are staged through RAM", "note")
 
 
 def links_at_once(system: CheckedSystem) -> Iterator[Finding]:
@@ -205,8 +223,8 @@ def links_at_once(system: CheckedSystem) -> Iterator[Finding]:
         alone = [multi_gpu_links.rates([backend], _LINKS_S)[0] for backend in backends]
         together = multi_gpu_links.rates(backends, _LINKS_S)
     share = sum(together) / sum(alone)
-    text = f"{' + '.join(map(per_second, together))} at once, {share:.0%} of what they reach one by one"
-    remedy = "They share a PCIe switch, or host memory is too slow for all: several GPUs gain less."
+    text = f"{' + '.join(map(per_second, together))} at once, {share:.0%} of their rates one at a time"
+    remedy = "The GPUs share a PCIe switch, or host memory is too slow for all of them: several GPUs gain less."
     yield _judged("links", text, share >= _GOOD_SHARE, remedy, {"alone": alone, "together": together})
 
 
@@ -214,7 +232,7 @@ def hops(system: CheckedSystem) -> Iterator[Finding]:
     first, others = system.backend, [device for device in system.gpus if device != system.backend.device]
     seconds = [statistics.median(multi_gpu_links.hops_s(first, device, _LINKS_S)) for device in others]
     text = f"{milliseconds(max(seconds))} to move the hidden states of a token to another GPU"
-    remedy = "They go through host memory, not directly: check nvidia-smi topo -p2p r, and ACS in the BIOS."
+    remedy = "The copies go through host memory, not directly: check nvidia-smi topo -p2p r, and ACS in the BIOS."
     yield _judged("hops", text, all(cuda.peers(first.device, others)), remedy, seconds)
 
 
@@ -231,14 +249,14 @@ def processor(system: CheckedSystem) -> Iterator[Finding]:
 
 
 def waiting(system: CheckedSystem) -> Iterator[Finding]:
-    """Whether waiting compute threads leave a core to the thread that copies, where cores are few."""
+    """On a host with few cores, whether waiting compute threads leave a core to the copy thread."""
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
     if num_cores > _FEW_CORES:
         return
     is_passive = (policy or "").strip().lower() == "passive"
     setting = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set"
-    effect = "leave their core" if is_passive else f"may spin, and few of {num_cores} cores are left"
-    text = f"{setting}: waiting compute threads {effect} to copies"
+    effect = "sleep" if is_passive else f"may spin, which takes cores (of {num_cores}) from copies"
+    text = f"{setting}: waiting compute threads {effect}"
     yield _judged("waiting", text, is_passive, "export OMP_WAIT_POLICY=passive", policy)
 
 
@@ -246,19 +264,19 @@ def pinning_limits(_: CheckedSystem) -> Iterator[Finding]:
     yield Finding("limits", describe_limits())
     anonymous, shared = machine.huge_pages()
     text = f"{anonymous or 'unknown'}, in shared memory {shared or 'unknown'}"
-    remedy = "Pinning is faster with them: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    remedy = "Huge pages make pinning faster: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     yield _judged("huge pages", text, anonymous != "never", remedy)
 
 
 def measured(system: CheckedSystem) -> Iterator[Finding]:
     profile, device = system.backend.profile, "GPU" if system.gpus else "processor"
     if not profile.machine:
-        yield Finding("measured", "nothing, for the reason above: these speeds are assumed", "broken")
+        yield Finding("measured", "nothing, for the reason logged above: these speeds are assumed", "broken")
         return
     others = f"{profile.load:.0%}" if profile.load >= 0 else "an unknown share"
     when = _ago(time.time() - profile.measured_at) if profile.measured_at else "at an unknown time"
-    text = f"{when}, while others used {others} of the {device}"
-    remedy = "Measure again while nothing else runs there: weightstream doctor --measure"
+    text = f"{when}, while other processes used {others} of the {device}"
+    remedy = f"Measure again while nothing else uses the {device}: weightstream doctor --measure"
     yield _judged("measured", text, profile.load <= QUIET, remedy, profile.measured_at)
 
 
@@ -272,12 +290,15 @@ def _ago(seconds: float) -> str:
 def speeds(system: CheckedSystem) -> Iterator[Finding]:
     profile = system.backend.profile
     latency, handover = map(milliseconds, (profile.copy_latency_s, profile.handover_s))
-    yield Finding("copies", f"{per_second(profile.link_bytes_per_s)}, {latency} more for each, {handover} to hand over")
+    yield Finding(
+        "copies",
+        f"{per_second(profile.link_bytes_per_s)}, plus {latency} per copy and {handover} per handover to a kernel",
+    )
     yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
     yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
-    text = f"{milliseconds(profile.op_s)} at least, {milliseconds(profile.op_launch_s)} to launch from Python"
+    text = f"at least {milliseconds(profile.op_s)}, {milliseconds(profile.op_launch_s)} to launch from Python"
     remedy = "Measure again when idle: weightstream doctor --measure"  # a busy machine launches slowly
     yield _judged("kernels", text, profile.op_launch_s <= _LAUNCH_S, remedy, profile.op_launch_s)
 
@@ -285,24 +306,24 @@ def speeds(system: CheckedSystem) -> Iterator[Finding]:
 def compressed(system: CheckedSystem) -> Iterator[Finding]:
     device, profile = system.backend.device, system.backend.profile
     rates = {dtype: profile.decode_bytes_per_s(dtype) for dtype in ELEMENTS}
-    text = "lossless: decoded at " + ", ".join(f"{per_second(rate)} ({dtype})" for dtype, rate in rates.items())
+    text = "decoded without loss at " + ", ".join(f"{per_second(rate)} ({dtype})" for dtype, rate in rates.items())
     label = "compressed weights"
     if device.type == "cpu":
-        yield Finding(label, f"{text}: used on request only, --codec compressed", "note", value=rates)
+        yield Finding(label, f"{text}: used with --codec compressed only", "note", value=rates)
     elif reasons := [reason for dtype in ELEMENTS if (reason := coding.why_not(device, dtype)) is not None]:
-        remedy = "Weights move uncompressed, 1.4 times the bytes. pip install -U triton, or a torch that brings it."
+        remedy = "Weights move uncompressed: 1.4 times the bytes. pip install -U triton, or a torch that includes it."
         yield Finding(label, f"cannot be used: {reasons[0]}", "better", remedy)
     else:
-        yield Finding(label, f"{text}, plus {milliseconds(profile.decoding_s)} a launch", value=rates)
+        yield Finding(label, f"{text}, plus {milliseconds(profile.decoding_s)} per launch", value=rates)
 
 
 def reads(system: CheckedSystem) -> Iterator[Finding]:
     folder = system.folder
     try:
         if (free := shutil.disk_usage(folder).free) < 2 * _FILE_NBYTES:
-            raise OSError(f"a scratch file takes {_FILE_NBYTES} bytes, and {free} are free")
+            raise OSError(f"a scratch file takes {human(_FILE_NBYTES)}, and {human(free)} are free")
         with NamedTemporaryFile(dir=folder, prefix=".weightstream-doctor-") as scratch:
-            noise = os.urandom(8 << 20)  # which no file system compresses
+            noise = os.urandom(8 << 20)  # not compressible by a file system
             for _ in range(_FILE_NBYTES // len(noise)):
                 scratch.write(noise)
             scratch.flush()
@@ -314,13 +335,13 @@ def reads(system: CheckedSystem) -> Iterator[Finding]:
         yield Finding("reads", f"not measured: {error}", "note", "Name a folder to write to: --path FOLDER")
         return
     text = f"{per_second(rate)} in {folder}{'' if file.is_direct else ', through the page cache'}"
-    remedy = "This file system takes no direct reads: keep weights on a local disk."
+    remedy = "This file system refuses direct reads: keep weights on a local disk."
     yield _judged("reads", text, file.is_direct, remedy, rate)
 
 
 def installed(system: CheckedSystem) -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("torch", "safetensors", *_OPTIONAL)}
-    versions["torch"] = str(torch.__version__)  # with the CUDA that it was built for
+    versions["torch"] = str(torch.__version__)  # includes the CUDA version that it was built for
     yield Finding("installed", _listed(versions), value=versions)
     for name, purpose in _OPTIONAL.items():
         if versions[name] is None and (system.gpus or name not in ("triton", _NVML)):
@@ -331,7 +352,7 @@ def quantised(_: CheckedSystem) -> Iterator[Finding]:
     versions = {name: _version(name) for name in _QUANTISING}
     missing = [f"{name} ({_QUANTISING[name]})" for name, version in versions.items() if not version]
     remedy = f"Where checkpoints need it, pip install {', '.join(missing)}" if missing else ""
-    text = _listed(versions) or "none of their libraries"
+    text = _listed(versions) or "no library is installed"
     yield Finding("quantised", text, "note" if missing else "ok", remedy, versions)
 
 
@@ -346,12 +367,20 @@ def _version(package: str) -> str | None:
         return None
 
 
-CHECKS: tuple[tuple[str, int, tuple[Check, ...]], ...] = (  # section, how many GPUs have to be in use, checks
-    ("GPU", 0, (gpu,)),
-    ("link", 1, (link, numa_node, pinning)),
-    ("several", 2, (links_at_once, hops, numa_nodes)),
-    ("host", 0, (processor, waiting, pinning_limits)),
-    ("speed", 0, (measured, speeds, compressed)),
-    ("disk", 0, (reads,)),
-    ("software", 0, (installed, quantised)),
+class Section(NamedTuple):
+    """Checks under one heading, run if at least `num_gpus` are in use."""
+
+    name: str
+    num_gpus: int
+    checks: tuple[Check, ...]
+
+
+SECTIONS = (
+    Section("GPU", 0, (gpu,)),
+    Section("link", 1, (link, numa_node, pinning)),
+    Section("several", 2, (links_at_once, hops, numa_nodes)),
+    Section("host", 0, (processor, waiting, pinning_limits)),
+    Section("speed", 0, (measured, speeds, compressed)),
+    Section("disk", 0, (reads,)),
+    Section("software", 0, (installed, quantised)),
 )

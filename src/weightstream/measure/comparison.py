@@ -1,4 +1,4 @@
-"""A comparison: a model offloaded, the link alone, and the whole model on the device, timed one after the other."""
+"""A comparison: the offloaded model, the link alone, and the whole model on the device, timed one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from operator import eq, itemgetter, sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,9 +24,24 @@ from weightstream.runtime.streamer.stats import of_cache
 from weightstream.runtime.trace import ExpertTraffic
 from weightstream.store import limits
 
-ComparedSystem = dict[str, Any]  # its name, seconds of a step, and bytes that it holds
-ComparedStep = Callable[[], torch.Tensor]  # the same step, over and over
-NUM_COMPARED = 4  # steps without a pause between them, so that the ring wraps
+ComparedSystem = dict[str, Any]  # of JSON: a system's name, seconds of a step, and bytes that it holds
+ComparedStep = Callable[[], torch.Tensor]  # the same step at each call
+NUM_COMPARED = 4  # consecutive steps whose outputs are compared: enough for the ring to wrap
+
+
+class _Floor(NamedTuple):
+    """The link alone, with the bytes that a step moves (None: it moves none), and the rate of the link."""
+
+    system: ComparedSystem | None
+    bytes_per_s: float
+
+
+class _Resident(NamedTuple):
+    """The plain model with all weights on the device, and its outputs; or the reason for leaving it out."""
+
+    system: ComparedSystem | None
+    outputs: list[torch.Tensor]
+    why_skipped: str = ""
 
 
 def compare(
@@ -35,12 +50,14 @@ def compare(
     seconds: float,
     on_phase: Callable[[str], object] = lambda _: None,
 ) -> tuple[AnyPlan, dict[str, Any]]:
-    """Time an offloaded model, which is plain and on the device in the end; `steps_of(model, workload, device)`.
+    """Time an offloaded model, which is plain and on the device afterwards.
 
-    `on_phase` is told the name of each system before it is timed.
+    `steps_of(model, workload, device)` returns a step; `on_phase` is called with the name of each system before that is
+    timed.
 
-    Gives the plan that was timed, and all numbers, in bytes and seconds. `predicted_s` is from before it ran, and
-    `first_difference` the 1-based place of the first output that differs, if the resident model repeats its own.
+    Returns the plan that was timed, and all numbers in bytes and seconds. `predicted_s` is the prediction from before
+    the run. `first_difference` is the 1-based index of the first output that differs; it is known only if the resident
+    model repeats its own outputs.
     """
     streamer = model.weightstream
     planned, device = streamer.plan, streamer.device
@@ -48,7 +65,7 @@ def compare(
         raise UnsupportedError(f"{type(model).__name__} takes more than token ids: bench times language models")
     steps = partial(steps_of, model, workload, device)
     try:
-        with closing(bench.private_backend(device)) as backend:  # the streamer's ends with the streamer
+        with closing(bench.private_backend(device)) as backend:  # the streamer closes its own
             on_phase("offloaded")
             step, begun = steps(), streamer.stats()
             offloaded, ours = _timed("offloaded", step, backend, seconds)
@@ -61,12 +78,12 @@ def compare(
             on_phase("raw link floor")
             floor, bytes_per_s = _floor_of(plan, ended.read_in_place, backend, seconds)
             on_phase("resident")
-            resident, theirs, skipped = _resident(model, steps, plan, backend, seconds)
+            resident, theirs, why_skipped = _resident(model, steps, plan, backend, seconds)
             verdict = {"reproducible": True, "equal": None, "first_difference": None}
             verdict |= _verdict(ours, theirs, steps) if resident else {}
     except torch.OutOfMemoryError as error:
         raise OffloadError(
-            f"{device} has no memory left for a step beside the weights: lower --device-budget, --batch or --context "
+            f"{device} has no memory left for a step besides the weights: lower --device-budget, --batch or --context "
             f"({error})"
         ) from error
     systems = [system for system in (floor, offloaded, resident) if system]
@@ -84,7 +101,7 @@ def compare(
         "whole_floor_s": plan.decoded_nbytes / bytes_per_s,
         "experts": experts,
         "systems": systems,
-        "skipped": skipped or None,
+        "skipped": why_skipped or None,
         "num_compared": NUM_COMPARED,
         **verdict,
     }
@@ -93,41 +110,41 @@ def compare(
 def timed_calls(
     name: str, call: Callable[[], tuple[torch.Tensor, float]], seconds: float, device: torch.device
 ) -> tuple[ComparedSystem, list[torch.Tensor]]:
-    """A system of whole calls, two at least, behind one that is not counted; and what all of them gave.
+    """Time whole calls, at least two after one that is not counted. Returns the system and the outputs of all calls.
 
-    `call()` gives a tensor, and the seconds that it took.
+    `call()` returns a tensor, and the seconds that it took.
     """
     on_gpu = device.type != "cpu"
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(device)
-    made = [call()]
-    while len(made) < 3 or sum(taken_s for _, taken_s in made[1:]) < seconds:
-        made.append(call())
+    calls = [call()]
+    while len(calls) < 3 or sum(taken_s for _, taken_s in calls[1:]) < seconds:
+        calls.append(call())
     peak_nbytes = torch.accelerator.max_memory_allocated(device) if on_gpu else None
-    return _system(name, [taken_s for _, taken_s in made[1:]], peak_nbytes), [output for output, _ in made]
+    return _system(name, [taken_s for _, taken_s in calls[1:]], peak_nbytes), [output for output, _ in calls]
 
 
 def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> ComparedSystem | None:
-    """The link alone with all that calls of these plans move, each so often, in plain form; None: nothing."""
+    """The link alone with all uncompressed bytes that so many steps of each plan move; None if they move none."""
     with closing(bench.private_backend(device)) as backend:
-        floors = [(num, _floor(plan, (), backend, seconds / len(plans))[0]) for num, plan in plans]
-    found = [(num, floor) for num, floor in floors if floor is not None]
-    if not found:
+        floors = [(num, _floor(plan, (), backend, seconds / len(plans)).system) for num, plan in plans]
+    moving = [(num, floor) for num, floor in floors if floor is not None]
+    if not moving:
         return None
-    sums = {key: sum(num * floor[key] for num, floor in found) for key in ("p20_s", "p50_s", "p80_s")}
-    return {**found[0][1], **sums}
+    sums = {key: sum(num * floor[key] for num, floor in moving) for key in ("p20_s", "p50_s", "p80_s")}
+    return {**moving[0][1], **sums}
 
 
 def _system(name: str, taken: Sequence[float], peak_nbytes: int | None = None) -> ComparedSystem:
     tenths = statistics.quantiles(taken, n=10, method="inclusive")
-    found = {"name": name, "p20_s": tenths[1], "p50_s": tenths[4], "p80_s": tenths[7], "num_steps": len(taken)}
-    return found | {"weights_nbytes": None, "peak_nbytes": peak_nbytes}
+    times = {"p20_s": tenths[1], "p50_s": tenths[4], "p80_s": tenths[7], "num_steps": len(taken)}
+    return {"name": name, **times, "weights_nbytes": None, "peak_nbytes": peak_nbytes}
 
 
 def _timed(
     name: str, step: ComparedStep, backend: Backend, seconds: float
 ) -> tuple[ComparedSystem, list[torch.Tensor]]:
-    """A system, and the outputs of its first steps."""
+    """Time a step. Returns the system and the outputs of its first steps."""
     on_gpu = backend.device.type != "cpu"
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(backend.device)
@@ -140,54 +157,50 @@ def _outputs(step: ComparedStep) -> list[torch.Tensor]:
     return [output.cpu() for output in [step().clone() for _ in range(NUM_COMPARED)]]
 
 
-def _floor_of(
-    plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float
-) -> tuple[ComparedSystem | None, float]:
-    """As `_floor`; of several devices the longest of what each link takes alone, and the bytes per second of all."""
+def _floor_of(plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float) -> _Floor:
+    """As `_floor`; for several devices, each timed alone, the slowest link, and the sum of all rates."""
     if isinstance(plan, Plan):
         return _floor(plan, read, backend, seconds)
-    found: list[tuple[ComparedSystem | None, float]] = []
+    floors: list[_Floor] = []
     for name, part in plan.plans.items():
         with closing(bench.private_backend(torch.device(name))) as own:
-            found.append(_floor(part, () if found else read, own, seconds / len(plan.plans)))
-    floors = [floor for floor, _ in found if floor is not None]
-    return max(floors, key=itemgetter("p50_s"), default=None), sum(rate for _, rate in found)
+            floors.append(_floor(part, () if floors else read, own, seconds / len(plan.plans)))
+    systems = [floor.system for floor in floors if floor.system is not None]
+    slowest = max(systems, key=itemgetter("p50_s"), default=None)
+    return _Floor(slowest, sum(floor.bytes_per_s for floor in floors))
 
 
-def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> tuple[ComparedSystem | None, float]:
-    """The link alone with all that a step moves (None: nothing), in plain form, and its bytes per second.
-
-    `read` are the bytes that kernels read in place.
-    """
+def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) -> _Floor:
+    """Time the link alone with all bytes that a step moves, uncompressed, and the bytes `read` in place by kernels."""
     plain = plan.manifest.plain()
     nbytes = replace(plan, manifest=plain).unit_nbytes
     sizes = [*(nbytes[unit] for fills in plan.after for unit in fills), *read]
     moved = sizes or [unit.nbytes for unit in plain.units if unit.nbytes]
     floor = _system("raw link floor", bench.copies_s(backend, moved, seconds))
-    return floor if sizes else None, sum(moved) / floor["p50_s"]
+    return _Floor(floor if sizes else None, sum(moved) / floor["p50_s"])
 
 
 def _resident(
     model: Any, steps: Callable[[], ComparedStep], plan: AnyPlan, backend: Backend, seconds: float
-) -> tuple[ComparedSystem | None, list[torch.Tensor], str]:
-    """The plain model with all weights on the device, and its outputs; or why it cannot be."""
-    device, nbytes, beside = backend.device, plan.decoded_nbytes, plan.beside_nbytes
-    free = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
-    if nbytes + beside > free:
-        return None, [], f"{human(nbytes)} of weights + {human(beside)} beside them > {human(free)} free on {device}"
+) -> _Resident:
+    device, nbytes, others_nbytes = backend.device, plan.decoded_nbytes, plan.beside_nbytes
+    free_nbytes = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
+    if nbytes + others_nbytes > free_nbytes:
+        needed = f"{human(nbytes)} of weights + {human(others_nbytes)} besides them"
+        return _Resident(None, [], f"{needed} > {human(free_nbytes)} free on {device}")
     try:
-        if device.type == "cpu":  # into memory as allocators align it: kernels give other bits in a file's pages
+        if device.type == "cpu":  # to memory aligned by an allocator: in a file's pages kernels give other bits
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data = tensor.data.clone()
         model.to(device)
         system, outputs = _timed("resident", steps(), backend, seconds)
-        return system | {"weights_nbytes": nbytes}, outputs, ""
+        return _Resident(system | {"weights_nbytes": nbytes}, outputs)
     except torch.OutOfMemoryError as error:
-        return None, [], str(error).partition("\n")[0]
+        return _Resident(None, [], str(error).partition("\n")[0])
 
 
 def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], ComparedStep]) -> dict[str, Any]:
-    """What the outputs say; nothing if the model does not repeat its own: some kernels add in the order they finish."""
+    """Compare outputs. No verdict if the model does not repeat its own: some kernels add in the order they finish."""
     difference = first_difference(ours, theirs, torch.equal)
     if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:
         return {"reproducible": False}
@@ -195,6 +208,6 @@ def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], Com
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool] = eq) -> int | None:
-    """The 1-based place of the first that differs, or that only one has."""
+    """The 1-based index of the first item that differs or that only one of both has."""
     pairs = enumerate(itertools.zip_longest(ours, theirs), 1)
     return next((place for place, (a, b) in pairs if not same(a, b)), None)

@@ -1,6 +1,6 @@
-"""Kernels: what the device takes for small ones, for reading weights, and for matrices that are picked out of a stack.
+"""Kernels: device times of small kernels, of reading weights, and of matrices that are picked out of a stack.
 
-On a GPU the works are replayed from graphs, where the host is not in the way.
+On a GPU the works are replayed from graphs, which leaves out host time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 
-NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, of elements alone 1.0; a product 4.8]
+NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, 1.0 if elementwise; a product 4.8]
 _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
-TURNS = 2  # so that nothing is left in the caches of what is copied
+TURNS = 2  # by turns, so that caches hold nothing of the matrices that are copied next
 _Work = Callable[[], object]
 
 
@@ -38,8 +38,8 @@ LARGE_EXPERTS = PickedMatrices(2, 7168, 4096)  # 117 MB
 
 
 def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
-    """What is to be timed: kernels of norms, as these are most of a model's small ones; products of a row with matrices
-    that are small, or these weights; and on a GPU with such that are picked out of a stack before."""
+    """Named works to be timed: kernels of norms, as most small kernels of a model are; products of a row with small
+    matrices and with `weights`; and, on a GPU, products with matrices picked out of a stack."""
     row, small = (torch.ones(n, _WIDTH, device=backend.device, dtype=torch.bfloat16) for n in (1, _OUT_WIDTH))
 
     def norms() -> None:
@@ -51,30 +51,29 @@ def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str,
         for _ in range(NUM_PRODUCTS):
             F.linear(row, small)
 
-    found: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read_products, weights)}
+    works: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read_products, weights)}
     if backend.device.type == "cuda":
-        found = {
-            name: _replayed(backend, work) for name, work in (*found.items(), *picked_products(weights[0], weights[-1]))
-        }
-    return found
+        works |= picked_products(weights[0], weights[-1])
+        works = {name: _replayed(backend, work) for name, work in works.items()}
+    return works
 
 
 def read_products(weights: Sequence[torch.Tensor]) -> None:
-    """Products of a row with each of these."""
+    """Products of a row with each of these weights."""
     for weight in weights:
         F.linear(weights[0][:1], weight)
 
 
 def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """In single kernels, as transformers writes it: casts and means take longer than sums of elements do."""
+    """In single kernels, as transformers does it: casts and means take longer than elementwise sums."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
     return scale * y.to(x.dtype)
 
 
 def picked_products(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
-    """Copies out of one weight, as a stack, over another, and such with products of what was copied right behind, which
-    lies in caches then as it does in a model. What is copied is not: each time it is something else."""
+    """Yield works that copy matrices out of one weight, seen as a stack, into `other`; and works that also multiply by
+    the copies. The copies are in caches then, as in a model; their sources are not, as each turn picks others."""
     flat, copies = weight.view(-1), other.view(-1)
     for name, (num, rows, width) in (("small", SMALL_EXPERTS), ("large", LARGE_EXPERTS)):
         stack = flat[: flat.numel() // (rows * width) * rows * width].view(-1, rows, width)
@@ -82,35 +81,35 @@ def picked_products(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple
         picked = copies[: num * rows * width].view(num, rows, width)
         columns = flat[: num * width].view(num, width, 1)
         ids = [(places + turn) % len(stack) for turn in range(TURNS)]
-        turns = [partial(torch.ops.aten.index.Tensor_out, stack, [found], out=picked) for found in ids]
+        turns = [partial(torch.ops.aten.index.Tensor_out, stack, [each], out=picked) for each in ids]
         yield name, partial(_run, turns)
         yield f"{name} multiplied", partial(_run, turns, partial(torch.bmm, picked, columns))
 
 
-def _run(works: Sequence[_Work], behind: _Work = lambda: None) -> None:
+def _run(works: Sequence[_Work], after_each: _Work = lambda: None) -> None:
     for work in works:
         work()
-        behind()
+        after_each()
 
 
 def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
-    """Fields of a profile, from the seconds of each of `works`.
+    """Fields of a profile from the seconds of each work of `kernel_works`.
 
-    Of a CPU's products none is so small that its least time would matter.
+    A CPU gets no least time of a product: none of its products is so small that this time matters.
     """
     op_s = seconds["norms"] / (NUM_NORMS * NUM_IN_NORM)
     bytes_per_s = read_nbytes / max(seconds["read"] / 2, seconds["read"] - num_reads * op_s)
-    found = {"op_s": op_s, "device_bytes_per_s": bytes_per_s}
+    fields = {"op_s": op_s, "device_bytes_per_s": bytes_per_s}
     if "small" not in seconds:
-        return found
+        return fields
     small_nbytes, large_nbytes = SMALL_EXPERTS.nbytes, LARGE_EXPERTS.nbytes
     copies_s = (seconds["small"] + seconds["large"]) / TURNS - 2 * op_s
     small_s, large_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("small", "large"))
-    # A straight line through both, but no faster than what is not picked.
+    # A straight line through both; a byte takes at least as long as in weights that are not picked.
     per_byte_s = max(1 / bytes_per_s, (large_s - small_s) / (large_nbytes - small_nbytes))
-    found |= {"gather_share": min(1.0, 2 * (small_nbytes + large_nbytes) / (copies_s * bytes_per_s))}
-    found |= {"stack_s": max(0.0, small_s - small_nbytes * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
-    return found | {"product_s": seconds["products"] / NUM_PRODUCTS}
+    fields |= {"gather_share": min(1.0, 2 * (small_nbytes + large_nbytes) / (copies_s * bytes_per_s))}
+    fields |= {"stack_s": max(0.0, small_s - small_nbytes * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
+    return fields | {"product_s": seconds["products"] / NUM_PRODUCTS}
 
 
 def _replayed(backend: Backend, work: _Work) -> _Work:
@@ -122,5 +121,5 @@ def _replayed(backend: Backend, work: _Work) -> _Work:
 
 
 def _replay(graph: Any, _: _Work) -> None:
-    """The work is not run, but what it reads has to stay."""
+    """Replay the graph. The work is an argument to keep the tensors that the graph reads alive."""
     graph.replay()

@@ -1,6 +1,6 @@
-"""The machine: what the system says about its processors and memory in /proc and /sys. Knows no torch.
+"""The machine: processors and memory as /proc and /sys describe them. Knows no torch.
 
-Those that take `root`, the folder that holds proc, sys and etc, take a file that is not there for unknown.
+`root` is the folder that holds proc, sys and etc. A fact whose file is missing is unknown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 def nvidia_gpus(root: Path = _ROOT) -> tuple[str, ...]:
-    """PCI addresses of NVIDIA's display and compute devices, whether or not a driver runs them."""
+    """PCI addresses of NVIDIA's display and compute devices, with or without a driver."""
     folders = sorted(root.glob("sys/bus/pci/devices/*"))
     facts = ((folder.name, text_of(folder / "vendor"), text_of(folder / "class")) for folder in folders)
     return tuple(address for address, vendor, kind in facts if vendor == _NVIDIA and kind.startswith(_DISPLAY))
@@ -34,7 +34,7 @@ def huge_pages(root: Path = _ROOT) -> tuple[str | None, str | None]:
 
 
 def machine_id(root: Path = _ROOT) -> str:
-    """What tells this machine from others that share a home folder, the same after a restart."""
+    """Identifies this machine among those that share a home folder; it survives a restart."""
     return text_of(root / "etc/machine-id") or platform.node()
 
 
@@ -45,7 +45,7 @@ def cpu_name(root: Path = _ROOT) -> str:
 
 
 def cpu_load(seconds: float = 0.1) -> float:
-    """The share of all cores that other processes use in so many seconds."""
+    """The share of all cores that other processes use, sampled for so many `seconds`."""
     began, own_s = time.perf_counter(), time.process_time()
     busy = psutil.cpu_percent(seconds) / 100
     own = (time.process_time() - own_s) / (time.perf_counter() - began) / (psutil.cpu_count() or 1)

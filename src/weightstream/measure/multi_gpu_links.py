@@ -1,4 +1,4 @@
-"""Several GPUs: their links alone and all at once, and the way from one to another."""
+"""Links of several GPUs: rates alone and all at once, all-reduces, and the time from one GPU to another."""
 
 from __future__ import annotations
 
@@ -24,74 +24,76 @@ logger = logging.getLogger("weightstream")
 
 _SIZES = [64 << 20] * 4
 _HOPS = 64
-_STATES_NBYTES = 8192  # what a block gives for a token
+_STATES_NBYTES = 8192  # of a token's hidden states between two blocks
 _SHORT_S = 0.1
-_SUMMED_NBYTES, _SUMS = 64 << 20, 8  # as of a long prompt
+_SUMMED_NBYTES, _NUM_SUMS = 64 << 20, 8  # as for a long prompt
 
 
 @cache
 def rates_together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
-    """`rates` of these devices, measured once per process; none where they cannot be."""
+    """`rates` of these devices, measured once per process; empty if they cannot be measured."""
     try:
         with ExitStack() as stack:
             for device in devices:
                 stack.enter_context(left_as_found(device))
             return tuple(rates([stack.enter_context(closing(private_backend(device))) for device in devices], _SHORT_S))
     except (RuntimeError, StoreError) as error:
-        logger.warning("links cannot be measured at once, and are taken to be as fast as alone: %s", error)
+        logger.warning("links cannot be measured at once; each is assumed to be as fast as alone: %s", error)
         return ()
 
 
-def beside(device: torch.device, meet: Callable[[], object]) -> float:
-    """Bytes per second of a device's link while other processes measure theirs, from when all of them `meet`: each does
-    so once. Infinite where it cannot be measured."""
-    is_here = False
+def shared_link_rate(device: torch.device, meet: Callable[[], object]) -> float:
+    """Bytes per second of a device's link while the other ranks measure theirs. Infinite if it cannot be measured.
+
+    `meet` blocks until all ranks have called it, once each; copies begin after that.
+    """
+    has_met = False
 
     def ready() -> None:
-        nonlocal is_here
-        is_here = True
+        nonlocal has_met
+        has_met = True
         meet()
 
     try:
         with left_as_found(device), closing(private_backend(device)) as backend:
             return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, _SHORT_S, ready))
     except (RuntimeError, StoreError) as error:
-        if is_here:  # then the others heard nothing of it yet
+        if has_met:  # the other ranks do not know of this failure yet
             raise
-        logger.warning("the link of %s is taken to be as fast as alone: %s", device, error)
+        logger.warning("the link of %s is assumed to be as fast as alone: %s", device, error)
         meet()
         return math.inf
 
 
-def summed(backend: Backend, meet: Callable[[], object], add_up: Callable[[torch.Tensor], object]) -> float:
-    """Bytes per second of a tensor that this process and others add up, as often each, from when all of them `meet`."""
+def all_reduce_rate(backend: Backend, meet: Callable[[], object], add_up: Callable[[torch.Tensor], object]) -> float:
+    """Bytes per second of an all-reduce (`add_up`) over all ranks, which begin once all of them `meet`."""
     with left_as_found(backend.device):
-        given = torch.zeros(_SUMMED_NBYTES // 2, dtype=torch.bfloat16, device=backend.device)
-        meet()  # a process that has no memory for it is heard here
-        for _ in range(2):  # in the first they find the ways to each other
+        tensor = torch.zeros(_SUMMED_NBYTES // 2, dtype=torch.bfloat16, device=backend.device)
+        meet()  # a rank without memory for the tensor fails here
+        for _ in range(2):  # the first round sets up the connections
             backend.synchronize()
             began = time.perf_counter()
-            for _ in range(_SUMS):
-                add_up(given)
+            for _ in range(_NUM_SUMS):
+                add_up(tensor)
             backend.synchronize()
-        return _SUMS * given.nbytes / (time.perf_counter() - began)
+        return _NUM_SUMS * tensor.nbytes / (time.perf_counter() - began)
 
 
 def at_most(machine: Machine, rate: float) -> Machine:
-    """The machine with a link of so many bytes per second, or its own if that has less."""
+    """The machine with its link slowed to `rate` bytes per second, unless it is slower already."""
     link = min(machine.profile.link_bytes_per_s, rate)
     return replace(machine, profile=replace(machine.profile, link_bytes_per_s=link))
 
 
 def rates(backends: Sequence[Backend], seconds: float, memory: HostMemory = host_memory) -> list[float]:
-    """Bytes per second of each link, in the order of the devices, while all of them copy from such memory."""
+    """Bytes per second of each backend's link while all of them copy from `memory` at once."""
     start = Barrier(len(backends))
 
     def measured(backend: Backend) -> float:
         try:
             return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, seconds, start.wait, memory))
         except BaseException:
-            start.abort()  # the others would wait for good
+            start.abort()  # else the other threads wait forever
             raise
 
     with ThreadPoolExecutor(len(backends)) as pool:
@@ -99,7 +101,7 @@ def rates(backends: Sequence[Backend], seconds: float, memory: HostMemory = host
 
 
 def hops_s(backend: Backend, there: torch.device, seconds: float) -> list[float]:
-    """Seconds until what is on the backend's device is on another, of a token's states: of each round of many."""
+    """Seconds to move a token's hidden states from the backend's device to another; one number per round."""
     states = torch.ones(_STATES_NBYTES, dtype=torch.uint8, device=backend.device)
 
     def hops() -> None:

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library (NVML) says of its driver and GPUs, by the package nvidia-ml-py. Knows no torch.
+"""NVIDIA's management library (NVML), through the package nvidia-ml-py: driver, PCIe links, load. Knows no torch.
 
-Unknown is what the package, the driver or the GPU does not tell. GPUs go by their PCI addresses.
+A fact is unknown if the package is missing, or the driver or GPU does not report it. GPUs go by their PCI addresses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
 
-_GENERATIONS = (2.5, 5.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # transfers per second and lane of generation 1, ..., in 1e9
+_GENERATIONS = (2.5, 5.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # 1e9 transfers per second and lane, by generation from 1
 _LANES = range(1, 33)
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ class PciLink:
 
     @property
     def bytes_per_s(self) -> float:
-        """What is left of the line rate after its encoding; packets take some 10 % more."""
+        """The line rate less its encoding; packet headers take some 10 % of this."""
         coded = 8 / 10 if self.generation < 3 else 128 / 130 if self.generation < 6 else 242 / 256
         return _GENERATIONS[self.generation - 1] * 1e9 / 8 * self.width * coded
 
@@ -40,29 +40,29 @@ def driver_version() -> str | None:
 
 
 def link_now(address: str) -> PciLink | None:
-    """The link as it is; an idle GPU slows it down."""
+    """The link's present state; an idle GPU slows it down."""
     return _link(address, "Curr")
 
 
 def link_at_best(address: str) -> PciLink | None:
-    """What the GPU and the slot that it is in could do."""
+    """The fastest link that the GPU and its slot support."""
     return _link(address, "Max")
 
 
 def gpu_load(address: str) -> float:
-    """The share of the last second or less in which kernels of others ran; -1: unknown.
+    """The share of the last second or less in which kernels of other processes ran; -1: unknown.
 
-    Where this process is not alone its own kernels count too.
+    If other processes use the GPU, the kernels of this process count, too.
     """
 
     def question(nvml: Any) -> float:
         gpu = nvml.nvmlDeviceGetHandleByPciBusId(address)
-        if [found.pid for found in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)] == [os.getpid()]:
+        if [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)] == [os.getpid()]:
             return 0.0
         return float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu) / 100
 
-    found = _answer(question)
-    return -1.0 if found is None else found
+    load = _answer(question)
+    return -1.0 if load is None else load
 
 
 def _link(address: str, which: str) -> PciLink | None:

@@ -1,4 +1,4 @@
-"""The profile kept: what this machine can do, in a file per machine and device, measured once. JSON both ways."""
+"""Profiles as JSON files: the measured speeds of a device, one file per machine and device, measured once."""
 
 from __future__ import annotations
 
@@ -27,86 +27,90 @@ from weightstream.store.atomic import replacing
 
 logger = logging.getLogger("weightstream")
 
-_FORMAT = 12  # of what is kept; to be raised whenever a number is measured in another way
+_FORMAT = 12  # of the files; raise it whenever a number is measured in another way
 _FRESH_S = 3600.0
-QUIET = 0.2  # what others may use of a device that is measured
+QUIET = 0.2  # share of a device that other processes may use while it is measured
 
 
 def profile_for(
     backend: Backend, dtypes: Collection[str] = (), *, anew: bool = False, progress: bool | None = None
 ) -> Profile:
-    """The profile kept for this machine and device; if there is none, or `anew`, it is measured and kept.
+    """Return the saved profile of this machine and device; if there is none, or with `anew`, measure and save it.
 
-    A terminal shows a bar meanwhile, but with `progress=False`. Never raises: without a measurement the backend's own
-    profile is assumed, with a warning. It has the rates of decoding these `dtypes`; others may be missing.
+    A terminal shows a bar meanwhile, except with `progress=False`. Never raises: if the measurement fails, a warning is
+    logged, and the backend's own profile is assumed. It includes the decode rates of `dtypes`; others may be missing.
     """
-    found = _profile_for(backend, dtypes, anew=anew, progress=progress)
-    return with_decoding(backend, found, dtypes, progress=progress)
+    profile = _profile_for(backend, dtypes, anew=anew, progress=progress)
+    return with_decoding(backend, profile, dtypes, progress=progress)
 
 
 def _profile_for(backend: Backend, dtypes: Collection[str], *, anew: bool, progress: bool | None) -> Profile:
     try:
-        if not anew and (found := load_profile(backend.device)) is not None:
-            return found
+        if not anew:
+            if (saved := load_profile(backend.device)) is not None:
+                return saved
+            _say_unmeasured(backend.device, progress)
         if backend.device.type == "cuda":
             for dtype in dtypes:
                 _compile(backend.device, dtype, progress)  # while other numbers are measured
-        started, others = time.time(), _load(backend.device)
-        with backend.pinning, reporting(f"measuring {backend.device}", progress, bench.NUM_STEPS) as advance:
-            found, complete = bench.measure(backend, advance, dtypes)
-        found = replace(found, measured_at=started, load=others)
-        logger.info("measured in %.1f s: %s", time.time() - started, found)
-        if complete:
-            save_profile(backend.device, found)
-        return found
-    except Exception as error:  # whatever a driver thinks of: a plan from assumed numbers is better than none
-        logger.warning("%s cannot be measured (%s): its speed is assumed.", backend.device, error)
+        started = time.time()
+        load = _load(backend.device)
+        phase = reporting(f"measuring {backend.device}", progress, bench.NUM_STEPS, is_announced=not anew)
+        with backend.pinning, phase as advance:
+            profile, is_complete = bench.measure(backend, advance, dtypes)
+        profile = replace(profile, measured_at=started, load=load)
+        logger.info("measured in %.1f s: %s", time.time() - started, profile)
+        if is_complete:
+            save_profile(backend.device, profile)
+        return profile
+    except Exception as error:  # any error of a driver: a plan from assumed speeds is better than none
+        logger.warning("%s cannot be measured (%s): its speeds are assumed.", backend.device, error)
         return backend.profile
 
 
 def with_decoding(
-    backend: Backend, found: Profile, dtypes: Collection[str], *, progress: bool | None = None
+    backend: Backend, profile: Profile, dtypes: Collection[str], *, progress: bool | None = None
 ) -> Profile:
-    """A profile with the rates of decoding these dtypes, where kernels for them run. Those that it lacks are measured
-    and kept. Never raises, as `profile_for`."""
-    lacking = [dtype for dtype in dtypes if found.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
+    """Return the profile with the decode rates of those `dtypes` whose kernels run. Missing rates are measured and
+    saved. Never raises, as `profile_for`."""
+    lacking = [dtype for dtype in dtypes if profile.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
     if backend.device.type == "cuda":
         lacking = [dtype for dtype in lacking if kernels_run(backend.device, [dtype], progress=progress)]
     if not lacking:
-        return found
+        return profile
     assumed = {name: getattr(backend.profile, name) for name in (*map(decode_rate, lacking), "decoding_s")}
     try:
-        with reporting(f"measuring how fast {backend.device} decodes", progress, bench.NUM_ROUNDS) as advance:
+        with reporting(f"measuring decoding on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
             rates = bench.measure_decoding(backend, advance, lacking)
-        if rates and (kept := load_profile(backend.device)) is not None:
-            save_profile(backend.device, replace(kept, **rates))
-        return replace(found, **(assumed | rates))
-    except Exception as error:
-        logger.warning("%s: how fast it decodes cannot be measured (%s) and is assumed.", backend.device, error)
-        return replace(found, **assumed)
+        if rates and (saved := load_profile(backend.device)) is not None:
+            save_profile(backend.device, replace(saved, **rates))
+        return replace(profile, **(assumed | rates))
+    except Exception as error:  # as above
+        logger.warning("%s: decoding cannot be measured (%s): its speed is assumed.", backend.device, error)
+        return replace(profile, **assumed)
 
 
 def prepare_decoding(device: torch.device, dtypes: Collection[str], progress: bool | None = None) -> None:
-    """Start to compile what decodes weights of these dtypes, in threads.
+    """Start threads that compile the kernels for these dtypes.
 
-    Says when a device is used for the first time, which takes seconds.
+    Announces the measurement of a device without a profile, which takes seconds.
     """
     if not _path(device).exists():
-        _first_use(device, progress)
+        _say_unmeasured(device, progress)
     if device.type == "cuda":
         for dtype in sorted(dtypes):
             _compile(device, dtype, progress)
 
 
 def kernels_run(device: torch.device, dtypes: Collection[str], *, progress: bool | None = None) -> bool:
-    """`coding.available` for all of these; says so, as `profile_for`, where that takes a while."""
+    """Whether the kernels of all these dtypes run on the device (`coding.available`); compiling them is announced."""
     if device.type == "cuda":
         wait([_compile(device, dtype, progress) for dtype in dtypes])
     return all(coding.available(device, dtype) for dtype in dtypes)
 
 
 def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[str | None]:
-    """The trial of a device's kernels, which is announced once."""
+    """Start the trial of the kernels of a dtype, and announce it once."""
     trial = coding.prepare(device, dtype)
     if not trial.done():
         _announced(device, dtype, trial, progress)
@@ -114,8 +118,9 @@ def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[
 
 
 @cache
-def _first_use(device: torch.device, progress: bool | None) -> None:
-    say(f"{device} is used for the first time: it is measured, once per machine", progress)
+def _say_unmeasured(device: torch.device, progress: bool | None) -> None:
+    """Announce the measurement once: before a model is loaded if it is known by then, else when it begins."""
+    say(f"no profile of {device} yet: measuring it, once per machine", progress)
 
 
 @cache
@@ -124,21 +129,23 @@ def _announced(device: torch.device, dtype: str, trial: Future[str | None], prog
 
 
 def doubt(device: torch.device) -> None:
-    """Steps were far from what the kept profile predicts: the next `profile_for` measures again. Never raises.
+    """Remove the saved profile, as steps took far from the predicted time: the next `profile_for` measures again.
 
-    One that was measured a moment ago, on an idle machine, stays: then it is the steps that others disturb.
+    A profile of the last hour from an idle machine stays: then other processes disturb the steps. Never raises.
     """
     try:
-        found = load_profile(device)
-        if found is None or (time.time() - found.measured_at < _FRESH_S and 0 <= found.load <= QUIET):
+        saved = load_profile(device)
+        if saved is None or (time.time() - saved.measured_at < _FRESH_S and 0 <= saved.load <= QUIET):
             return
         _path(device).unlink(missing_ok=True)
-        logger.info("%s is not as fast as its profile says: it is measured again when that is next needed", device)
-    except Exception as error:  # whatever a driver thinks of, as above
-        logger.info("%s is not as fast as its profile says, which cannot be removed: %s", device, error)
+        _say_unmeasured.cache_clear()  # the next measurement is announced again
+        logger.info("%s is not as fast as its profile says: the next load measures it again", device)
+    except Exception as error:  # any error of a driver, as above
+        logger.info("%s is not as fast as its profile says, and the profile cannot be removed: %s", device, error)
 
 
 def _load(device: torch.device) -> float:
+    """The share of the device that other processes use; -1: unknown."""
     return machine.cpu_load() if device.type == "cpu" else nvml.gpu_load(cuda.facts(device).pci)
 
 
@@ -147,13 +154,13 @@ def to_json(profile: Profile) -> str:
 
 
 def from_json(text: str | bytes) -> Profile:
-    """Read a profile; what it leaves out has its default. Raises `ConfigError` when the text is none."""
+    """Read a profile; missing fields get their defaults. Raises `ConfigError` if the text is not a profile."""
     try:
-        profile, given = TypeAdapter(Profile).validate_json(text), json.loads(text).keys()
-        if unknown := given - {field.name for field in fields(Profile)}:
+        profile = TypeAdapter(Profile).validate_json(text)
+        if unknown := json.loads(text).keys() - {field.name for field in fields(Profile)}:
             raise ValueError(
-                f"this version knows no {' or '.join(sorted(unknown))}: measure it again there (weightstream doctor "
-                "--save FILE)"
+                f"this version knows no {' or '.join(sorted(unknown))}: measure again on that machine, with this "
+                "version (weightstream doctor --save FILE)"
             )
         _check(profile)
     except ValueError as error:  # pydantic's is one
@@ -162,7 +169,7 @@ def from_json(text: str | bytes) -> Profile:
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file; raises `ConfigError` that names it."""
+    """Read the profile in a file; a `ConfigError` names the file."""
     try:
         return from_json(path.read_bytes())
     except (OSError, ConfigError) as error:
@@ -176,40 +183,40 @@ def _check(profile: Profile) -> None:
         values = value if isinstance(value, tuple) else (value,)
         least = 1.0 if field.name.endswith("_per_s") else -1.0 if field.name == "load" else 0.0
         if wrong := [v for v in values if not isinstance(v, str) and not least <= v < float("inf")]:
-            raise ValueError(f"{field.name} is {wrong[0]}; at least {least:g} and finite is needed")
+            raise ValueError(f"{field.name} is {wrong[0]}; it must be finite and at least {least:g}")
 
 
 def load_profile(device: torch.device) -> Profile | None:
-    """The profile kept for this machine and device as they are now."""
+    """The saved profile of this machine and device as they are now, or None."""
     path = _path(device)
     try:
         return from_json(path.read_bytes())
     except OSError:
         return None
     except ConfigError as error:
-        logger.warning("%s is ignored, and written anew: %s", path, str(error).splitlines()[0])
+        logger.warning("%s is ignored, and will be replaced: %s", path, str(error).splitlines()[0])
         return None
 
 
 def save_profile(device: torch.device, profile: Profile) -> None:
-    """Keep a profile for this machine and device as they are now; a folder that cannot be written is no error."""
+    """Save a profile of this machine and device as they are now; a folder that cannot be written is no error."""
     path = _path(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             partial.write_text(to_json(profile))
     except OSError as error:
-        logger.info("%s is not written, so the next process measures again: %s", path, error)
+        logger.info("%s cannot be written, so the next process measures again: %s", path, error)
 
 
 def _path(device: torch.device) -> Path:
-    """The name tells all that a measurement depends on."""
+    """The file of a profile: its name is a hash of everything that a measurement depends on."""
     key = [_FORMAT, machine.machine_id(), machine.cpu_name(), os.cpu_count(), torch.__version__]
     if device.type == "cpu":
         key += ["cpu", torch.get_num_threads()]
     else:
-        found = cuda.facts(device)
-        driver = nvml.driver_version() or found.driver
-        key += [found.name, found.uuid, found.pci, found.capability, driver, torch.version.cuda]
+        facts = cuda.facts(device)
+        driver = nvml.driver_version() or facts.driver
+        key += [facts.name, facts.uuid, facts.pci, facts.capability, driver, torch.version.cuda]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"

@@ -1,4 +1,4 @@
-"""Progress: says what takes seconds, on a terminal, in the log, or on stderr. Measures nothing."""
+"""Progress of phases that take seconds: bars on a terminal, lines in the log or on stderr. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from functools import partial
 from threading import Thread, Timer
 from typing import Any
 
-logger = logging.getLogger("weightstream.progress")  # shown by the command line, where there are no bars too
+logger = logging.getLogger("weightstream.progress")  # the command line shows it, also without bars
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
-_NOTICED_S = 0.7  # what takes less needs no line
+_NOTICED_S = 0.7  # a phase that takes less gets no line
 
 
 def say(text: str, progress: bool | None = None) -> None:
-    """A line of the log where INFO is shown, else of stderr, but with `progress=False`."""
+    """Write a line to the log if it shows INFO, else to stderr; with `progress=False`, to the log only."""
     if progress is False or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
         logger.info("%s", text)
-    elif sys.stderr is not None:  # as where a process has no console
-        with suppress(OSError, ValueError):  # it was closed, or nobody reads it any more
+    elif sys.stderr is not None:  # a process without a console
+        with suppress(OSError, ValueError):  # stderr is closed, or its reader is gone
             print(f"weightstream: {text}", file=sys.stderr, flush=True)
 
 
@@ -35,15 +35,18 @@ def _is_terminal() -> bool:
 
 
 @contextmanager
-def reporting(text: str, progress: bool | None = None, total: int | None = None) -> Iterator[Callable[..., object]]:
-    """A bar while the block runs, where stderr is a terminal and `progress` does not hide it; else a line, and one more
-    where it takes long.
+def reporting(
+    text: str, progress: bool | None = None, total: int | None = None, *, is_announced: bool = False
+) -> Iterator[Callable[..., object]]:
+    """Show a bar while the block runs if stderr is a terminal and `progress` is not False. Else write a line, unless
+    the phase `is_announced` already, and one more after `LONG_S`.
 
-    Yields what moves it on by one of `total`, and may give it another `description`. No thread moves it, which what is
-    measured would notice.
+    Yields a function that advances the bar by one of `total`; its keyword `description` replaces the text. The bar is
+    refreshed by this function only: a refresh thread would disturb what is measured.
     """
     if progress is False or not _is_terminal():
-        say(text, progress)
+        if not is_announced:
+            say(text, progress)
         yield _Steps(text, progress)
         return
     from rich.console import Console
@@ -57,10 +60,11 @@ def reporting(text: str, progress: bool | None = None, total: int | None = None)
 
 
 class _Steps:
-    """Called at each step of a phase; says once that it takes long."""
+    """Called at each step of a phase; writes one line once the phase takes long."""
 
     def __init__(self, text: str, progress: bool | None) -> None:
-        self._text, self._progress = text, progress
+        self._text = text
+        self._progress = progress
         self._due_s = time.monotonic() + LONG_S
 
     def __call__(self, **_: object) -> None:
@@ -71,7 +75,7 @@ class _Steps:
 
 @contextmanager
 def lasting(text: str, progress: bool | None = None) -> Iterator[None]:
-    """Says so where the block takes long. A thread waits for that meanwhile: not for what is measured."""
+    """Write a line if the block takes longer than `LONG_S`. A timer thread runs meanwhile: do not measure inside."""
     timer = Timer(LONG_S, say, (_still(text), progress))
     timer.daemon = True
     timer.start()
@@ -83,7 +87,7 @@ def lasting(text: str, progress: bool | None = None) -> Iterator[None]:
 
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:
-    """Says so where work of other threads takes a moment, and again where it takes long."""
+    """Write a line if work of other threads takes longer than `_NOTICED_S`, and one more after `LONG_S`."""
 
     def watch() -> None:
         if wait([work], _NOTICED_S).not_done:

@@ -1,6 +1,6 @@
-"""A block of a model as eager code: what the host takes to launch kernels from a model's code is timed with it.
+"""A block of a model in eager code, for timing how long the host takes to launch kernels from a model's code.
 
-Importing a real one, of transformers, takes longer than all else that is measured (2.5 s).
+Importing a block of transformers would take longer (2.5 s) than all measurements together.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from torch.nn import functional as F
 
 
 class _Linear(nn.Linear):
-    """Not random: the user's state stays. On "meta" PyTorch imports for 2 s what tells shapes of random numbers."""
+    """Not initialised: the user's random state stays, and PyTorch does not import its meta kernels of random numbers,
+    which takes 2 s."""
 
     def reset_parameters(self) -> None: ...
 
 
 class SampleBlock(nn.Module):
-    """A decoder's: norms of single operators, rotary positions, a growing cache, a gated MLP."""
+    """A decoder block: norms in single operators, rotary positions, a growing cache, a gated MLP."""
 
     width, heads = 64, 4
     num_kernels = 40  # in bf16

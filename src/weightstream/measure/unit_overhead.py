@@ -1,7 +1,8 @@
-"""Opening: what the host takes to open and close units, measured on small ones through the binding itself.
+"""Unit overhead: host time to open and close units, measured on small units through the binding itself.
 
-A step of units that stream a tensor each, one of units with several, one of units that are decoded: differences tell
-what a unit, a tensor, a copy and a decoding cost. Their bytes are so few that the device waits for the host.
+Three kinds of steps are timed: units that stream one tensor each, units with several tensors, and units that are
+decoded. Their differences are the costs of a unit, a tensor, a copy and a decoding. The tensors have so few bytes that
+the device waits for the host.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from weightstream.store.arena import Arena
 
 FEW_TENSORS, MANY_TENSORS = 1, 9  # of a unit
 NUM_UNITS, _SLOTS = 16, 4
-# Between a model's own kernels the processor has less of the code cached than in a loop. Measured there, by unit (one
-# H200, steps with and without units, Whisper's encoder, T5-XXL's and SDXL's UNet): 2.6 to 4 times.
+# Between a model's own kernels the processor has less of this code cached than in a loop. A unit takes 2.6 to 4 times
+# as long there (one H200, steps with and without units: Whisper's encoder, T5-XXL's and SDXL's UNet).
 _BETWEEN = 3.0
 _COUNT = 4096  # weights of a tensor: a copy takes the device less than the host
 
 
 @contextmanager
 def steps(backend: Backend, num_tensors: int, coded: str | None = None) -> Iterator[Callable[[], object]]:
-    """A step of `NUM_UNITS` units of so many tensors, which stream, or are of the dtype `coded` and are decoded from
-    the device's memory."""
+    """Yield a step of `NUM_UNITS` units of `num_tensors` each. The units stream, or, with a dtype `coded`, are decoded
+    from device memory."""
     with torch.inference_mode(False):
         binding, homes = _bound(backend, num_tensors, coded)
 
@@ -78,23 +79,23 @@ def _bound(backend: Backend, num_tensors: int, coded: str | None) -> tuple[Bindi
 
 @contextmanager
 def overhead_works(backend: Backend, coded: str | None = None) -> Iterator[dict[str, Callable[[], object]]]:
-    """What is to be timed. Without a dtype that is decoded, `coded` and `launches` are left out."""
+    """Yield named works to be timed; `coded` and `launches` are among them if a dtype is decoded."""
     with ExitStack() as stack:
-        found = {
-            name: stack.enter_context(steps(backend, num))
-            for name, num in (("few", FEW_TENSORS), ("many", MANY_TENSORS))
+        works: dict[str, Callable[[], object]] = {
+            "few": stack.enter_context(steps(backend, FEW_TENSORS)),
+            "many": stack.enter_context(steps(backend, MANY_TENSORS)),
         }
         if coded is not None:
-            found["coded"] = stack.enter_context(steps(backend, FEW_TENSORS, coded))
+            works["coded"] = stack.enter_context(steps(backend, FEW_TENSORS, coded))
             plain = torch.zeros(ELEMENTS[coded].nbytes * _COUNT, dtype=torch.uint8, device=backend.device)
             layout, data = coding.encode(plain, coded)
             decode = coding.decoding([(data, layout, plain)])
-            found["launches"] = lambda: [decode() for _ in range(NUM_UNITS)]
-        yield found
+            works["launches"] = lambda: [decode() for _ in range(NUM_UNITS)]
+        yield works
 
 
 def overhead_fields(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Fields of a profile, from the seconds of each of `works`."""
+    """Fields of a profile from the seconds of each work of `overhead_works`."""
     unit_s = {name: _BETWEEN * step_s / NUM_UNITS for name, step_s in seconds.items()}
     launch_s = unit_s.get("launches", 0.0)
     show_s = max(0.0, unit_s["many"] - unit_s["few"]) / (MANY_TENSORS - FEW_TENSORS)
