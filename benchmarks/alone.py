@@ -1,6 +1,6 @@
-"""Trials: cases that each run in a process of their own, one after the other; every one becomes a row, or an error row.
+"""Trials: cases that run one after the other, each in a process of its own; each becomes a row, or an error row.
 
-A process gets a time limit, and is killed at the end of it. Rows are written as they are made.
+A process that exceeds its time limit is killed. Each row is written at once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from host import DirectReads
 from rows import RESULTS, append, environment, guarded
 
 HERE = Path(__file__).parent
-DEVICE_BUDGET, TINY_BUDGET = "1200MiB", "12MiB"  # room for the head, which is the largest matrix
+DEVICE_BUDGET, TINY_BUDGET = "1200MiB", "12MiB"  # they fit the head, which is the largest matrix
 RESIDENT = "resident, transformers"
 _LEAVING_S = 30
 
 
 class Process:
-    """A case that runs. `prefix` stands before its command; at the end of the `with` block it is gone."""
+    """A running case. `prefix` goes before its command; the process is gone at the end of the `with` block."""
 
     def __init__(self, case: Case, *, timeout_s: float, prefix: Sequence[str] = ()) -> None:
         self._case = case
@@ -50,7 +50,7 @@ class Process:
         return self
 
     def result(self) -> dict[str, Any]:
-        """Waits for the figures; raises when the process fails or takes too long."""
+        """Wait for the figures; raises if the process fails or takes too long."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, self._deadline - time.monotonic()))
         if not ready:
@@ -70,7 +70,7 @@ class Process:
             self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            pipe.close()  # it may be waiting to be let go
+            pipe.close()  # with `hold` it waits for the end of its input
         try:
             self._process.wait(_LEAVING_S)
         except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ class Process:
 
 
 class Trials:
-    """The checkpoint, what the cases have in common, and the rows of one benchmark."""
+    """The checkpoint, the common settings of the cases, and the rows of one benchmark."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name = f"{name}, NF4" if args.nf4 else name
@@ -102,7 +102,7 @@ class Trials:
             self.measure(RESIDENT, self.case("resident"))
 
     def _reference_path(self) -> Path:
-        """Of these weights, this device and these versions: other ones may round otherwise."""
+        """The file of reference logits, by weights, device and versions: others may round differently."""
         written = (self.folder / checkpoint.INDEX).stat().st_mtime_ns
         versions = f"{torch.__version__}-{importlib.metadata.version('transformers')}"
         return self.folder.with_name(f"{self.folder.name}-reference-{self.device}-{versions}-{written}.pt")
@@ -120,11 +120,11 @@ class Trials:
         return None
 
     def guarded(self, system: str, **fields: Any) -> AbstractContextManager[None]:
-        """Turns an error into a row. Nests: a part that fails leaves the others."""
+        """Turn an error into a row. Nests: if a part fails, the others run."""
         return guarded(self.add, system, **fields)
 
     def floor_gbps(self) -> float:
-        """GB/s of direct reads now; the row of it counts all samples so far."""
+        """GB/s of direct reads now; its row has all samples so far."""
         found = self.reads.measure()
         self.add(
             "direct reads", read_gbps=self.reads.gbps(), threads=self.reads.threads, medians_gbps=self.reads.medians
@@ -149,7 +149,7 @@ Group = Callable[[Trials], None]
 
 
 def main(name: str, doc: str, groups: Mapping[str, Group]) -> None:
-    """Parse the command line, make what is missing, and run the groups that are asked for."""
+    """Parse the command line, make the checkpoint if it is missing, and run the chosen groups."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")

@@ -1,7 +1,7 @@
 """A bench: measures one system after another on the same weights and inputs. A failure is a row, and the next runs.
 
-Rows are written as they are made, so that a run that is cut short keeps what it had. Each system is given a fresh model
-with this run's weights; its locals must die with the function that measures it, or `base_gib` will tell.
+Each row is written at once, so that an interrupted run keeps its rows. Each system gets a fresh model with this run's
+weights; its locals must die with the function that measures it, or `base_gib` will show their memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
 
 
 class Bench:
-    """Builds models, times what it is given and keeps the rows of one benchmark."""
+    """Builds models, times systems and keeps the rows of one benchmark."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Bench:
         suffix: str = "",
         floor_steps: int = 10,
     ) -> None:
-        """`suffix` tells the rows of a shape of its own from the others in the file."""
+        """`suffix` distinguishes the rows of another shape in the same file."""
         self.name = name
         self.args = args
         self.suffix = suffix
@@ -89,24 +89,24 @@ class Bench:
         self._host.clear()
 
     def fresh(self) -> None:
-        """Begin with another system: what is allocated from here on is its own, and its set-up has begun."""
+        """Begin with another system: later allocations and the set-up time are its own."""
         self._base_nbytes = timing.clear(self.device)
         self._rss_nbytes = psutil.Process().memory_info().rss
         self._setup_s: float | None = None
         self._setup_from = time.perf_counter()
 
     def guarded(self, system: str, **fields: Any) -> AbstractContextManager[None]:
-        """Turns an error into a row. Nests: a part that fails leaves the others."""
+        """Turn an error into a row. Nests: if a part fails, the others run."""
         return guarded(self.add, system, **fields)
 
     def ring_budget(self) -> int:
-        """For a ring of at most 0.45 GiB, 1.107 layers of the full shape, beside the norms."""
+        """The budget for a ring of at most 0.45 GiB, 1.107 layers of the full shape, and the norms."""
         norms = (2 * self.shape.layers + 1) * 2 * self.shape.hidden
         return int(1.107 * self.layer_nbytes) + norms
 
     @contextmanager
     def streamed(self, **settings: Any) -> Iterator[tuple[Decoder, Streamer]]:
-        """The model, all of whose settings are ours."""
+        """The model, offloaded with these settings only."""
         model = self.model()
         self._setup_from = time.perf_counter()
         with weightstream.offload(model, device=self.device, **{"codec": "none"} | settings) as streamer:
@@ -138,14 +138,14 @@ class Bench:
         facts: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """weightstream under these settings, eager and, on request, in a CUDA graph; `facts` go into the rows."""
+        """Measure weightstream with these settings, eager and with `graph` in a CUDA graph; rows get `facts`."""
         with self.guarded(system, tokens=case.tokens):
             self.offloaded(case, system, graph=graph, facts=facts, **settings)
 
     def offloaded(
         self, case: Case, system: str, *, graph: bool, facts: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
-        """The same; errors of the eager model come through."""
+        """The same, but errors of the eager model are raised."""
         with self.streamed(**settings) as (model, streamer):
             fields: dict[str, Any] = {"streamer": streamer, "settings": settings, **(facts or {})}
             self.measure(f"{system}, eager", model, case, **fields)
@@ -200,7 +200,7 @@ class Bench:
         return ms["p50"]
 
     def _outputs_equal(self, run: Run, case: Case, want: tuple[torch.Tensor, ...]) -> bool:
-        """Bitwise, over inputs that follow each other without a pause, so that the ring wraps between them."""
+        """Compare bitwise, over inputs without a pause in between, so that the ring wraps."""
         inputs = [x.to(self.device) for x in (*case.x, case.x[0])]
         got = [run(x).clone() for x in inputs]
         return all(torch.equal(y.cpu(), w) for y, w in zip(got, (*want, want[0]), strict=True))
@@ -325,7 +325,7 @@ def main(
     modes: Mapping[str, Callable[..., Any]] | None = None,
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
-    """Parse the command line, measure the resident model for each length, then the groups that are asked for."""
+    """Parse the command line, and measure the resident model for each length, then the chosen groups."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
     parser.add_argument("--seconds", type=float, default=seconds, help="how long to time a system, at least 5 steps")

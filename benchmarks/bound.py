@@ -4,8 +4,8 @@
     coded = max(resident step + decoding, (coded bytes - (budget - decode buffer)) / link)
     bound = min(plain, coded)
 
-`bytes` are those of all weights less tables of which a step reads a few rows. Coded bytes, buffer and decoding are of
-the plans of `codec="compressed"` at this budget, in that grain which makes the bound least.
+`bytes` are those of all weights without tables, of which a step reads a few rows. Compressed ("coded") bytes, buffer
+and decoding are those of the plans with `codec="compressed"` at this budget, in the grain with the least bound.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightstream.runtime.weights.alias_groups import groups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Of one model and budget: bytes of the weights less tables, of tables, and the coded plans of all grains."""
+    """For a model and a budget: bytes of weights without tables, of tables, and the compressed plans of all grains."""
 
     budget: int
     nbytes: int
@@ -34,7 +34,7 @@ class Bound:
     coded: Sequence[Plan]
 
     def row(self, resident_s: float, link_bytes_per_s: float) -> dict[str, Any]:
-        """The bound and what it is made of, where the resident model and the link are so fast."""
+        """The bound and its parts, for these times of the resident model and rate of the link."""
         bounds = {"plain": max(resident_s, (self.nbytes - self.budget) / link_bytes_per_s)}
         found: dict[str, Any] = {"budget_nbytes": self.budget, "plain_nbytes": self.nbytes}
         for plan in self.coded:
@@ -51,7 +51,7 @@ class Bound:
 
 
 def bounds_of(model: nn.Module, budgets: Iterable[int], backend: Backend) -> dict[int, Bound]:
-    """The bound of each budget. Asked of the planner before the model is offloaded; keeps nothing of the model."""
+    """The bound of each budget, from the planner, before the model is offloaded; keeps nothing of the model."""
     by_alias, config = groups(model), OffloadConfig(codec="compressed")
     tables, found = tables_of(model, by_alias), {}
     nbytes = sum(group.nbytes for group in by_alias.values())

@@ -1,8 +1,8 @@
-"""A case: one way to load the checkpoint and run it, in this process, which does nothing else; prints a line of JSON.
+"""A case: one way to load the checkpoint and run it, in a process that does nothing else; prints a line of JSON.
 
     python benchmarks/cases.py '{"way": "mapped", "folder": "…", "device": "cuda", …}'     as `alone.py` starts it
 
-The clock starts when everything is imported and nothing is initialised. With `hold` the process keeps its model until
+The clock starts after all imports, before anything is initialised. With `hold` the process keeps its model until
 its input is closed.
 """
 
@@ -64,7 +64,7 @@ def resident(case: Case) -> Any:
 
 
 def accelerate(case: Case, tier: str = "cpu") -> Any:
-    """Everything but the norm off the GPU: 1200 MiB have no room for more beside the head, the largest matrix."""
+    """All but the norm offloaded: 1200 MiB have room for the head, the largest matrix, and no more."""
     if case.device == "cpu":
         raise RuntimeError("accelerate places modules on a GPU, and there is none")
     num = json.loads(Path(case.folder, "config.json").read_text())["num_hidden_layers"]
@@ -85,7 +85,7 @@ def plain(case: Case, **options: Any) -> Any:
 
 
 def no_model(case: Case) -> None:
-    """What the libraries take for themselves: a process that only multiplies two matrices."""
+    """The memory of the libraries themselves: a process that only multiplies two matrices."""
     a = torch.ones(256, 256, dtype=torch.bfloat16, device=case.device)
     (a @ a).sum().item()
 
@@ -108,7 +108,7 @@ def import_everything(folder: str) -> None:
             importlib.import_module(name)
 
     for name in ("AutoConfig", "AutoModelForCausalLM", "GenerationConfig", "LlamaForCausalLM"):
-        getattr(transformers, name)  # transformers imports what is asked for
+        getattr(transformers, name)  # transformers imports a module on first access
     importlib.import_module("weightstream.adapters.hf.load")
     importlib.import_module("weightstream.api.offload")  # as `weightstream.from_pretrained` does
     transformers.logging.set_verbosity_error()
@@ -116,7 +116,7 @@ def import_everything(folder: str) -> None:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Load, make steps, compare with the reference; returns the figures of a row."""
+    """Load, run steps, compare with the reference; returns the figures of a row."""
     device, modules = torch.device(case.device), set(sys.modules)
     anon, private, used = host.anon_nbytes(), host.private_nbytes(), host.used_nbytes()
     with host.AnonPeak() as peak:
@@ -173,7 +173,7 @@ class Steps:
         return {"steps": len(values), "ms": percentiles(values), "steps_ms": [round(ms, 3) for ms in values]}
 
     def compare(self, case: Case) -> dict[str, Any]:
-        """With the resident model's; or, if this is that, keep these."""
+        """Compare logits with the resident model's; if this is the resident model, save them."""
         assert case.reference is not None
         if case.way == "resident":
             generation = Generation(self.model, self.device)
@@ -223,7 +223,7 @@ class Generation:
         return self._ends[1]
 
     def rest(self, case: Case) -> dict[str, Any]:
-        """The steps behind the prompt's, less those that settle."""
+        """The steps after the prompt's, without the settling ones."""
         start = 1 + timing.SETTLING
         values = [1e3 * (b - a) for a, b in itertools.pairwise(self._ends[start:])]
         return {
@@ -243,7 +243,7 @@ class Generation:
 
 
 def streaming(streamer: weightstream.Streamer) -> dict[str, Any]:
-    """What the streamer holds and plans, by its own books and by those of the memory that it pinned."""
+    """The memory that the streamer holds and plans, by its statistics and by that of pinned memory."""
     plan, stats, homes = streamer.plan, streamer.stats(), streamer._homes
     pinned = {name: getattr(getattr(homes, f"_{name}", None), "nbytes", 0) for name in ("pages", "arena")}
     in_ram = max(stats.held_nbytes["host"], sum(pinned.values()))
@@ -279,7 +279,7 @@ def _seconds(lap: tuple[float, float]) -> float:
 
 if __name__ == "__main__":
     answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed goes to stderr
+    os.dup2(2, 1)  # all other output goes to stderr
     given = Case(**json.loads(sys.argv[1]))
     import_everything(given.folder)
     try:

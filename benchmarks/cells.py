@@ -1,13 +1,15 @@
-"""What a plan predicts against what its steps take: budgets from 5 % of a model's bytes to all, three workloads each.
+"""Predicted against measured steps: budgets from 5 % of a model's bytes to all of them, three workloads each.
 
     python benchmarks/cells.py [--shapes 8b,32b] [--budgets 5,25,50,75,95] [--classic 25,75] [--prefill 10,25] [--out …]
 
-Models of transformers with random weights, loaded as anybody's. Predicted before anything runs, from the profile of the
-machine and from shapes; then again by the streamer from the first steps that it timed. In the same run: the link alone
-with the plan's copies, the resident model, and the classic settings that are predicted to be best in the same memory
-(measured too at the budgets of `--classic`). Plans are made for decoding, those of `--prefill` for the prompt.
+Models of transformers with random weights. A step is predicted before anything runs, from the profile of the machine
+and from shapes, and again by the streamer after the first steps that it timed. The same run measures the link alone
+with the plan's copies, and the resident model. Of the classic settings, rows have those that are predicted to be best
+in the same memory; they are measured, too, at the budgets of `--classic`. Plans are for decoding; those of `--prefill`
+are for the prompt.
 
-Attention goes without cuDNN: with it a plain, resident model gives other bits from call to call at batch 32.
+`equal`: the outputs of four steps are bitwise those of the resident model in a run of its own. cuDNN attention is off:
+with it the resident model itself gives different bits from call to call at batch 32.
 """
 
 from __future__ import annotations
@@ -74,6 +76,9 @@ def build(shape: str, device: torch.device) -> Any:
 
 def inputs_of(model: Any, config: OffloadConfig, machine: Any) -> dict[str, PlannerInputs]:
     """The planner's inputs of each workload."""
+
+
+
     found = {}
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
@@ -137,7 +142,7 @@ class Cells:
 
     @torch.no_grad()
     def beside_nbytes(self, workload: Workload) -> int:
-        """The most that the allocator holds beside what was there before: a prompt, and three steps on its cache."""
+        """The most that the allocator holds besides the memory before: in a prompt, and three steps on its cache."""
         self.collect()
         before, past = self.allocated(), workload.context - workload.tokens
         if self.device.type == "cuda":
@@ -158,7 +163,7 @@ class Cells:
             yield self.row(name, 100, plan, ms, peak) | {"refined_ms": None}
 
     def at(self, percent: int, first: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
-        """All workloads in a plan that is made for the `first`; that one alone, if it is the prompt."""
+        """All workloads in a plan for the `first`; if that is the prompt, only that one."""
         budget, workload = self.nbytes * percent // 100, WORKLOADS[first]
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
         try:

@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--smoke] [--nf4] [--folder FOLDER]
 
-Drawn on the GPU where there is one, a tensor at a time: the model is never in RAM. `--nf4`: its layers as bitsandbytes
-saves them, 6.03 GB.
+Weights are drawn one tensor at a time, on the GPU if there is one: the model is never whole in RAM. `--nf4`: with its
+layers as bitsandbytes saves them, 6.03 GB.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def default_folder(tiny: bool, nf4: bool) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of weights in a checkpoint."""
+    """The weight files of a checkpoint."""
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -60,7 +60,7 @@ def weights_nbytes(folder: Path) -> int:
 
 
 def make(folder: Path, settings: dict[str, Any], nf4: bool = False) -> None:
-    """Write the checkpoint, unless it is there; a run that is cut short leaves nothing that looks finished."""
+    """Write the checkpoint, unless it exists; an interrupted run leaves no folder of that name."""
     if (folder / INDEX).exists():
         print(f"{folder}: there already, {weights_nbytes(folder) / 1e9:.2f} GB", flush=True)
         return
@@ -71,7 +71,7 @@ def make(folder: Path, settings: dict[str, Any], nf4: bool = False) -> None:
 
 
 def begun(folder: Path) -> Path:
-    """Where a checkpoint grows that is to be in the folder."""
+    """The temporary folder in which the checkpoint of a folder is written."""
     growing = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(growing, ignore_errors=True)
     growing.mkdir(parents=True)
@@ -81,7 +81,7 @@ def begun(folder: Path) -> Path:
 def finish(
     folder: Path, shards: list[Shapes], write: Callable[[Path, Shapes, int], Iterable[str]] | None = None
 ) -> int:
-    """Write these shards where the checkpoint grows, and the index, and give it its name; returns the bytes."""
+    """Write these shards and the index in the temporary folder, and rename it; returns the bytes."""
     growing = folder.with_name(f"{folder.name}.partial")
     names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(4) as pool:
@@ -97,7 +97,7 @@ def finish(
 def _config(folder: Path, settings: dict[str, Any], nf4: bool) -> Any:
     from transformers import BitsAndBytesConfig, LlamaConfig
 
-    no_stop = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # generates as long as it is asked to
+    no_stop = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # no token ends a generation early
     config = LlamaConfig(**settings, **no_stop, tie_word_embeddings=False, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     if nf4:
@@ -116,7 +116,7 @@ def _shards(config: Any, limit_nbytes: int) -> list[Shapes]:
 
 
 def cut(shapes: Shapes, limit_nbytes: int) -> list[Shapes]:
-    """These in order, in files of so many bytes."""
+    """Split these, in order, into files of so many bytes."""
     shards: list[Shapes] = [{}]
     held_nbytes = 0
     for name, shape in shapes.items():
@@ -148,12 +148,12 @@ def _write(path: Path, shapes: Shapes, seed: int) -> Iterable[str]:
             left = memoryview(weight.view(torch.uint8).cpu().numpy()).cast("B")
             while left:  # one call writes 2 GiB at most
                 left = left[file.write(left) :]
-        os.fsync(file.fileno())  # what is dirty cannot leave the page cache
+        os.fsync(file.fileno())  # dirty pages cannot leave the page cache
     return shapes
 
 
 def _write_nf4(path: Path, shapes: Shapes, seed: int) -> Iterable[str]:
-    """The same; linear layers but the head as bitsandbytes has them."""
+    """The same, with linear layers as bitsandbytes saves them, except the head."""
     from bitsandbytes.functional import quantize_4bit
     from safetensors.torch import save_file
 

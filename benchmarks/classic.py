@@ -2,7 +2,7 @@
 
     python benchmarks/classic.py [--only 4/1,2/1] [--tokens 1,1024,…] [--out benchmarks/results/classic.jsonl]
 
-The more tokens, the more a step computes: from copies only, over about as much of both, to compute that hides them.
+The more tokens, the more a step computes: from copies only, over about equal times, to compute that hides copies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The codec alone: bits per weight, and the rates at which a GPU decodes and encodes, beside a plain copy.
+"""The codec alone: bits per weight, and the rates at which a GPU decodes and encodes, compared with a plain copy.
 
     python benchmarks/codec.py [--only gaussian,casts,trained] [--trained FILE] [--out benchmarks/results/codec.jsonl]
 
-Gaussian weights in the shapes of a block of Llama-3.1-8B; the same as float16 and float8; and, given a safetensors
-file, the trained weights in it. Three sets take turns, so that none is in a cache. What is decoded is compared, bit for
+Gaussian weights in the shapes of a block of Llama-3.1-8B; the same as float16 and float8; and, with `--trained`, the
+weights in a safetensors file. Three sets take turns, so that none is in a cache. Decoded weights are compared bit for
 bit.
 """
 
@@ -30,7 +30,7 @@ from weightstream.codec.format import ELEMENTS, Layout
 SHAPES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 SETS = 3
 CASTS = ("float16", "float8_e4m3fn")
-LARGEST = 448.0  # of float8_e4m3fn: what a tensor is scaled to
+LARGEST = 448.0  # of float8_e4m3fn: tensors are scaled to this maximum
 TRAINED_NBYTES = 400 << 20  # per set, by repetition: more than any cache
 WARM, REFERENCES, ENCODES = 3, 3, 8
 
@@ -182,7 +182,7 @@ def _rates(nbytes: int, ms: dict[str, float], unit: float) -> dict[str, float]:
 
 
 def laps_ms(run: Callable[[int], object], num: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of `num` runs, queued back to back: a run's launch hides behind the run before."""
+    """Milliseconds of each of `num` runs, queued back to back, so that the previous run hides a launch."""
     marks = []
     for index in range(num + WARM):
         begin = timing.mark(device)
@@ -199,7 +199,7 @@ def copies_ms(nbytes: int, num: int, device: torch.device) -> list[float]:
 
 
 def encodes_ms(material: Material, codec: Any, device: torch.device) -> dict[str, float]:
-    """Of a whole set by the clock on the wall: encoding waits for the count of escapes."""
+    """Milliseconds of a whole set, in wall-clock time: encoding waits for the count of escapes."""
     found = []
     for index in range(2 + ENCODES):
         timing.synchronize(device)

@@ -1,10 +1,10 @@
-"""Coded weights under the raw link's floor: an 8B and a 70B shape, FlexTensor at equal memory, a prompt, host memory.
+"""Compressed weights below the raw link floor: 8B and 70B shapes, FlexTensor at equal memory, a prompt, host memory.
 
     python benchmarks/coded.py [--only a,b,c,d,e,llama,pack] [--seconds 3.5] [--out benchmarks/results/coded.jsonl]
 
-a: one token, all layers offloaded, in at most 0.9 GiB. b: the same in the device memory that FlexTensor takes. c: a 70B
-shape in 80 GiB. d: a prompt of 16,384 tokens; llama: the same with a model of transformers. e: bytes in host memory.
-pack: bytes of a packed checkpoint. Every output is compared with the plain model's, bit for bit.
+a: one token, all layers offloaded, in at most 0.9 GiB. b: the same in as much device memory as FlexTensor takes. c: a
+70B shape in 80 GiB. d: a prompt of 16,384 tokens; llama: the same with a model of transformers. e: bytes in host
+memory. pack: bytes of a packed checkpoint. Every output is compared with the plain model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SMALL_GIB = 0.9
 LADDER_GIB = (0.45, 0.6, 0.75, SMALL_GIB)
 LARGE = Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
 LARGE_GIB = 80
-BESIDE_GIB = 1 / 8  # of these, for what a step of one token needs beside the weights
-HOST_LAYERS = (0, 24)  # where the whole model leaves no room to code it on the GPU, its last layers start on the host
+BESIDE_GIB = 1 / 8  # of these, for the memory of a step of one token besides the weights
+HOST_LAYERS = (0, 24)  # if the whole model leaves no room to compress it on the GPU, its last layers start on the host
 PROMPT = 16384
-GPU_GIB = 140  # for FlexTensor's settings where it is missing
-FRACTIONS = ((0.02, 1.7), (0.04, 2.2), (0.06, 4.5))  # of the GPU, its memory mode; how much faster is wanted
+GPU_GIB = 140  # for FlexTensor's settings if it is not installed
+FRACTIONS = ((0.02, 1.7), (0.04, 2.2), (0.06, 4.5))  # share of the GPU in its memory mode; wanted speed-up
 PACK_TIMEOUT_S = 400
 
 
 def all_offloaded(bench: Bench, cases: list[Case]) -> None:
-    """In the least memory of the ladder that has a plan, raw and coded; and in all that is allowed."""
+    """In the least memory of the ladder that has a plan, raw and compressed; and in all allowed memory."""
     budget = _least(bench, cases[0])
     if budget is None:
         return
@@ -60,7 +60,7 @@ def all_offloaded(bench: Bench, cases: list[Case]) -> None:
 
 
 def same_memory(bench: Bench, cases: list[Case]) -> None:
-    """FlexTensor, then ours with a budget at which the allocator's peak, over what was there before, is the same."""
+    """FlexTensor, then ours with a budget that gives the same growth of the allocator's peak."""
     case = cases[0]
     for fraction, wanted in bench.args.fractions:
         peer = f"FlexTensor, memory mode, {100 * fraction:g} %"
@@ -78,7 +78,7 @@ def same_memory(bench: Bench, cases: list[Case]) -> None:
 
 
 def large(bench: Bench, cases: list[Case]) -> None:
-    """A model of which far more streams raw than coded. The plain one just fits the GPU, and is the reference."""
+    """A model of which far more streams raw than compressed. The plain one just fits the GPU, and is the reference."""
     bench.forget_host_model()
     shape = replace(TINY, layers=10) if bench.args.smoke else LARGE
     with bench.guarded("weightstream, 70B shape"):
@@ -109,7 +109,7 @@ class Large(Bench):
         _tell("c", self.rows[-1], "times_faster", "at least 3", f"times the raw plan's speed; {LARGE_GIB} GiB")
 
     def _offloaded(self, case: Case, codec: str, budget: int, facts: dict[str, Any]) -> float:
-        """The p50; where coding finds no room on the device, with layers that start in host memory."""
+        """The p50; if compression finds no room on the device, with layers that start in host memory."""
         system = f"weightstream, {LARGE_GIB} GiB, codec {codec}"
         for host_layers in HOST_LAYERS:
             self.host_layers = host_layers
@@ -119,14 +119,14 @@ class Large(Bench):
                 self.offloaded(case, system, graph=False, facts=fields, device_budget=budget, codec=codec)
             except torch.OutOfMemoryError as error:
                 print(f"c: out of memory, {host_layers} layers started on the host: {str(error)[:300]}", flush=True)
-            if len(self.rows) > num_rows:  # else it failed before it was measured, not while it was undone
+            if len(self.rows) > num_rows:  # else it failed before it was measured, not during removal
                 print(f"c: {self.rows[-1]['plan']}", flush=True)
                 return float(self.rows[-1]["ms"]["p50"])
         raise RuntimeError(f"{system}: out of device memory, however many layers start on the host")
 
 
 def prompt(bench: Bench, cases: list[Case]) -> None:
-    """In turns with the resident model, as `prefill.py` does."""
+    """In turns with the resident model, as in `prefill.py`."""
     tokens, budget = _prompt_tokens(bench), _share(bench, bench.args.prompt_gib)
     case = bench.resident(tokens)
     settings = {"device_budget": budget, "codec": _auto(bench), "tokens": tokens, "context": tokens}
@@ -135,7 +135,7 @@ def prompt(bench: Bench, cases: list[Case]) -> None:
 
 
 def llama(bench: Bench, cases: list[Case]) -> None:
-    """The same with a model of transformers, of whose work the planner knows."""
+    """The same with a model of transformers, whose work the planner knows."""
     tokens, budget = _prompt_tokens(bench), 130 << 20 if bench.args.smoke else int(bench.args.prompt_gib * GIB)
     system = f"weightstream, Llama, prompt, {_gib(budget)}, codec {_auto(bench)}"
     with bench.guarded(system, tokens=tokens):
@@ -149,7 +149,7 @@ def llama(bench: Bench, cases: list[Case]) -> None:
 
 
 def _llamas(bench: Bench, tokens: int) -> tuple[Case, Any, Any]:
-    """Two equal ones on the device, and the resident model's row."""
+    """Two equal models on the device, and the resident model's row."""
     import cells
 
     torch.manual_seed(time.time_ns() % 2**31)
@@ -169,7 +169,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def host_memory(bench: Bench, cases: list[Case]) -> None:
-    """What the host holds of a model that comes from the GPU: by the plan, pinned, and as the process grows."""
+    """Host memory of a model that comes from the GPU: by the plan, pinned, and by the growth of the process."""
     for codec in (_auto(bench), "none"):
         system, before = f"weightstream, host memory, codec {codec}", host.anon_nbytes()
         with (
@@ -215,7 +215,7 @@ def packed(bench: Bench, cases: list[Case]) -> None:
 
 
 def _least(bench: Bench, case: Case) -> int | None:
-    """Measures coded in the least memory of the ladder that a plan fits in, and returns it."""
+    """Measure compressed in the least memory of the ladder that has a plan, and return it."""
     for budget in (_share(bench, gib) for gib in LADDER_GIB):
         with bench.guarded("weightstream, all offloaded", tokens=case.tokens), contextlib.suppress(PlanError):
             _coded(bench, case, budget, guarded=False)
@@ -231,7 +231,7 @@ def _coded(bench: Bench, case: Case, budget: int, *, guarded: bool = True, graph
 
 
 def _beside_nbytes(bench: Bench, case: Case) -> int:
-    """The most that steps of one token took beside the plan's bytes, eager or in a graph."""
+    """The most bytes of steps of one token besides the plan's, eager or in a graph."""
     if not any(_steps_alone(case, bench.rows)):
         _coded(bench, case, _share(bench, SMALL_GIB))
     return max(0, *_steps_alone(case, bench.rows))
@@ -246,11 +246,11 @@ def _prompt_tokens(bench: Bench) -> int:
 
 
 def _auto(bench: Bench) -> str:
-    return "auto" if bench.device.type == "cuda" else "compressed"  # on the CPU nothing is coded unless it is asked for
+    return "auto" if bench.device.type == "cuda" else "compressed"  # on a CPU "auto" compresses nothing
 
 
 def _share(bench: Bench, gib: float, of: Shape | None = None) -> int:
-    """So many GiB of the full shape, as a share of the bytes of the one that is measured."""
+    """So many GiB of the full shape, scaled to the bytes of the measured one."""
     full = sum(p.nbytes for p in empty(replace(of or Shape(), layers=1)).layers.parameters()) * (of or Shape()).layers
     return int(gib * GIB * min(1.0, bench.nbytes / full))
 

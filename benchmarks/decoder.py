@@ -38,7 +38,7 @@ def classic(bench: Bench, cases: list[Case]) -> None:
 
 
 def budget(bench: Bench, cases: list[Case]) -> None:
-    """Half the bytes, and a quarter: about the memory of FlexTensor's row."""
+    """Half the bytes, and a quarter, which is about the memory of FlexTensor's row."""
     for share, name in (2, "half"), (4, "a quarter of"):
         bench.ours(cases[0], f"weightstream, budget of {name} the bytes", device_budget=bench.nbytes // share)
 
@@ -70,7 +70,7 @@ def flextensor(bench: Bench, cases: list[Case]) -> None:
 
 
 def _compiled_resident(bench: Bench, case: Case, scope: str) -> tuple[torch.Tensor, ...] | None:
-    """The compiler's own outputs: it rounds otherwise than the eager kernels, and ours must do as it does."""
+    """The compiler's own outputs: it rounds differently from eager kernels, and ours must equal it."""
     system, want = f"resident, compiled, {scope}", None
     _forget_compiled()
     with bench.guarded(system, tokens=case.tokens):
@@ -88,7 +88,7 @@ def _compiled_ours(bench: Bench, case: Case, scope: str, want: tuple[torch.Tenso
         bench.guarded(system, tokens=case.tokens),
         bench.streamed(device_budget=bench.ring_budget()) as (model, streamer),
     ):
-        model(case.x[0].to(bench.device))  # teaches the order
+        model(case.x[0].to(bench.device))  # the order of units is learned
         streamer.compile(scope, **COMPILE)
         first_s = timing.once_ms(model, case.x[0].to(bench.device)) / 1e3
         for x in case.x:

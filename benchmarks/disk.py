@@ -1,4 +1,4 @@
-"""A model bigger than the RAM it may use: step time, and what it reads from disk against sequential direct reads.
+"""A model bigger than the RAM that it may use: step time, and its disk reads against sequential direct reads.
 
     python benchmarks/disk.py [--only disk,budget,cgroup,half,accelerate_disk] [--folder FOLDER] [--out FILE]
 
@@ -18,7 +18,7 @@ from typing import Any
 import host
 from alone import HERE, Process, Trials, main
 
-SHARE = 1.5  # the model is this many times what it may use
+SHARE = 1.5  # of the model's bytes to the RAM that it may use
 
 
 def disk(trials: Trials) -> None:
@@ -31,7 +31,7 @@ def budget(trials: Trials) -> None:
 
 
 def cgroup(trials: Trials, share: float = SHARE) -> None:
-    """No budget is given: the limit is the kernel's, and holds for the whole process, its libraries included."""
+    """No budget is passed: the limit is the kernel's, for the whole process with its libraries."""
     libraries_nbytes = 2**30 if trials.smoke else 0
     with _limited(int(trials.nbytes / share) + libraries_nbytes) as prefix:
         _generation(trials, f"weightstream, {share} x a cgroup's memory", prefix, Path(prefix[-1]))
@@ -42,7 +42,7 @@ def half(trials: Trials) -> None:
 
 
 def accelerate_disk(trials: Trials) -> None:
-    """One step: that tells enough."""
+    """One step, which is enough to compare."""
     system, share = "accelerate, weights on disk", host.evict(trials.files)
     case = trials.case("accelerate_disk", steps=0)
     with trials.guarded(system), Process(case, timeout_s=75) as process:
@@ -81,13 +81,13 @@ def _generation(
 
 
 def _floor(trials: Trials) -> float:
-    """What was measured last, or now for the first time."""
+    """The last measurement, or the first one now."""
     return trials.reads.medians[-1] if trials.reads.medians else trials.floor_gbps()
 
 
 @contextmanager
 def _limited(nbytes: int) -> Iterator[list[str]]:
-    """What the tests use, whose way to say that no cgroup can be made is an error here."""
+    """The limit of the tests, where a missing cgroup is an error instead of a skip."""
     sys.path.append(str(HERE.parent / "tests" / "support"))
     import pytest
 
@@ -101,7 +101,7 @@ def _limited(nbytes: int) -> Iterator[list[str]]:
 
 
 def _group_memory(folder: Path) -> dict[str, float]:
-    """The most that the group has used, of either version of cgroups, where the kernel tells."""
+    """The peak memory of the group, in either version of cgroups, if the kernel reports it."""
     for path in (folder / "memory.peak", folder / "memory.max_usage_in_bytes"):
         if path.exists():
             return {"cgroup_peak_gib": round(int(path.read_text()) / host.GIB, 3)}

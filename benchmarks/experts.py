@@ -1,15 +1,15 @@
-"""Mixtures of experts: decoding with experts that are coded on the device, or in a cache of it, beside the plain model.
+"""Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--uniform]
         [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
-both. A share is what the device may take for experts, in percent of their bytes, beside the other weights; "coded" is
-42/57 of all. `graph_ms` is what the device takes for a graph: between two of them `generate` has the host do more. Ids
-come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by bit. A
-model that the device has no room for is built in host memory, and its plans are compared with the first. With a recall,
-guesses for the next layer are drawn, of which so many are right. With --ring no plan has a cache.
+both. A share is the device memory for experts, in percent of their bytes, besides the other weights; "coded" is 42/57
+of all, compressed. `graph_ms` is the device time of a graph: between two graphs `generate` has more work for the host.
+Ids come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by
+bit. A model that does not fit the device is built in host memory, and its plans are compared with the first one. With a
+recall, guesses for the next layer are drawn of which this share is right. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import weightstream
 from weightstream.plan.planner import Planner
 
 REPEATS = 3
-SLOW_S = 0.1  # of a token: fewer are timed
-ROOM_NBYTES = 3 << 30  # beside the weights, for the cache, activations and libraries
+SLOW_S = 0.1  # per token: slower models are timed for fewer tokens
+ROOM_NBYTES = 3 << 30  # besides the weights, for the cache, activations and libraries
 
 
 class Decoding:
@@ -53,7 +53,7 @@ class Decoding:
         self.how = str(decoding)
 
     def seconds(self) -> list[float]:
-        """Of a token, in several runs."""
+        """Seconds per token, in several runs."""
 
         def taken(tokens: int) -> float:
             torch.cuda.synchronize()
@@ -67,23 +67,23 @@ class Decoding:
         return [(taken(many) - taken(few)) / (many - few) for _ in range(REPEATS)]
 
     def logits(self) -> list[torch.Tensor]:
-        # of a longer run transformers keeps the length of the cache, and kernels add in another order then
+        # transformers keeps the cache length of a longer run, and kernels would add in another order
         self._model._previous_max_cache_length = -1
         return [x.cpu() for x in self.run(24, output_logits=True, return_dict_in_generate=True).logits]
 
 
 def same(wanted: list[torch.Tensor] | None, found: list[torch.Tensor]) -> bool | None:
-    """Whether the bits are; None: there is nothing to compare with."""
+    """Whether the bits are the same; None without a reference."""
     return None if wanted is None else all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 def foretold(plan: Any) -> dict[str, float]:
-    """What a plan predicts of a step of `model.generate`, and of one in a CUDA graph, which is what is measured."""
+    """The prediction for a step of `model.generate`, and for one in a CUDA graph, which is measured."""
     return {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
 
 
 def foretold_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
-    """The same of the plain model, as its config alone tells it."""
+    """The same for the plain model, from its config only."""
     with tempfile.TemporaryDirectory() as folder:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
@@ -94,7 +94,7 @@ def foretold_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
 def measured(
     streamer: Any, decoding: Decoding, equal: bool | None, plain_ms: float | None, batch: int
 ) -> dict[str, Any]:
-    """What a row says of one plan."""
+    """The fields of a row for one plan."""
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
     asked = stats.experts.found + stats.experts.fetched

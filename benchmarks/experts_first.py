@@ -2,11 +2,11 @@
 
     python benchmarks/experts.py --first [--layers 48, at least 5] [--folder /dev/shm/…] [--tiny] [--out FILE]
 
-The checkpoint is of Qwen3-30B-A3B's shape with random weights, a matrix for each expert, in shards of 4 GB, each in the
-order of names; it is written once, and stays. The device may take a quarter of the experts' bytes beside the other
-weights. What is timed is a process of its own that has imported everything and initialised nothing when its clock
-starts: the second one, as the first (`cold_s`) may measure the machine and compile kernels. `host_nbytes` is the
-anonymous memory by which it grew, less what initialising the device took; `scaled_s` the seconds of 57 GiB, if all of
+The checkpoint has Qwen3-30B-A3B's shape and random weights, a matrix for each expert, in shards of 4 GB, each in the
+order of names; it is written once, and stays. The budget is a quarter of the experts' bytes, and the other weights.
+Each load is timed in a process of its own, whose clock starts after all imports, before anything is initialised. The
+row is of the second process, as the first one (`cold_s`) may measure the machine and compile kernels. `host_nbytes` is
+the growth of anonymous memory, without that of initialising the device; `scaled_s` the seconds of 57 GiB, if all of
 them grow with the bytes.
 """
 
@@ -54,7 +54,7 @@ def config_of(layers: int, *, tiny: bool = False) -> Any:
 
 
 def make(folder: Path, layers: int, *, tiny: bool) -> None:
-    """Write the checkpoint, unless it is there."""
+    """Write the checkpoint, unless it exists."""
     if (folder / checkpoint.INDEX).exists():
         return
     growing, config = checkpoint.begun(folder), config_of(layers, tiny=tiny)
@@ -66,11 +66,11 @@ def make(folder: Path, layers: int, *, tiny: bool) -> None:
     for name, tensor in model.state_dict().items():
         shapes |= one_by_one(name, tuple(tensor.shape))
     shards = checkpoint.cut(shapes, 4_000_000 if tiny else 4_000_000_000)
-    checkpoint.finish(folder, [dict(sorted(shard.items())) for shard in shards])  # as safetensors writes them: by name
+    checkpoint.finish(folder, [dict(sorted(shard.items())) for shard in shards])  # sorted by name, as safetensors does
 
 
 def one_by_one(name: str, shape: tuple[int, ...]) -> checkpoint.Shapes:
-    """A tensor of the model as a checkpoint has it: of a stack its matrices."""
+    """A tensor of the model as in a checkpoint: the matrices of a stack one by one."""
     module, _, stack = name.rpartition(".")
     if not module.endswith("experts"):
         return {name: shape}
@@ -104,14 +104,14 @@ def run(layers: int, folder: Path | None, out: Path, *, tiny: bool) -> None:
 
 
 def fresh(folder: Path) -> dict[str, Any]:
-    """The figures of a process of its own."""
+    """The figures of a load in a fresh process."""
     done = subprocess.run([sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """What is timed."""
+    """The timed load."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes = {name: entry.nbytes for name, entry in Checkpoint.open(folder).entries.items()}
     experts = sum(nbytes for name, nbytes in sizes.items() if ".experts." in name)
@@ -147,7 +147,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 def import_everything() -> None:
     for name in ("AutoConfig", "AutoModelForCausalLM", "GenerationConfig", "Qwen3MoeForCausalLM"):
-        getattr(transformers, name)  # transformers imports what is asked for
+        getattr(transformers, name)  # transformers imports a module on first access
     for name in ("weightstream.adapters.hf.load", "weightstream.api.offload", "transformers.conversion_mapping"):
         importlib.import_module(name)
     transformers.logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""Shapes of mixtures of experts with random weights, and tables of ids in place of what their routers choose.
+"""Shapes of mixtures of experts with random weights, and tables of ids instead of the choices of their routers.
 
-A table is drawn by stack distances, so that least recently used rows are found in slots as often as others measured:
-of Qwen3-30B-A3B 46, 77 and 92 % in 12, 32 and 64 of 128 slots (github.com/kekzl/imp/issues/1359), which is taken for
-gpt-oss-120b and, with twice the slots, DeepSeek-V3 too, as nothing is published of these; of Mixtral-8x7B 40, 67 and
-87 % in 2, 4 and 6 of 8 (arXiv 2312.17238).
+A table is drawn by stack distances, so that an LRU cache has published hit rates: for Qwen3-30B-A3B 46, 77 and 92 %
+with 12, 32 and 64 of 128 slots (github.com/kekzl/imp/issues/1359), also used for gpt-oss-120b and, with twice the
+slots, for DeepSeek-V3, for which nothing is published; for Mixtral-8x7B 40, 67 and 87 % with 2, 4 and 6 of 8 slots
+(arXiv 2312.17238).
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from weightstream.adapters.modules.moe import ExpertForward
 from weightstream.runtime.experts.slot_cache import Lru
 
 NUM_STEPS = 512
-FEW_STEPS = 160  # of a batch: to draw more takes long, and no run is longer
-# Of the stack: so many positions, drawn so often; where 8 and where 4 are used at a time.
+FEW_STEPS = 160  # for a batch: drawing more takes long, and no run is longer
+# Ranges of the stack: the number of positions, and how often they are drawn; for 8 and for 4 experts at a time.
 _OF_8 = ((12, 0.52), (20, 0.285), (32, 0.13), (64, 0.065))
 _OF_4 = ((12, 0.481), (20, 0.3), (32, 0.159), (64, 0.059))
-_NOISE = 1 << 25  # random weights that are drawn once for a model in host memory, where to draw all takes too long
+_NOISE = 1 << 25  # random weights, drawn once and repeated for a model in host memory, as drawing all takes too long
 _STD = 0.02
 
 
 class Shape(NamedTuple):
-    """A mixture: the class of its config and what that is given, and the law of its table."""
+    """A mixture: the class and the arguments of its config, and the distribution of its table."""
 
     kind: str
     num_layers: int
     num_experts: int
     top_k: int
     depths: Sequence[tuple[int, float]]
-    found: Mapping[int, float]  # slots -> share that LRU finds
+    found: Mapping[int, float]  # slots -> hit rate of LRU
     sizes: Mapping[str, Any]
 
     def config(self, layers: int) -> Any:
-        """Of the model with so many layers."""
+        """The config of the model with so many layers."""
         sizes = dict(self.sizes)
         if "first_k_dense_replace" in sizes:
             sizes["first_k_dense_replace"] = min(sizes["first_k_dense_replace"], 1 + 2 * (layers == self.num_layers))
@@ -135,7 +135,7 @@ SHAPES = {
 
 
 def drawn(shape: Shape, num_steps: int, seed: int, *, uniform: bool) -> list[list[int]]:
-    """The experts of a token, step by step, by their places in the stack of those that were used last."""
+    """The experts of a token, step by step, by their positions in the stack of the last used ones."""
     rng, stack, found = random.Random(seed), list(range(shape.num_experts)), []
     weights = [share / num for num, share in shape.depths for _ in range(num)]
     rng.shuffle(stack)
@@ -151,7 +151,7 @@ def drawn(shape: Shape, num_steps: int, seed: int, *, uniform: bool) -> list[lis
 
 
 def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
-    """What a plain LRU finds of these."""
+    """The hit rate of a plain LRU cache."""
     table = Lru(num_slots)
     for used in steps:
         table.resolve(used)
@@ -159,7 +159,7 @@ def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
 
 
 def nbytes_of(shape: Shape, layers: int) -> tuple[int, int]:
-    """Of the weights, in bfloat16, and of a single expert."""
+    """The bytes of all weights, in bfloat16, and of one expert."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(shape.config(layers), dtype=torch.bfloat16)
     stacks = list(experts_of(model)[-1].parameters())
@@ -177,7 +177,7 @@ def build(shape: Shape, layers: int, device: str) -> Any:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device=device)
-    with torch.device(device):  # buffers are in no checkpoint
+    with torch.device(device):  # buffers are not in checkpoints
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     for name, buffer in model.named_buffers():
         if "rotary" not in name:
@@ -190,7 +190,7 @@ def build(shape: Shape, layers: int, device: str) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif noise is None:
                 parameter.normal_(std=_STD)
-            else:  # each begins elsewhere
+            else:  # each starts at another offset
                 shifted = noise.roll(index * 7919)
                 for part in parameter.view(-1).split(_NOISE):
                     part.copy_(shifted[: part.numel()])
@@ -199,9 +199,9 @@ def build(shape: Shape, layers: int, device: str) -> Any:
 
 
 class Table:
-    """Gives experts ids from a table in place of those that their routers chose, the next row in each step.
+    """Passes ids from a table to experts instead of those of their routers, the next row in each step.
 
-    Its hooks are on the modules of this model alone: a copy on meta, which tells shapes, routes by itself.
+    Its hooks are only on the modules of this model: a copy on meta, which is followed for shapes, routes by itself.
     """
 
     def __init__(self, model: Any, shape: Shape, batch: int, device: str, *, uniform: bool) -> None:
@@ -231,8 +231,8 @@ class Table:
         return tokens.shape[0] != self._table.shape[2]
 
     def _named(self, layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """What experts of this layer are given for these. Of a prompt any will do; what a streamer is taught by before
-        it does not count."""
+        """The ids for experts of this layer, instead of these. For a prompt any will do; steps that teach a streamer
+        before it do not count."""
         table = self._table[layer]
         if self._is_prompt(tokens):
             return table.flatten(0, 1)[torch.arange(tokens.shape[0], device=table.device) % self._num_steps]
@@ -240,10 +240,10 @@ class Table:
 
     @contextmanager
     def guessed(self, recall: float) -> Iterator[None]:
-        """Inside, guesses are what the table will name, but for a share of the ids, in place of which any are drawn.
+        """Inside, guesses are the next ids of the table, except a share of them, which are drawn at random.
 
-        The routers run as they would, but know nothing of the table. Outside of a capture, where a guess is put to the
-        test, it is told.
+        The routers run as usual, but do not know the table. Outside of a capture, where a guess is checked, it gets the
+        ids of the table.
         """
         generator = torch.Generator(self._table.device).manual_seed(2)
         shape, device, most = self._table.shape, self._table.device, int(self._table.max()) + 1
@@ -258,7 +258,7 @@ class Table:
         def guess(picks: Any, states: torch.Tensor) -> torch.Tensor | None:
             before(picks, states)
             layer = self._layer_of.get(id(picks._module))
-            if layer is None:  # of a copy that tells shapes
+            if layer is None:  # a copy that is followed for shapes
                 return None
             if not torch.cuda.is_current_stream_capturing():
                 return self._named(layer, states.flatten(0, -2))

@@ -2,11 +2,11 @@
 
     python benchmarks/first.py [--trials 3] [--device cuda] [--width 2048] [--out FILE]
 
-Each trial is a process with CUDA initialised and the model in host memory. Cold: no profile of the machine and no
-compiled kernel is kept, in caches of its own; warm: both are, from a cold trial. `second_s` is that of the same model
-once more in the same process, which only moves weights; `beyond_s` is the first less the second. `phases` are exclusive
-of each other, and their sum is `first_s`; `kernels` are the seconds that Triton took for each, several at a time;
-`said_s`: from the call to the first line on stderr, which is no terminal, -1 where nothing was said.
+Each trial is a process with CUDA initialised and the model in host memory. Cold: its caches have no profile of the
+machine and no compiled kernels; warm: they have both, from a cold trial. `second_s` is the time of a second offload of
+the same model in the same process, which only moves weights; `beyond_s` is the difference of both. `phases` exclude
+each other, and their sum is `first_s`; `kernels` are the seconds that Triton took for each, several concurrently;
+`said_s` is the time from the call to the first line on stderr, which is not a terminal; -1 without any line.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS, WIDTH, PARTS = 16, 2048, 4  # the budget is a quarter of the weights
 
 
 class Phases:
-    """Seconds of phases on the main thread; those of an inner one do not count for the outer one."""
+    """Seconds of phases on the main thread; those of an inner phase do not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -55,7 +55,7 @@ class Phases:
             self._names.pop()
 
     def time(self, name: str, owner: Any, attribute: str) -> None:
-        """Let calls of a function count for a phase."""
+        """Count calls of a function for a phase."""
         plain: Callable[..., Any] = getattr(owner, attribute)
 
         @wraps(plain)
@@ -66,7 +66,7 @@ class Phases:
         setattr(owner, attribute, timed)
 
     def taken(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """The seconds counted since the last call."""
         self._turn()
         found, self.seconds = dict(self.seconds), defaultdict(float)
         return found
@@ -78,7 +78,7 @@ class Phases:
 
 
 def watched(phases: Phases) -> None:
-    """Time what an offload consists of."""
+    """Time the parts of an offload."""
     from weightstream.codec import coding
     from weightstream.inputs import gathering, machine
     from weightstream.measure import bench
@@ -98,7 +98,7 @@ def watched(phases: Phases) -> None:
 
 
 def compiled() -> dict[str, float]:
-    """Filled with the seconds of each kernel that Triton compiles from now on."""
+    """A table that gets the seconds of each kernel that Triton compiles from now on."""
     found: dict[str, float] = {}
 
     def listen(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
@@ -109,13 +109,13 @@ def compiled() -> dict[str, float]:
         import triton
 
         triton.knobs.compilation.listener = listen
-    except (ImportError, AttributeError):  # another Triton: then there is no table
+    except (ImportError, AttributeError):  # another version of Triton: the table stays empty
         pass
     return found
 
 
 def child(device: torch.device, width: int) -> None:
-    """Offload a model twice; prints what was timed."""
+    """Offload a model twice, and print the times."""
     import transformers
 
     import weightstream

@@ -5,12 +5,12 @@
 Every output is compared with the plain model's on the first GPU, bit for bit. Inputs are new in every step.
 
 ms            of a step, from its end to the next one's
-predicted_ms  before any measured time: once the first call told the work
+predicted_ms  before any measured time: after the first call showed the work
 link_nbytes   that each link moves in a step; link_gbps: over ms
-floor_ms      the longest of these over what that link reached when all copied at once, in the same run
+floor_ms      the largest of these over the rate of its link while all links copied, in the same run
 token_ms      of `weightstream.generate`, captured in a CUDA graph where `decoding` says so; eager_token_ms: of
               `model.generate`, with the same cache
-layout        striped: as `offload` has it; contiguous: neighbours together, for comparison
+layout        striped: that of `offload`; contiguous: neighbours together, for comparison
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from weightstream.store.pages import PageCache
 GIB = 2**30
 LARGE = models.Shape(layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8)
 STEPS, SETTLED, INPUTS = 12, 6, 3
-FEW, MANY, ROUNDS = 8, 32, 4  # tokens: what takes longer in a longer text is a token
+FEW, MANY, ROUNDS = 8, 32, 4  # tokens: the difference of two texts gives the time of a token
 LINKS_S = 0.5
-Step = Callable[[int, torch.device], torch.Tensor]  # of the inputs of this number, which are on a device
+Step = Callable[[int, torch.device], torch.Tensor]  # the number of the inputs, and their device
 
 
 class Gpus:
@@ -77,7 +77,7 @@ class Gpus:
     def links(self) -> None:
         """Copies to each GPU by itself, and to the first 2, 4 and so on at once, from each kind of host memory.
 
-        And hops from one GPU to another.
+        Also hops from one GPU to another.
         """
         seconds = 0.01 if self.args.tiny else LINKS_S
         is_cuda, num = self.home.type == "cuda", len(self.devices)
@@ -116,7 +116,7 @@ class Gpus:
 
     @torch.no_grad()
     def measure(self, name: str, made: Any, run: Step, cells: list[dict[str, Any]]) -> None:
-        """The resident model, and each cell: its layout, budgets of the GPUs, and settings."""
+        """Measure the resident model, and each cell: its layout, budgets of the GPUs, and settings."""
         with following(made):
             want = [run(k, self.home) for k in range(INPUTS)]
             if not all(torch.equal(run(k, self.home), want[k]) for k in range(INPUTS)) or not all(
@@ -125,7 +125,7 @@ class Gpus:
                 raise ValueError(f"{name}: its outputs are not finite, or not the same from call to call")
             ms, _ = self.timed(run, want)
         self.write(system=f"{name}, resident", ms=rows.percentiles(ms))
-        with ThreadPoolExecutor() as pool:  # 137 GB, for one
+        with ThreadPoolExecutor() as pool:  # one model has 137 GB
             list(pool.map(lambda module: module.to("cpu"), [m for m in made.modules() if not list(m.children())]))
         made.to("cpu")
         timing.clear(self.home)
@@ -185,7 +185,7 @@ class Gpus:
         for step in range(STEPS + SETTLED + 1):
             y = run(step, device)
             marks.append(timing.mark(device))
-            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # kept out of what is timed
+            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # outside of the timed steps
                 is_equal &= torch.equal(y.to(device), want[step % INPUTS])
         timing.synchronize(device)
         if device.type == "cuda":
@@ -195,7 +195,7 @@ class Gpus:
     # -- cells -------------------------------------------------------------------------------------------------------
 
     def share(self, gib: float, made: Any, of_gib: float) -> int:
-        """So many GiB of a model that has `of_gib`; of a tiny one as much less."""
+        """So many GiB of a model of `of_gib`; of a tiny one the same share."""
         return self.share_of(sum(p.nbytes for p in made.parameters()), gib, of_gib)
 
     def run_8b(self) -> None:
@@ -211,7 +211,7 @@ class Gpus:
         self.measure("8b", made, run, cells)
 
     def run_alone(self) -> None:
-        """The last GPU by itself, which is not the current one."""
+        """The last GPU alone, which is not the current one."""
         made, run = self.decoder(models.TINY if self.args.tiny else models.Shape(layers=8))
         index = len(self.devices) - 1
         budget = self.share(0.9, made, 3.25)
@@ -256,7 +256,7 @@ class Gpus:
         return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
 
     def text(self, system: str, model: Any, want: Any = None) -> Any:
-        """Milliseconds of each further token, in both ways in turns; returns the tokens."""
+        """Time each further token, launched one by one and from a graph, in turns; returns the tokens."""
         ids = torch.arange(2, 34, device=self.home).view(1, -1)
         told: list[Any] = []
         planned = getattr(model, "weightstream", None) and model.weightstream.plan
@@ -293,15 +293,15 @@ class Gpus:
         return found
 
     def run_70b(self) -> None:
-        """The plain model is on all GPUs, neighbours together: one has no room for it."""
+        """The plain model is on all GPUs, neighbours together, as it does not fit one."""
         made, run = self.decoder(models.TINY if self.args.tiny else LARGE, spread=True)
         each = dict.fromkeys(range(len(self.devices)), self.share(80.0 / len(self.devices) - 1 / 8, made, 127.5))
         self.measure("70b", made, run, [{"layout": "striped", "budgets": each, "codec": "auto"}])
 
 
 def memories(folder: Path) -> Iterator[tuple[str, HostMemory]]:
-    """Kinds of host memory that copies start from. Pinned memory is at the GPU's node, and, where there are several, at
-    each for all."""
+    """Kinds of host memory that copies start from. Pinned memory is on the GPU's NUMA node; on a host with several
+    nodes also on each node for all GPUs."""
 
     block = os.urandom(1 << 20)
 
@@ -343,7 +343,7 @@ def gbps(bytes_per_s: float) -> float:
 
 @contextmanager
 def following(made: Any) -> Iterator[None]:
-    """Inside, what layers are called with goes to where their weights are."""
+    """Inside, arguments of layers move to the device of their weights."""
 
     def move(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(arg.to(next(layer.parameters()).device) for arg in args)

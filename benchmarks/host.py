@@ -20,7 +20,7 @@ from rows import percentiles
 
 GIB = 2**30
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_UNCACHED = 0.01  # of a file's pages may stay in memory: the kernel keeps what others map
+_UNCACHED = 0.01  # of a file's pages may stay in memory: the kernel keeps those that others map
 
 
 def anon_nbytes() -> int:
@@ -29,31 +29,31 @@ def anon_nbytes() -> int:
 
 
 def private_nbytes() -> int:
-    """Memory that this process shares with none, pages of files included."""
+    """Memory that this process shares with no other one, including pages of files."""
     found = _fields("/proc/self/smaps_rollup")
     return found["Private_Clean"] + found["Private_Dirty"]
 
 
 def used_nbytes() -> int:
-    """Memory of the machine that is neither free nor cache: all processes' and the kernel's own."""
+    """Memory of the machine that is neither free nor cache: of all processes and of the kernel."""
     found = _fields("/proc/meminfo")
     return found["MemTotal"] - sum(found[name] for name in ("MemFree", "Buffers", "Cached", "SReclaimable"))
 
 
 def read_nbytes() -> int:
-    """Bytes that this process has had read from disks so far."""
+    """Bytes that were read from disks for this process so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def _fields(path: str) -> dict[str, int]:
-    """Those lines of a file in /proc that give kilobytes, in bytes."""
+    """The lines of a file in /proc that have kilobytes, in bytes."""
     words = (line.split() for line in Path(path).read_text().splitlines())
     return {each[0].rstrip(":"): int(each[1]) * 1024 for each in words if each[-1] == "kB" and len(each) == 3}
 
 
 class AnonPeak:
-    """The most anonymous memory that this process has while the `with` block runs, looked up every 20 ms."""
+    """The peak anonymous memory of this process in the `with` block, sampled every 20 ms."""
 
     def __enter__(self) -> AnonPeak:
         self.nbytes = anon_nbytes()
@@ -74,14 +74,14 @@ class AnonPeak:
 
 
 def warm(files: list[Path]) -> float:
-    """Bring files into the page cache; returns the share of their pages that is there."""
+    """Read files into the page cache; returns the share of their pages that is in it."""
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_read_all, files))
     return round(cached_share(files), 4)
 
 
 def evict(files: list[Path]) -> float:
-    """Take files out of the page cache, those alone if that works; returns the share of their pages that stays."""
+    """Remove files from the page cache, only these if that works; returns the share of their pages that stays."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)  # dirty pages stay
@@ -97,7 +97,7 @@ def evict(files: list[Path]) -> float:
 
 
 def buffered_gbps(files: list[Path]) -> float:
-    """What one process reaches that reads files, which are not in memory, into the page cache, in order."""
+    """GB/s of one process that reads uncached files in order into the page cache."""
     evict(files)
     started = time.perf_counter()
     for path in files:
@@ -128,9 +128,9 @@ def _read_all(path: Path) -> None:
 
 
 class DirectReads:
-    """What sequential direct reads of files reach, with one request in flight and with two: the floor of a disk.
+    """The rate of sequential direct reads of files, with one request in flight and with two: the floor of a disk.
 
-    A sample goes on in the files where the last one ended.
+    A sample continues in the files where the last one ended.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -177,7 +177,7 @@ def _blocks(files: list[Path], nbytes: int) -> Iterator[tuple[Path, int]]:
 
 
 def _read_blocks(blocks: deque[tuple[Path, int]], opened: dict[Path, int], nbytes: int) -> None:
-    memory = mmap.mmap(-1, nbytes)  # whole pages, as direct reads want them
+    memory = mmap.mmap(-1, nbytes)  # aligned to pages, as direct reads need
     while True:
         try:
             path, offset = blocks.popleft()

@@ -1,7 +1,7 @@
-"""A model that no checkpoint holds: a rank's shards of it, drawn and coded on its GPU. Layers share the bytes of a few.
+"""A model without a checkpoint: a rank's shards, drawn and compressed on its GPU. Layers share the bytes of a few.
 
-Each rank writes the coded shards of `DISTINCT` layers to a file. Layer *i* has those of layer *i* modulo that, so that
-as many bytes move and are decoded as of layers of their own, while the file has the bytes of a few.
+Each rank writes the compressed shards of `DISTINCT` layers to a file. Layer *i* has those of layer *i* modulo that: as
+many bytes move and are decoded as for distinct layers, while the file has only the bytes of a few.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ALIGNMENT = 4096
 
 
 def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[Any, CallerFacts]:
-    """The model with this process's shards as `wanted` says, and what `_offload` is to know of them."""
+    """The model with this process's shards as `wanted` says, and the facts for `_offload`."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     tensor_parallel.shard(model, wanted)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # whose buffers are computed
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed
     params = dict(model.named_parameters())
     random = torch.Generator(device)
     written: dict[str, tuple[Any, int]] = {}
@@ -71,12 +71,12 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
 
 
 def here(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter: a shard, or all of it as every rank."""
+    """The part of a parameter on this rank: a shard, or all of it."""
     return param.to_local() if tensor_parallel.is_shard(param.data) else param
 
 
 def _like(name: str) -> str:
-    """The weight whose bytes one of this name has."""
+    """The name of the weight whose bytes this one shares."""
     head, _, rest = name.partition(".layers.")
     index, _, tail = rest.partition(".")
     return f"{head}.layers.{int(index) % DISTINCT}.{tail}" if rest else name
@@ -84,7 +84,7 @@ def _like(name: str) -> str:
 
 @contextmanager
 def streamed(model: Any, given: CallerFacts, device: torch.device, config: Any, *, removes: bool) -> Iterator[Any]:
-    """Its streamer; if it `removes`, the model is plain again at the end, its weights decoded as they are read."""
+    """The streamer of the model. With `removes` the model is plain again at the end; weights are decoded when read."""
     with opened_backend(device, config) as backend, torch.no_grad():
         streamer = _offload(model, backend, config, given)
     try:

@@ -1,6 +1,6 @@
 """Models of several kinds at their true sizes, with fresh random weights, and inputs. Knows no system and no clock.
 
-What a library would read from a config.json is spelled out here: a machine with a GPU may have no network.
+Configs are spelled out here, instead of read from a config.json: a machine with a GPU may have no network.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import nn
 
 GIB = 2**30
 PERCENTS = (25, 50)
-Draw = Callable[..., torch.Tensor]  # of a shape: a random tensor of bf16
+Draw = Callable[..., torch.Tensor]  # makes a random tensor of a shape, in bf16
 Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A model with its sizes, the full ones and tiny ones, and the inputs of a step of so many samples.
+    """A model with full and tiny sizes, and the inputs of a step of so many samples.
 
-    Its device budgets are in GiB, or else shares of its bytes, `PERCENTS`.
+    Its device budgets are in GiB, or shares of its bytes, `PERCENTS`.
     """
 
     build: Callable[..., nn.Module]
@@ -46,7 +46,7 @@ class Kind:
         """The model with random weights, drawn on the device."""
         model = self.empty(tiny).to_empty(device=device)
         if hasattr(model, "tie_weights"):
-            model.tie_weights()  # a tie does not outlive to_empty
+            model.tie_weights()  # to_empty unties weights
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
                 parameter.uniform_(0.5, 1.5, generator=random)
@@ -73,7 +73,7 @@ def flux(**sizes: Any) -> nn.Module:
 
 def flux_inputs(model: Any, batch: int, draw: Draw) -> Inputs:
     """A step of a guided image: 4,096 tokens of 1024 x 1024 pixels and 512 of text."""
-    side, num_text = (64, 512) if model.config.num_layers > 4 else (4, 8)  # its config does not say: tiny or not
+    side, num_text = (64, 512) if model.config.num_layers > 4 else (4, 8)  # its config does not say whether it is tiny
     places = torch.zeros_like(draw(side * side, 3))
     index = torch.arange(side * side, device=places.device)
     places[:, 1], places[:, 2] = index // side, index % side
@@ -135,7 +135,7 @@ def sdxl(**sizes: Any) -> nn.Module:
 
 
 def sdxl_inputs(model: Any, batch: int, draw: Draw) -> Inputs:
-    """A step of an image with guidance: with the prompt and without."""
+    """A step of an image with guidance: one sample with the prompt, one without."""
     config = model.config
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     return {

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden)  # also: diffusers prefetches blocks only beside something that is none
+        self.norm = nn.RMSNorm(shape.hidden)  # diffusers prefetches blocks only next to another module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -68,7 +68,7 @@ def build(shape: Shape, device: torch.device, seed: int) -> Decoder:
 
 
 def draw(module: Any, device: torch.device, seed: int) -> Any:
-    """Of a module that is empty, likewise."""
+    """The same for the parameters of an empty module."""
     module.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def draw(module: Any, device: torch.device, seed: int) -> Any:
 
 
 def wrap(shape: Shape, tensors: Iterator[torch.Tensor]) -> Decoder:
-    """A model over tensors that are there already, in the order of its parameters; nothing is copied."""
+    """A model over existing tensors, in the order of its parameters; nothing is copied."""
     model = empty(shape)
     for name, _ in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")

@@ -1,23 +1,23 @@
-"""Models of any kind at their true size, resident and at device budgets, each output bitwise the resident model's.
+"""Models of several kinds at full size, resident and at device budgets, each output bitwise the resident model's.
 
     python benchmarks/models.py [--models flux,vit,whisper,t5,sdxl] [--peers block leaf] [--graphs] [--load [NAME]]
 
-All in one process. A model is made on the GPU with fresh random weights, timed there once clocks have settled, moved to
-host memory and then offloaded under one budget after the other. `ms` counts every step from the third on: there are no
-warm steps but the first two, and what the streamer still learns is in the others. Steps follow each other
-without a pause; `host_ms`, until a call returns, is of steps that find the device idle, behind them.
+All in one process. A model is made on the GPU with fresh random weights, timed there after clocks have settled, moved
+to host memory and then offloaded under one budget after the other. `ms` counts every step from the third on: only the
+first two are warm-up, so later learning of the streamer counts. Steps follow each other without a pause; `host_ms`, the
+time until a call returns, is of later steps that find the device idle.
 
 predicted_ms   of the plan that the first step ran with, before any measured time
 refined_ms     the same after ten steps, corrected by measured times
-x_predicted    the former over ms, as x_refined is the latter
-beside_nbytes  what the allocator held at most, less what it held before and less the plan's weights
-link_gbps      what the copies of the plan reach back to back, in the same run
+x_predicted    predicted_ms over ms; x_refined: refined_ms over ms
+beside_nbytes  the allocator's peak, without its memory before and without the plan's weights
+link_gbps      the rate of the plan's copies back to back, in the same run
 x_bound        ms over the least time that any schedule has: bound.py has the arithmetic
 
---graphs: each case in a CUDA graph as well, behind its eager steps; `x_bound` is then of the resident graph.
---peers: group offloading of diffusers, at these levels, over the same weights of flux, in its fastest form. --load:
-what becomes of the predictions for NAME (llama) where the profile was taken on an idle machine and another process then
-copies and multiplies all the while, and the other way round. `ms` is of 30 steps behind the tenth there.
+--graphs: each case also in a CUDA graph, after its eager steps; `x_bound` then uses the resident graph.
+--peers: group offloading of diffusers, at these levels, over the same weights of flux, in its fastest form. --load: the
+predictions for NAME (llama) with a profile of an idle machine while another process copies and multiplies during the
+steps, and vice versa. `ms` is then of 30 steps after the tenth.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from weightstream import Plan, Streamer
 from weightstream.measure.bench import copies_s, private_backend
 from weightstream.measure.profile import profile_for
 
-SETTLE_S = 1.0  # of a resident model under full load, until clocks are where they stay
+SETTLE_S = 1.0  # of a resident model under full load, until clocks are stable
 LINK_S = 0.5
-BULK = [64 << 20] * 8  # copies that tell the link's rate where a plan has none
+BULK = [64 << 20] * 8  # copies for the link's rate if a plan has none
 LOADED_STEPS = 30
 STATES = (("idle", "idle"), ("idle", "loaded"), ("loaded", "idle"))  # of the machine: when profiled, when measured
 GRAPH = "CUDA graph"
@@ -64,7 +64,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """Inputs of one batch, and what the resident model makes of them in how long; `graph_s` in a graph, if asked."""
+    """Inputs of one batch, with outputs and time of the resident model; `graph_s`: its time in a graph, or None."""
 
     model: str
     batch: int
@@ -79,7 +79,7 @@ class Case:
 
 
 class Models:
-    """Measures one model after the other, and writes the rows."""
+    """Measures one model after the other, and writes rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -92,7 +92,7 @@ class Models:
         print(profile_for(self.backend), flush=True)
 
     def measure(self, name: str) -> None:
-        """One model resident, offloaded under each budget and, on request, under its peers."""
+        """Measure a model resident, offloaded under each budget and, on request, with its peers."""
         model, cases = self.made(name)
         budgets = self.budgets(name, model)
         bounds = bounds_of(model, budgets.values(), self.backend)
@@ -111,7 +111,7 @@ class Models:
         model, draw = kind.made(self.args.tiny, self.device, self.random), kinds.draw_with(self.random)
         most = 2 if self.args.tiny else max(kind.batches)
         inputs = {batch: kind.inputs(model, min(batch, most), draw) for batch in kind.batches}
-        torch.backends.cuda.enable_cudnn_sdp(True)  # with which some plain models give other bits from call to call
+        torch.backends.cuda.enable_cudnn_sdp(True)  # with it some plain models give different bits from call to call
         torch.backends.cuda.enable_cudnn_sdp(all(is_repeatable(call_of(model, x)) for x in inputs.values()))
         cases = [self.resident(model, name, batch, x, base) for batch, x in inputs.items()]
         return model.to("cpu"), cases
@@ -149,7 +149,7 @@ class Models:
                 self.add("weightstream", case, base, in_graph, f"{budget_name}, {GRAPH}")
 
     def in_graph(self, run: Step, want: torch.Tensor, streamer: Streamer | None = None) -> Row:
-        """What is timed of launches of a graph, if that is asked for."""
+        """The times of launches of a graph, if requested."""
         if not self.args.graphs or self.device.type != "cuda":
             return {}
         with systems.captured(run, streamer) as launch:
@@ -159,12 +159,12 @@ class Models:
         return KINDS[name].budgets(self.args.tiny, nbytes_of(model))
 
     def link_bytes_per_s(self, plan: Plan) -> float:
-        """What the copies of a step of this plan reach back to back."""
+        """The rate of a step's copies of this plan, back to back."""
         sizes = [plan.unit_nbytes[unit] for fills in plan.after for unit in fills] or BULK
         return sum(sizes) / statistics.median(copies_s(self.backend, sizes, LINK_S))
 
     def peer(self, model: Any, case: Case, level: str) -> None:
-        """Over the same host memory; what diffusers makes of it goes with the twin."""
+        """Measure a peer over the same host memory; memory that diffusers allocates is freed with the twin."""
         twin = KINDS[case.model].empty(self.args.tiny)
         twin.load_state_dict(model.state_dict(), assign=True)
         base, started = timing.clear(self.device), time.perf_counter()
@@ -174,7 +174,7 @@ class Models:
         self.add("diffusers group offload", case, base, found, level, setup_s=round(setup_s, 2))
 
     def load(self, name: str) -> None:
-        """Steps of a model under each pair of `STATES`. The profiles go to a folder that is gone afterwards."""
+        """Measure a model under each pair of `STATES`, with profiles in a temporary folder."""
         model, (case, *_) = self.made(name)
         budgets = list(self.budgets(name, model).items())
         budget_name, budget = budgets[len(budgets) // 2]
@@ -196,7 +196,7 @@ class Models:
         return loaded(self.args) if of == "loaded" else nullcontext()
 
     def add(self, system: str, case: Case, base: int, found: Row, about: str = "", **fields: Any) -> None:
-        """A row of what was timed; `base` is what was allocated before the system was set up."""
+        """Add a row of times; `base`: the bytes that were allocated before the set-up of the system."""
         name = ", ".join(filter(None, (system, case.name, about)))
         row: Row = {"system": name, "model": case.model, "batch": case.batch} | found | fields
         row["taken_nbytes"] = row["peak_nbytes"] - base
@@ -240,12 +240,12 @@ def facts(plan: Plan) -> Row:
 
 @contextmanager
 def loaded(args: argparse.Namespace) -> Iterator[None]:
-    """Another process keeps the device and its link busy."""
+    """Inside, another process keeps the device and its link busy."""
     command = [sys.executable, __file__, "--busy", str(os.getpid()), "--device", args.device]
     with subprocess.Popen([*command, *(["--tiny"] if args.tiny else [])], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
-            process.stdout.readline()  # once it is under way
+            process.stdout.readline()  # it has started
             yield
             if process.poll() is not None:
                 raise RuntimeError(f"the load ended by itself: exit status {process.returncode}")
@@ -254,7 +254,7 @@ def loaded(args: argparse.Namespace) -> Iterator[None]:
 
 
 def keep_busy(args: argparse.Namespace) -> None:
-    """Copy to the device and multiply there for as long as the process that asked for it lives."""
+    """Copy to the device and multiply there until the parent process ends."""
     device, nbytes, width = torch.device(args.device), *((1 << 20, 256) if args.tiny else (1 << 30, 8192))
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)

@@ -5,14 +5,13 @@
                                    [--save FOLDER | --load FOLDER] [--reference FILE]
                                    [--out benchmarks/results/pipelines.jsonl]
 
-flux is FLUX.1: T5-XXL (4.8 billion weights), CLIP-L, a transformer of 11.9 billion, and the VAE, in bfloat16. wan is
-the transformer of Wan 2.2 with 14 billion and its VAE, behind a text encoder of one layer: 480 x 832, 33 frames. Every
-image is compared with that of the pipeline whose components are all on the GPU. `bound_s` is the sum over components of
-the longer of compute, decoding included, and copies, as planned; `told_gib` the activations and workspaces that the
-plan states, and `activations_gib` what the allocator had at most beside the weights. `--save` writes the pipeline to a
-folder and ends; with `--load` it comes from there, and `host_gib` is what the process holds more than before: all,
-anonymous, and all at its peak. `--reference` keeps the image of the resident pipeline for a later process, which then
-holds nothing else.
+flux is FLUX.1: T5-XXL (4.8 billion weights), CLIP-L, a transformer of 11.9 billion, and the VAE, in bfloat16. wan is a
+transformer of Wan 2.2 with 14 billion weights and its VAE, after a text encoder of one layer: 480 x 832, 33 frames.
+Every image is compared with that of the resident pipeline. `bound_s` is the sum over components of the longer of
+compute (with decoding) and copies, as planned; `told_gib` the planned activations and workspaces, and `activations_gib`
+the allocator's peak without the weights. `--save` writes the pipeline to a folder and ends; `--load` loads it from
+there, and `host_gib` is the growth of the process: all memory, anonymous memory, and the peak of all. `--reference`
+keeps the image of the resident pipeline for a later process, which then need not hold that pipeline.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def with_weights(pipe: Any, device: torch.device) -> Any:
 
 
 class Run:
-    """Images of one pipeline, and rows of what they took."""
+    """Images of one pipeline, and rows with their times and memory."""
 
     def __init__(self, pipe: Any, arguments: argparse.Namespace, device: torch.device) -> None:
         self.pipe = pipe
@@ -178,7 +177,7 @@ def resident(run: Run) -> None:
     run.pipe.to(run.device)
     run.measure("resident")
     run.pipe.to("cpu")
-    if run.arguments.load is not None:  # what comes next is loaded anew
+    if run.arguments.load is not None:  # the next systems load it again
         run.pipe = None
         gc.collect()
         if run.device.type == "cuda":
@@ -188,7 +187,7 @@ def resident(run: Run) -> None:
 def ours(run: Run, budget: float) -> None:
     example = {"prompt": PROMPT, **run.call}
     options = {"device": run.device, "device_budget": int(budget * GIB), "codec": run.arguments.codec}
-    torch.zeros(1, device=run.device)  # what CUDA itself takes is there before
+    torch.zeros(1, device=run.device)  # so that CUDA is initialised before
     before = rss(), anon_nbytes()
     began = time.perf_counter()
     if run.arguments.load is None:
@@ -239,7 +238,7 @@ def rss() -> int:
 
 
 def peak_rss() -> int:
-    """The most that the process held so far."""
+    """The peak memory of the process so far."""
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) << 10
 
 
@@ -258,7 +257,7 @@ def peer(run: Run, level: str) -> None:
 
 
 def loaded(folder: Path) -> Any:
-    """As diffusers loads it, in the dtype of its files."""
+    """The pipeline as diffusers loads it, in the dtype of its files."""
     from diffusers import DiffusionPipeline
 
     pipe = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
@@ -286,7 +285,7 @@ def main() -> None:
     if arguments.tiny:
         arguments.size = 32
         pipe = tiny.build(arguments.model)
-    elif arguments.load is not None:  # ours loads it itself
+    elif arguments.load is not None:  # from_pretrained loads it
         pipe = loaded(arguments.load) if {"resident", "block", "leaf"} & set(arguments.only.split(",")) else None
     else:
         pipe = with_weights(flux() if arguments.model == "flux" else wan(), device)
@@ -303,7 +302,7 @@ def main() -> None:
             todo.append((f"weightstream, {text} GiB", lambda text=text: ours(run, float(text))))  # type: ignore[misc]
     if {"block", "leaf"} <= set(systems):
         parser.error("--only: one of block and leaf in a run, as hooks of diffusers stay")
-    for level in ("block", "leaf"):  # the last: its hooks stay
+    for level in ("block", "leaf"):  # at the end, as its hooks stay
         if level in systems:
             todo.append((f"diffusers group offload, {level}_level", lambda level=level: peer(run, f"{level}_level")))  # type: ignore[misc]
     for system, measure in todo:

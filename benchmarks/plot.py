@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 OURS, PEER, PLAIN, LINE, LATER = "#2f6f9f", "#b9b2a6", "#7d8a6a", "#c05020", "#8a5a9f"
 STAGES = {"device_s": ("device starts", PEER), "load_s": ("load", OURS), "first_s": ("first step", PLAIN)}
 GIB = 2**30
-SIMULATED = {  # ms by GPUs: two layers in each ring, links of 55.4 GB/s that add up, codes of 0.67
+SIMULATED = {  # ms by GPUs: two layers in each ring, independent links of 55.4 GB/s, compressed to 0.67
     "none": {1: 252, 2: 126, 4: 63, 8: 31.5},
     "auto": {1: 167, 2: 84, 4: 42, 8: 21},
 }
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 def decoder(rows: list[Row], folder: Path) -> None:
-    """Step time of each system as bars, and the link's floor as a line; bars beyond the figure are cut and labelled."""
+    """Step time of each system as bars, and the link floor as a line; longer bars are cut and labelled."""
     floor = _floor(rows)
     shown = [row for row in rows if row["system"] != "link floor"][::-1]
     end = 2.0 * floor
@@ -99,7 +99,7 @@ def classic(rows: list[Row], folder: Path) -> None:
 
 
 def start(rows: list[Row], folder: Path) -> None:
-    """Seconds to the end of the first step, stacked by what they go to, and the anonymous memory that it took."""
+    """Seconds to the end of the first step, stacked by phase, and the anonymous memory."""
     shown = [row for row in rows if "first_s" in row and "load_s" in row and row["system"] != "libraries alone"][::-1]
     figure, axes = plt.subplots(figsize=(8.6, 0.3 * len(shown) + 1.2), layout="constrained")
     ends = [0.0] * len(shown)
@@ -117,7 +117,7 @@ def start(rows: list[Row], folder: Path) -> None:
 
 
 def disk(rows: list[Row], folder: Path) -> None:
-    """What each system reads from disk, GB/s, and the rate of direct reads as a line with its p20 to p80."""
+    """Disk reads of each system in GB/s, and the rate of direct reads as a line with its p20 to p80."""
     floor = next(row["read_gbps"] for row in rows if row["system"] == "direct reads")
     shown = [row for row in rows if "x_direct" in row][::-1]
     figure, axes = plt.subplots(figsize=(8.6, 0.34 * len(shown) + 1.2), layout="constrained")
@@ -136,7 +136,7 @@ def disk(rows: list[Row], folder: Path) -> None:
 
 
 def cells(rows: list[Row], folder: Path) -> None:
-    """Measured over predicted, before a step ran and from the first that were timed; and over the bound of any plan."""
+    """Measured over predicted, before any step and after the first timed steps; and over the bound of any plan."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
     shown = [row for row in rows if "classic (" not in row["system"]]
     for key, color, label in (("predicted_ms", PEER, "from the profile and shapes"), ("refined_ms", OURS, "refined")):
@@ -163,7 +163,7 @@ def cells(rows: list[Row], folder: Path) -> None:
 
 
 def coded(rows: list[Row], folder: Path) -> None:
-    """Step time over device memory, raw, coded and of FlexTensor, with the link's floors; and the codec's rates."""
+    """Step time over device memory, raw, compressed and of FlexTensor, with link floors; and the codec's rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
     floor = next(row for row in rows if row["system"] == "link floor")
     steps = [
@@ -210,11 +210,11 @@ def vllm(rows: list[Row], folder: Path) -> None:
 
 
 def codec(rows: list[Row], folder: Path) -> None:
-    """A table alone: `coded` draws the rates."""
+    """Only a table: `coded` draws the rates."""
 
 
 def models(rows: list[Row], folder: Path) -> None:
-    """Seconds per step of FLUX over device memory, beside the bound of any schedule; others as levels of their own."""
+    """Seconds per step of FLUX over device memory, with the bound of any schedule; other systems as levels."""
     latest = {row["system"]: row for row in rows if row["model"] == "flux" and "profiled" not in row}
     shown = list(latest.values())
     if not shown:
@@ -238,7 +238,7 @@ def models(rows: list[Row], folder: Path) -> None:
 
 
 def gpus(rows: list[Row], folder: Path) -> None:
-    """8B's shape over one, two and four GPUs, all layers streamed, beside what was simulated."""
+    """The 8B shape over one, two and four GPUs, all layers streamed, compared with the simulation."""
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for codec, color in (("none", PLAIN), ("auto", OURS)):
         label = "plain" if codec == "none" else "coded"
@@ -260,7 +260,7 @@ def gpus(rows: list[Row], folder: Path) -> None:
 
 
 def _rates(axes: Axes, rows: list[Row]) -> None:
-    """What decoding gives, beside a copy from device memory to device memory."""
+    """The rate of decoding, compared with a copy from device memory to device memory."""
     shown = rows[::-1]
     bars = axes.barh(_names(shown), [row["decode_tbps"]["p50"] for row in shown], color=OURS)
     labels = [f"{row['decode_tbps']['p50']:.2f} TB/s, {row['bits_per_weight']:.2f} bits" for row in shown]

@@ -2,7 +2,7 @@
 
     python benchmarks/prefill.py [--only ring,two,…] [--tokens 16384] [--out benchmarks/results/prefill.jsonl]
 
-Compute takes longer than the copies here, so a system is as good as it hides them, and as it is small.
+Compute takes longer than the copies here, so a system is judged by how it hides copies, and by its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def ring(bench: Bench, cases: list[Case]) -> None:
 
 
 def beside(bench: Bench, cases: list[Case]) -> None:
-    """The resident model beside copies of as many bytes that nobody waits for: what sharing the device costs."""
+    """The resident model during equal copies that it does not wait for: the cost of sharing the device."""
     source = torch.empty(bench.layer_nbytes, dtype=torch.uint8).random_(0, 256)
     if bench.device.type != "cuda":
         return
@@ -51,15 +51,15 @@ def two(bench: Bench, cases: list[Case]) -> None:
 
 
 def paired(bench: Bench, case: Case, system: str, **settings: Any) -> None:
-    """Ours, then in turns with the resident model: the clocks of a GPU under full load drift by more than what is
-    to be seen here."""
+    """Ours, then in turns with the resident model: the clocks of a GPU under full load drift by more than the
+    difference of both."""
     with bench.guarded(system, tokens=case.tokens), bench.streamed(**settings) as (model, streamer):
         bench.measure(f"{system}, eager", model, case, streamer=streamer, settings=settings)
         in_turns(bench, case, system, model)
 
 
 def in_turns(bench: Bench, case: Case, system: str, run: Run, resident: Run | None = None) -> None:
-    """Against `resident`, or the plain decoder."""
+    """Measure in turns with `resident`, by default the plain decoder."""
     resident = build(bench.shape, bench.device, 0) if resident is None else resident
     x = case.x[0].to(bench.device)
     turns = [[timing.steps_ms(each, x, 2) for each in (resident, run)] for _ in range(ROUNDS)]
@@ -80,7 +80,7 @@ def diffusers(bench: Bench, cases: list[Case]) -> None:
 
 
 def flextensor(bench: Bench, cases: list[Case]) -> None:
-    """Its defaults, and the smallest that it can be told to be."""
+    """FlexTensor with its defaults, and in its smallest memory mode."""
     peer(bench, cases[0], "FlexTensor, latency mode", systems.flextensor)
     smallest = {"max_gpu_mem_fraction": 0.02, "num_blocks": 2, "min_blocks": 2}
     peer(bench, cases[0], "FlexTensor, memory mode, 2 blocks", systems.flextensor, **smallest)

@@ -2,9 +2,9 @@
 
     python benchmarks/quantised.py [--only "bnb nf4,…"] [--seconds 2] [--out benchmarks/results/quantised.jsonl]
 
-The link floor of a format is that of its own bytes: copies of one layer's back to back. Every output is compared with
-that of the same quantised model, resident on the GPU. What compressed-tensors unpacks to bf16 is offloaded so as well.
-The formats are those of the tests (tests/quantised/formats.py).
+The link floor of a format is for its own bytes, in copies of one layer back to back. Every output is compared with that
+of the same quantised model, resident on the GPU. Models that compressed-tensors unpacks to bf16 are also offloaded
+unpacked. The formats are those of the tests (tests/quantised/formats.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ SYSTEMS = (
     "compressed w4a16",
     "compressed fp8",
 )
-UNCAPTURED = ("gguf q4_k", "compressed fp8")  # nor when they are resident: their libraries make tensors of numbers
+UNCAPTURED = (
+    "gguf q4_k",
+    "compressed fp8",
+)  # nor when resident: their libraries make tensors from numbers
 GPU_ONLY = ("torchao float8 dynamic", "gguf q4_k")  # the tiny model has too few columns for the latter
 RING = {"offload_group_size": 1, "offload_prefetch_step": 2}
 MOST = {"bnb nf4": (1.03, 0.4)}  # times the link floor of its bytes; GiB of the device
@@ -59,7 +62,7 @@ def measure(bench: Bench, name: str) -> None:
     bench.measure(f"resident, {name}", plain, case)
     if name.startswith("compressed"):  # the library has unpacked it
         offloaded(bench, f"{name}, unpacked by its library", plain, case)
-    unpacked_ms = last_ms(bench)  # of a library that does not unpack, the resident model's: not told
+    unpacked_ms = last_ms(bench)  # the resident model's for a library that does not unpack: not in a row
     del plain
     bench.fresh()
     floor = percentiles(timing.floor_ms(bench.shape.layers, held // bench.shape.layers, bench.device))

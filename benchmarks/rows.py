@@ -30,7 +30,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Hardware and versions of this machine, the commit, the full command, and the time as the name of the run."""
+    """Hardware and versions of this machine, the commit, the full command, and the time, which names the run."""
     cuda = torch.cuda.is_available()
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,7 +49,7 @@ def environment() -> dict[str, Any]:
 
 @contextmanager
 def guarded(write: Callable[..., object], system: str, **fields: Any) -> Iterator[None]:
-    """Turns an error into a row: `write(system=…, error=…, …)`."""
+    """Turn an error into a row: `write(system=…, error=…, …)`."""
     try:
         yield
     except Exception as error:  # a peer may raise anything
@@ -67,8 +67,8 @@ def append(path: Path, rows: list[dict[str, Any]], common: dict[str, Any] | None
 
 
 def read(path: Path, *, last_commit: bool = True) -> list[dict[str, Any]]:
-    """The rows of the last commit measured in a file, or of all; of several runs of a system on such GPUs the last that
-    worked."""
+    """The rows of the last measured commit in a file, or of all commits; for several runs of a system on equal GPUs,
+    the last that worked."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows = [row for row in rows if "error" not in row and (row["commit"] == rows[-1]["commit"] or not last_commit)]
     keys = [(row["system"], row.get("tokens"), row.get("planned_for"), row["gpu"], row.get("gpus")) for row in rows]

@@ -1,10 +1,10 @@
-"""A cache of rows: what it takes to find them, to fetch those that are missing, and to guess, in CUDA graphs.
+"""A slot cache of rows: the time to look rows up, to fetch missing ones, and to prefetch guesses, in CUDA graphs.
 
     python benchmarks/slots.py
 
-Rows as large as the experts of Qwen3-30B-A3B, 128 of them in pinned host memory, plain and in lengths that the lossless
-code has; a graph of 50 calls. Of those that a call names, so many are in no slot; what that takes beyond a call that
-finds all is the time of the link.
+128 rows of the size of experts of Qwen3-30B-A3B in pinned host memory, uncompressed and with lengths of compressed
+ones; a graph of 50 calls. Of the rows that a call names, so many are in no slot; the time beyond that of a call with
+hits only is the time of the link.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from weightstream.runtime.devices.cuda import CudaBackend
 from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache, SlotStack
 
 CALLS, REPEATS = 50, 9
-LENGTHS = {"plain": ((6291456,), (3145728,)), "coded": ((4325376, 87040), (2162688, 43520))}  # of each stack, by pieces
+# Bytes of a row of each stack, by pieces.
+LENGTHS = {"plain": ((6291456,), (3145728,)), "coded": ((4325376, 87040), (2162688, 43520))}
 SIZES = ((128, 42), (128, 64), (256, 128))
 
 
 def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> tuple[SlotCache, int]:
-    """Slots whose rows are random, and the bytes of a row, in the mean; where there are two pieces, the second of each
-    row has another length."""
+    """A slot cache with random rows, and the mean bytes of a row. If there are two pieces, the second has another
+    length in each row."""
     rng, stacks, nbytes = random.Random(1), [], 0
     for lengths in LENGTHS[form]:
         memory = torch.empty(num_slots, sum(lengths) * 9 // 8 // 512 * 512, dtype=torch.uint8, device="cuda")
@@ -47,14 +48,14 @@ def cache_of(backend: CudaBackend, form: str, num_rows: int, num_slots: int) -> 
 
 
 def calls(num_rows: int, num_ids: int, missing: int) -> Iterator[list[int]]:
-    """Ids of which so many come again only when all slots have had others since."""
+    """Ids of which so many miss: they return only after all slots have had other rows."""
     fixed, others = list(range(num_ids - missing)), itertools.cycle(range(num_ids, num_rows))
     while True:
         yield fixed + [next(others) for _ in range(missing)]
 
 
 def us_of(slots: SlotCache, named: Iterator[list[int]], *, guess: bool = False) -> list[float]:
-    """Microseconds of a call in graphs of them, which go on with other ids."""
+    """Microseconds per call in graphs of calls with changing ids."""
     graphs = []
     for _ in range(REPEATS + 2):
         ids = [torch.tensor(next(named), device="cuda") for _ in range(CALLS)]

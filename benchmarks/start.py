@@ -1,9 +1,9 @@
-"""Loading a checkpoint of 16 GB: seconds from the call to the end of the first step, host memory, the steps after it.
+"""Loading a checkpoint of 16 GB: seconds from the call to the end of the first step, host memory, and later steps.
 
     python benchmarks/start.py [--only whole,mapped,arena,cold,packed,accelerate] [--folder FOLDER] [--out FILE]
 
-Each case is a process that has imported everything and initialised nothing when its clock starts; initialising CUDA is
-inside of the clock, and `device_s` tells it. Warm: the checkpoint is in the page cache; cold: nothing of it is.
+Each case is a process whose clock starts after all imports, before anything is initialised; the time includes
+initialising CUDA (`device_s`). Warm: the checkpoint is in the page cache; cold: none of it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST, AGAIN = "weightstream, mapped, warm", "weightstream, mapped, warm, again"
 
 
 def mapped(trials: Trials) -> None:
-    """From the page cache; and while that process holds its model, a second one."""
+    """From the page cache; and by a second process while the first holds its model."""
     share = host.warm(trials.files)
     with trials.guarded(FIRST), Process(trials.case("mapped", hold=True), timeout_s=120) as first:
         trials.add(FIRST, settings=trials.settings, cached_share=share, **first.result())
@@ -35,8 +35,8 @@ def mapped(trials: Trials) -> None:
 
 
 def second(trials: Trials) -> None:
-    """What the machine's memory grows by, beyond what the process of the resident model takes for code and kernels, as
-    a share of the weights; `all_share` counts that too."""
+    """The growth of the machine's memory as a share of the weights, without the memory of the resident model's process
+    for code and kernels; `all_share` includes that."""
     with Process(trials.case("mapped", steps=2), timeout_s=120) as process:
         found = process.result()
     resident = next((row for row in trials.rows if row["system"] == RESIDENT), None)
@@ -49,7 +49,7 @@ def second(trials: Trials) -> None:
 
 
 def arena(trials: Trials) -> None:
-    """Loaded to RAM by transformers, then offloaded; and the mapped one again, for the clocks that drift meanwhile."""
+    """Loaded to RAM by transformers, then offloaded; and the mapped one again, as clocks drift meanwhile."""
     share = host.warm(trials.files)
     pinned = trials.measure("weightstream, arena", trials.case("arena"), cached_share=share)
     with trials.guarded(AGAIN), Process(trials.case("mapped"), timeout_s=120) as process:
@@ -73,7 +73,7 @@ def cold(trials: Trials) -> None:
 
 
 def _cold(trials: Trials, system: str, folder: Path) -> None:
-    """The weights' bytes over the time to the first step, over what direct reads reach right before and after."""
+    """The weights' bytes over the time to the first step, over the rate of direct reads right before and after."""
     files = checkpoint.files(folder)
     reads = host.DirectReads(files)
     reads.measure()
@@ -96,7 +96,7 @@ def _cold(trials: Trials, system: str, folder: Path) -> None:
 
 
 def packed(trials: Trials) -> None:
-    """The same from a copy that `weightstream pack` writes, which goes afterwards."""
+    """The same from a copy by `weightstream pack`, which is deleted afterwards."""
     out = trials.folder.with_name(f"{trials.folder.name}-packed")
     shutil.rmtree(out, ignore_errors=True)
     started = time.perf_counter()
@@ -116,7 +116,7 @@ def accelerate(trials: Trials) -> None:
 
 
 def whole(trials: Trials) -> None:
-    """A model that fits the device, in turns with transformers' own way to load it there."""
+    """A model that fits the device, in turns with transformers' own load to the device."""
     share = host.warm(trials.files)
     settings = {"device_budget": "48MiB" if trials.smoke else "20GiB"}
     for _ in range(3):

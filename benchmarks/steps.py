@@ -1,4 +1,4 @@
-"""The steps of a model from the first on: times, whether outputs are the wanted ones, what is predicted of them."""
+"""The steps of a model from the first on: times, comparison of outputs, and predictions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from weightstream import Streamer
 
 STEPS, LONE = 10, 3
-REFINED = 10  # the step after which the prediction is read again: measured times are in it by then
+REFINED = 10  # the step after which the prediction is read again, with measured times
 
 Step = Callable[[], torch.Tensor]
 
 
 def call_of(model: Any, inputs: dict[str, Any]) -> Step:
-    """A step: the first tensor of what the model gives."""
+    """A step, which returns the first tensor of the model's output."""
 
     def run() -> torch.Tensor:
         output = model(**inputs)
@@ -37,7 +37,7 @@ def timed(
     num: int = STEPS,
     settled: int = 2,
 ) -> dict[str, Any]:
-    """The first step alone, then the others without a pause: `ms` of so many behind the step `settled`."""
+    """Time the first step alone, then the others without a pause; `ms` is of those after the step `settled`."""
     device = want.device
     timing.synchronize(device)
     started = time.perf_counter()
@@ -52,7 +52,7 @@ def timed(
     for step in range(2, settled + num + 1):
         y = run()
         marks.append(timing.mark(device))
-        differs |= is_other(y, want)  # a few microseconds; kept, outputs would count as memory of the system
+        differs |= is_other(y, want)  # takes a few us; kept outputs would count as memory of the system
         if streamer and step == REFINED:
             found["refined_ms"] = round(1e3 * streamer.plan.step_s, 3)
     timing.synchronize(device)
@@ -65,7 +65,7 @@ def timed(
 
 
 def hosts_ms(run: Step, device: torch.device) -> list[float]:
-    """Until a call returns that finds the device idle: one with more kernels than its queue holds waits for some."""
+    """Time until a call returns that finds the device idle; it waits if it has more kernels than the queue holds."""
     found = []
     for _ in range(LONE):
         timing.synchronize(device)
@@ -82,5 +82,5 @@ def is_repeatable(run: Step) -> bool:
 
 
 def is_other(y: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Whether any bit differs, on the device and without waiting for it."""
+    """Whether any bit differs, as a tensor on the device, without waiting for it."""
     return (y.view(torch.int16) != want.view(torch.int16)).any()

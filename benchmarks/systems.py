@@ -1,7 +1,7 @@
-"""The systems that are measured beside the plain model: each a context manager that gives what to call.
+"""The systems that are compared with the plain model: each a context manager that yields a function to call.
 
-A peer gets a model whose weights lie in pageable host memory and are shared with the next peer, as none of them writes
-there, and an input in host memory to profile with. What a peer leaves behind goes when its model does.
+A peer gets a model whose weights are in pageable host memory, shared with the next peer, as none of them writes there,
+and an input in host memory for profiling. Memory that a peer does not free is freed with its model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from weightstream import Streamer
 
-# A compiler that fuses across a block's end keeps more digits there; with this, rounding does not depend on fusion.
+# Fusion across a block's end keeps more digits there; with this, rounding does not depend on fusion.
 COMPILE: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_casts": True}}
 
 

@@ -3,17 +3,17 @@
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--only 8b,prompt,70b,405b] [--layers 63]
                                                               [--device cpu --tiny]
 
-The checkpoint has random weights and lies in the page cache. Every output is compared with that of the same model in
-the same processes as transformers loads it, bit for bit. Inputs are new in every step.
+The checkpoint has random weights and is in the page cache. Every output is compared bit for bit with that of the same
+model as transformers loads it, in the same processes. Inputs are new in every step.
 
 ms            of a step, from its end to the next one's, on the first rank
 predicted_ms  before any measured time, as predicted_token_ms: of a step in a graph
 link_nbytes   that each link moves in a step; link_gbps: over ms
-floor_ms      the most of these over what that link reached when all copied at once, in the same run
-host_x        host bytes of weights over all ranks, over those of the model that stream
-grown_x       likewise what the processes' private memory grew by
-token_ms      of `weightstream.generate`, captured in a CUDA graph where that says so
-nccl_proto    what the environment tells NCCL of protocols, if anything
+floor_ms      the largest of these over the rate of its link while all links copied, in the same run
+host_x        host bytes of weights of all ranks, over the bytes of the model that stream
+grown_x       the same for the growth of the processes' private memory
+token_ms      of `weightstream.generate`, captured in a CUDA graph where its report says so
+nccl_proto    NCCL_PROTO in the environment, if set
 load_s        from the call of from_pretrained to the end of the first step
 """
 
@@ -91,7 +91,7 @@ class Ranks:
 
     @contextmanager
     def checkpoint(self, shape: dict[str, int]) -> Iterator[Path]:
-        """Files of random weights, a layer each, which the ranks write together."""
+        """Files of random weights, one for each layer, which the ranks write together."""
         folder = self.args.files / "weightstream-tp"
         config = transformers.LlamaConfig(**COMMON | (TINY if self.args.tiny else shape))
         config.architectures = ["LlamaForCausalLM"]
@@ -139,20 +139,20 @@ class Ranks:
         return [torch.randint(vocabulary, (1, tokens), generator=random).to(self.device) for _ in range(INPUTS)]
 
     def timed(self, run: Callable[[torch.Tensor], torch.Tensor], inputs: list[torch.Tensor], want: Any) -> Any:
-        """Milliseconds of steps, and whether all outputs that are looked at are those."""
+        """Milliseconds of steps, and whether all compared outputs are the wanted ones."""
         marks, is_equal = [], True
         distributed.barrier()
         for step in range(STEPS + SETTLED + 1):
             y = run(inputs[step % INPUTS])
             marks.append(timing.mark(self.device))
-            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # kept out of what is timed
+            if step < SETTLED or step >= STEPS + SETTLED - INPUTS:  # outside of the timed steps
                 is_equal &= torch.equal(y, want[step % INPUTS])
         timing.synchronize(self.device)
         return [timing.between_ms(a, b) for a, b in itertools.pairwise(marks)][SETTLED:-INPUTS], is_equal
 
     @torch.no_grad()
     def resident(self, name: str, folder: Path, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the model gives as transformers loads it."""
+        """The outputs of the model as transformers loads it."""
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **self.sharded)
         run = last(model)
         want = [run(x) for x in inputs]
@@ -238,13 +238,13 @@ class Ranks:
             plan=plan.summary(),
         )
         del run
-        if not is_last:  # a large model is long in coming back as it was
+        if not is_last:  # removal of a large model takes long
             streamer.remove()
         del model, streamer
         gc.collect()
 
     def budget(self, gib: float, folder: Path, of_gib: float) -> int:
-        """So many GiB of a model that has `of_gib`; of a tiny one as much less."""
+        """So many GiB of a model of `of_gib`; of a tiny one the same share."""
         nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         return int(gib * nbytes / of_gib) if self.args.tiny else int(gib * GIB)
 
@@ -263,7 +263,7 @@ class Ranks:
 
     @torch.no_grad()
     def prompt(self, folder: Path, budget: int) -> None:
-        """A long one, on all GPUs and on one of them."""
+        """A long prompt, on all GPUs and on one of them."""
         inputs = self.inputs(64 if self.args.tiny else PROMPT)
         want = self.resident("8b, prompt", folder, inputs)
         settings: dict[str, Any] = {"device_budget": budget, "codec": "none"}
@@ -292,14 +292,14 @@ class Ranks:
 
     @torch.no_grad()
     def run_405b(self) -> None:
-        """Of no checkpoint, and with no resident model to compare with: outputs are to be the same in every pass."""
+        """Without a checkpoint or a resident model to compare with: outputs must be the same in every pass."""
         shape = TINY | {"num_hidden_layers": 8} if self.args.tiny else huge.SHAPE
         layers = self.args.layers or shape["num_hidden_layers"]
         config = transformers.LlamaConfig(**COMMON | shape | {"num_hidden_layers": layers})
         file = self.args.files / f"weightstream-405b-{self.rank}"
         model, given = huge.drawn(config, self.sharded["distributed_config"], self.device, file)
         nbytes = sum(huge.here(param).nbytes for param in model.parameters())
-        budget = int(0.4 * nbytes) if self.args.tiny else None  # what is free
+        budget = int(0.4 * nbytes) if self.args.tiny else None  # None: the free memory
         settings = weightstream.OffloadConfig(
             device_budget=budget, host_budget=self.num * nbytes, context=256, codec=huge.CODEC
         )
@@ -312,7 +312,7 @@ class Ranks:
                 ms, is_equal = self.timed(run, inputs, want)
                 told, plan = self.generated(model, planned, 6, 12, 9), streamer.plan
                 is_equal &= all(y.isfinite().all() for y in want)
-                del told["text"]  # there is no other
+                del told["text"]  # there is no reference
                 every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
                 floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
                 p50 = rows.percentiles(ms)["p50"]
@@ -336,7 +336,7 @@ class Ranks:
 
 
 def last(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A step of it: the logits of the last token."""
+    """A step of the model: the logits of the last token."""
     return lambda x: model(x, use_cache=False, logits_to_keep=1).logits
 
 

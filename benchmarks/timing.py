@@ -11,7 +11,7 @@ import torch
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
-SETTLING = 2  # steps timed and not counted: the first finds a ring that was filled while nobody looked
+SETTLING = 2  # first steps, which are not counted: the ring was filled before them
 
 
 def steps_ms(run: Run, x: torch.Tensor, num: int) -> list[float]:
@@ -69,7 +69,7 @@ def allocated_nbytes(device: torch.device) -> int:
 
 
 def clear(device: torch.device) -> int:
-    """Give back what nobody refers to any more; returns the bytes of device memory that are still allocated."""
+    """Free unreferenced memory; returns the bytes of device memory that are still allocated."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -78,7 +78,7 @@ def clear(device: torch.device) -> int:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
-    """This point of the compute stream."""
+    """Mark this point of the compute stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -3,8 +3,8 @@
     git archive 50f27ab src | tar -x --one-top-level=OLD
     python benchmarks/turns.py 50f27ab=OLD main=. [--only none,auto] [--rounds 2] [--out benchmarks/results/turns.jsonl]
 
-Each turn is a process of its own, since a process has one version. A turn's floor is the link's for the bytes that the
-plan streams, measured in the same process.
+Each turn is a process of its own, as a process has one version. The floor of a turn is the link's time for the bytes
+that the plan streams, measured in the same process.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TIMEOUT_S = 300
 
 
 def measure(case: str, smoke: bool) -> None:
-    """Print a turn: milliseconds per step, and what the host takes to queue one.
+    """Print a turn: milliseconds per step, and of the host to queue one.
 
-    It prints before the model is whole again, which the large one cannot be on a GPU that is smaller than it.
+    It prints before `remove()`, which fails for a model that is larger than the GPU.
     """
     import coded
     import timing
@@ -71,7 +71,7 @@ def measure(case: str, smoke: bool) -> None:
 
 
 def turn(tree: Path, case: str, smoke: bool) -> dict[str, Any]:
-    """The same in a process that has this tree's source; raises where that fails."""
+    """The same in a process with the source of this tree; raises if that fails."""
     command = [sys.executable, __file__, "--case", case, *(["--smoke"] if smoke else [])]
     if not (source := tree.resolve() / "src" / "weightstream").is_dir():
         sys.exit(f"{source} is no folder")  # the installed version would run

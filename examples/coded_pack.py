@@ -1,4 +1,4 @@
-"""Packs a small language model in coded form, runs it from there, and shows that every bit is as before."""
+"""Packs a small language model compressed, runs it from the pack, and shows that every bit is as before."""
 
 import tempfile
 from pathlib import Path
@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     app(["pack", str(source), str(packed), "--codec", "auto"], standalone_mode=False)
     print(f"{nbytes(packed)} bytes in place of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
 
-    # On a GPU leave codec out. Here RAM plays the device, and decoding is slow: only an explicit codec does it.
+    # On a GPU leave codec out. Here RAM plays the device, where weights stay compressed only with an explicit codec.
     model = weightstream.from_pretrained(packed, device="cpu", device_budget="4MiB", codec="compressed", progress=False)
     plan = model.weightstream.plan
     print(plan.summary())
@@ -35,6 +35,6 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     print(f"held: {held['device']} bytes in the budget of {plan.budget}, {held['host']} in host memory")
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
-    state = plain.state_dict()  # reading a coded weight decodes it
+    state = plain.state_dict()  # reading a compressed weight decodes it
     same = all(torch.equal(weight, state[name]) for name, weight in model.state_dict().items())
     print("identical:", same and all(torch.equal(found, plain(ids).logits) for found in logits))

@@ -6,7 +6,7 @@ import warnings
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-warnings.simplefilter("ignore")  # of the libraries that diffusers imports
+warnings.simplefilter("ignore")  # from libraries that diffusers imports
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel  # noqa: E402
 from transformers import (  # noqa: E402
     CLIPTextConfig,

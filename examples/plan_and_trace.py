@@ -32,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
 
     with model.weightstream.trace() as trace:
         streamed.append(model(ids).logits)
-    path = Path(folder, "trace.json")  # name one that stays, and open it in https://ui.perfetto.dev
+    path = Path(folder, "trace.json")  # save to a file that stays, and open it in https://ui.perfetto.dev
     trace.save(path)
     print(f"trace: {len(trace.spans)} spans, {path.stat().st_size} bytes")
     print("identical:", all(torch.equal(logits, plain(ids).logits) for logits in streamed))

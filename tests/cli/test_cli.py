@@ -273,7 +273,7 @@ def copy_weights(folder: Path, to: Path) -> None:
 
 def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
     copy_weights(folder, tmp_path)
-    assert "no tokenizer" in refused(run(tmp_path, "--device-budget", BUDGET))
+    assert "its tokenizer cannot be loaded" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
 def test_no_weights_are_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:

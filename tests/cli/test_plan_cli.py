@@ -403,7 +403,7 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
         assert words in shown.stdout
     refused = planned("--device-budget", "5MiB", "--gpus", 2, "--sweep")
     assert refused.exit_code == 2
-    assert "--sweep: for one GPU" in refused.stderr
+    assert "--sweep: only for one GPU" in refused.stderr
     assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2
 
 
@@ -425,9 +425,9 @@ def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> N
     for words in (f"a shard of {folder}", "ranks: one of 2 processes", "step time over budget"):
         assert words in shown.stdout
     for flags, said in (
-        (("--tp",), "give --gpus 2 or more, too"),
+        (("--tp",), "pass --gpus 2 or more, too"),
         (("--tp", "--gpus", 2, "--device-budget", "1KiB"), "budget"),
-        (("--tp", "--gpus", 2, "--config", tmp_path / "two.toml"), "processes plan with one budget"),
+        (("--tp", "--gpus", 2, "--config", tmp_path / "two.toml"), "all processes have the same budget"),
     ):
         (tmp_path / "two.toml").write_text('max_memory = {0 = "3MiB", 1 = "4MiB"}\n')
         refused = planned(*flags)

@@ -19,12 +19,12 @@ from weightstream.cli import terminal
     ],
 )
 def test_a_prediction_is_beside_what_was_measured(predicted_s: float, measured_s: float, said: str) -> None:
-    assert terminal.foretold(predicted_s, measured_s) == {"predicted": said}
+    assert terminal.prediction_lines(predicted_s, measured_s) == {"predicted": said}
 
 
 @pytest.mark.parametrize("measured_s", [0.049, 0.21])
 def test_one_that_is_off_by_more_than_two_comes_with_a_remedy(measured_s: float) -> None:
-    assert "`weightstream doctor --measure`" in terminal.foretold(0.1, measured_s)["advice"]
+    assert "`weightstream doctor --measure`" in terminal.prediction_lines(0.1, measured_s)["advice"]
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("60", 60), ("250", 100), ("3", 40), ("many", 100)])

@@ -311,4 +311,4 @@ def test_the_command_where_nothing_streams(folder: Path, tmp_path: Path) -> None
 def test_a_file_in_no_folder_is_told_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     result = command(tmp_path / "no model", "--out", tmp_path / "none" / "t.json")
     assert result.exit_code == 2
-    assert result.stderr == f"error: --out {tmp_path}/none/t.json: there is no folder {tmp_path}/none\n"
+    assert result.stderr == f"error: --out {tmp_path}/none/t.json: the folder {tmp_path}/none does not exist\n"

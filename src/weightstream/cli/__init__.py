@@ -1,4 +1,4 @@
-"""The command line: one typer application, A command imports what is heavy once it runs."""
+"""The command line: one typer application. A command imports heavy libraries when it runs, so that help is quick."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from weightstream.cli.doctor import doctor
 from weightstream.cli.pack import pack
 from weightstream.cli.plan import plan
 from weightstream.cli.run import run, trace
-from weightstream.cli.terminal import tell
+from weightstream.cli.terminal import print_message
 from weightstream.errors import WeightstreamError
 
 __all__ = ["app"]
 
-# `name=value`, or a name of several words that is to be given
+# `name=value`, or a name of several words after a verb such as "pass"
 _END = r"(?![\w/\\]|[.~+-]\w)"  # no part of a path follows
 _KEYWORD = re.compile(
     rf"(?<![\w/\\.~+='\"-])(?P<name>[a-z_]+)=(?P<value>'[^']*'|\"[^\"]*\"|\w+)?{_END}"
@@ -37,20 +37,20 @@ _KEYWORD = re.compile(
 _LINES = re.compile(r"\s*\n\s*")
 _PYTHON = re.compile(r"\bpass [a-z_]+=")
 _QUOTES, _BARE = "'\"", (None, "True")
-_TALKATIVE = ("torchao", "torch.utils._pytree")  # of kernels that they do not find, while transformers imports them
+_TALKATIVE = ("torchao", "torch.utils._pytree")  # they log missing kernels while transformers imports them
 
 
 class _Lines(logging.Handler):
-    """Shows what takes seconds as a line on stderr."""
+    """Shows progress of work that takes seconds as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):  # stderr was closed
-            tell(f"weightstream: {record.getMessage()}")
+            print_message(f"weightstream: {record.getMessage()}")
 
 
 @contextmanager
 def _lines_of_progress() -> Iterator[None]:
-    """Inside, what takes seconds is said wherever stderr goes; commands show bars on a terminal alone."""
+    """Inside, progress is written to stderr as lines, also into a pipe or file; bars are shown on a terminal only."""
     logger, shown = logging.getLogger("weightstream.progress"), _Lines()
     before = logger.level, logger.propagate
     logger.addHandler(shown)
@@ -68,24 +68,24 @@ class Commands(TyperGroup):
     """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        with suppress(ValueError):  # in the main thread alone
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes temporary files
+        with suppress(ValueError):  # outside of the main thread
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exit removes temporary files
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a name that it cannot encode ends no command
+            sys.stdout.reconfigure(errors="replace")  # a name that stdout cannot encode ends no command
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # nor do bytes that are no text
+            sys.stdin.reconfigure(errors="replace")  # nor do bytes that are not text
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
         with _lines_of_progress(), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
+            warnings.showwarning = lambda message, *_, **__: print_message(f"warning: {message}")
             try:
                 return super().invoke(ctx)
             except WeightstreamError as error:
-                tell(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
+                print_message(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
                 raise typer.Exit(2) from None
 
     def _in_flags(self, text: str, ctx: Any) -> str:
-        """What an error says of keywords, in flags of the command, and that the others are of Python."""
+        """The text of an error with keywords replaced by flags of the command; others are marked as Python's."""
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         flags = {param.name: param.opts[0] for param in command.params if param.opts} if command else {}
 
@@ -93,8 +93,8 @@ class Commands(TyperGroup):
             name, value = match["name"] or match["verb_name"], match["value"]
             if name not in flags:
                 return match[0]
-            given = f" {shlex.quote(value.strip(_QUOTES))}" if value not in _BARE else ""
-            return f"{match['verb'] or ''}{flags[name]}{given}"
+            argument = f" {shlex.quote(value.strip(_QUOTES))}" if value not in _BARE else ""
+            return f"{match['verb'] or ''}{flags[name]}{argument}"
 
         text = _KEYWORD.sub(flag, text)
         return f"{text} (of weightstream.from_pretrained, in Python)" if _PYTHON.search(text) else text

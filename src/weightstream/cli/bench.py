@@ -1,4 +1,4 @@
-"""`weightstream bench`: times a model offloaded, beside the link alone and the whole model on the device."""
+"""`weightstream bench`: compares the offloaded model with the link alone and with the model resident on the device."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
-    counted,
+    expert_line,
     figure,
-    foretold,
     grid,
+    prediction_lines,
     print_labelled,
     print_table,
     require,
@@ -48,9 +48,9 @@ def bench(
     model: Model,
     loading: Loading,
     *,
-    seconds: Annotated[float, typer.Option(min=0.05, help="How long to time each of the three.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Seconds to time each of the three.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result into this picture, such as a.png.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this image file, such as a.png.")] = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
@@ -58,29 +58,29 @@ def bench(
     variant: Variant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time MODEL offloaded, beside the link alone and the whole model on the device.
+    """Time MODEL offloaded, and compare it with the link alone and with the whole model on the device.
 
     Three systems in one run:
 
-    - raw link floor: copies of the weights that a step streams, as they are
-      without a code, and nothing else; while the link is the limit, no
-      schedule can be faster, but weights that move coded can
+    - raw link floor: copies of the weights that a step streams, uncompressed,
+      and nothing else; while the link is the limit, only compressed weights
+      can be faster
 
     - offloaded: a step of the model while its weights stream
 
     - resident: the same step with all weights on the device, if they fit
 
-    A step is a forward of --batch sequences by --tokens new tokens each, behind
-    a KV cache of --context positions. Outputs of offloaded and resident are
-    compared bit by bit; it exits with 1 if they differ. Of a pipeline of
-    diffusers whole calls are timed, two at least.
+    A step is a forward of --batch sequences with --tokens new tokens each, on a
+    KV cache that fills --context positions. Outputs of offloaded and resident
+    are compared bit by bit; the command exits with 1 if they differ. For a
+    pipeline of diffusers whole calls are timed, at least two.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
     if out is not None:
-        write_file("--out", out, "", append=True)  # a file that cannot be written is told now, not after minutes
+        write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
     if is_pipeline_checkpoint(model):
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
         planned, found = pipelines.bench_pipeline(
@@ -105,7 +105,7 @@ def bench(
 
 
 def _compared(model: str, loading: Loading, seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
-    """A comparison of a language model; a terminal shows what it is at."""
+    """A comparison of a language model; a terminal shows its phase."""
     from weightstream.measure.progress import reporting
 
     with reporting("loading libraries", progress):
@@ -119,7 +119,7 @@ def _compared(model: str, loading: Loading, seconds: float, *, progress: bool) -
 
 
 def environment() -> dict[str, Any]:
-    """What this was measured with: the machine, versions and the command."""
+    """The machine, the versions and the command of a measurement."""
     import torch
 
     from weightstream.measure import machine, nvml
@@ -143,11 +143,11 @@ def show_bench(plan: AnyPlan, row: dict[str, Any]) -> None:
     print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
     all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
-    lines = plan.predictions() | (foretold(row["predicted_s"], measured) if row["predicted_s"] else {})
+    lines = plan.predictions() | (prediction_lines(row["predicted_s"], measured) if row["predicted_s"] else {})
     if plan.step_s != row["predicted_s"]:
-        lines["predicted"] += f"; {milliseconds(plan.step_s)} from what was measured since"
+        lines["predicted"] += f"; {milliseconds(plan.step_s)} from times measured since"
     if row["experts"]:
-        lines["counted"] = counted(row["experts"])
+        lines["experts"] = expert_line(row["experts"])
     lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
@@ -159,7 +159,7 @@ def _machine(row: dict[str, Any]) -> str:
 
 
 def print_systems(systems: list[dict[str, Any]]) -> None:
-    """The table of what was timed."""
+    """Print a row for each system."""
     held = [system["peak_nbytes"] or system["weights_nbytes"] for system in systems]
     unit, nbytes_of_one = scale(max((nbytes for nbytes in held if nbytes), default=0))
     headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", f"device {unit}")
@@ -180,14 +180,14 @@ def _verdict(row: dict[str, Any]) -> str:
     if row["skipped"]:
         return "not compared"
     if not row["reproducible"]:
-        return "not known: the model itself is not reproducible here, as it gives other bits from run to run"
+        return "not known: the resident model itself gives different bits from run to run here"
     if row["equal"]:
-        return f"yes, {row['num_compared']} outputs of offloaded and resident are the same bits"
+        return f"yes, {row['num_compared']} outputs of offloaded and resident are bit for bit the same"
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"
 
 
 def draw_bench(what: str, row: dict[str, Any], path: Path) -> None:
-    """A bar for each system, from p20 to p80 a line across its end, and a mark at what was predicted."""
+    """Draw a bar for each system, a line from p20 to p80 across its end, and a mark at the prediction."""
     systems, predicted = row["systems"][::-1], 1e3 * (row["predicted_s"] or 0.0)
     names = [system["name"] for system in systems]
     low, ms, high = ([1e3 * system[key] for system in systems] for key in ("p20_s", "p50_s", "p80_s"))
@@ -198,6 +198,6 @@ def draw_bench(what: str, row: dict[str, Any], path: Path) -> None:
         label = f"predicted: {predicted:,.2f} ms"
         axes.plot(predicted, "offloaded", "D", color=_PREDICTED, markersize=9, label=label)
         axes.set_xlim(0, 1.25 * max(predicted, *high))
-        axes.set_xlabel(f"step, ms (p50, and a line from p20 to p80); {what}")
+        axes.set_xlabel(f"step, ms (p50; line: p20 to p80); {what}")
         axes.set_title(f"{Path(row['model']).name} on {_machine(row)}", fontsize=10)
         axes.legend()

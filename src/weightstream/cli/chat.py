@@ -1,4 +1,4 @@
-"""A conversation with a model, a turn per line of a terminal or a pipe. It does not know how answers are made."""
+"""A conversation with a model: each line of a terminal or a pipe is a turn. It does not know how answers are made."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Messages = list[dict[str, str]]
 
 
 def converse(answer: Callable[[Messages, Callable[[], bool]], str | None]) -> None:
-    """Answer each line that comes in, knowing those before, up to the end or /exit. /clear forgets them.
+    """Answer each line of stdin, with the conversation so far, up to its end or /exit. /clear forgets the conversation.
 
-    `answer(messages, is_stopped)` gives what it has shown; None: there is no room for an answer.
+    `answer(messages, is_stopped)` returns the text that it has shown, or None where an answer has no room.
     """
     messages: Messages = []
-    for line in said():
+    for line in input_lines():
         if line == "/exit":
             return
         if line == "/clear":
             messages = []
             continue
-        asked = [*messages, {"role": "user", "content": line}]
+        with_question = [*messages, {"role": "user", "content": line}]
         with _stoppable() as is_stopped:
-            found = answer(asked, is_stopped)
+            text = answer(with_question, is_stopped)
             if is_stopped():
                 typer.echo("[stopped]", err=True)
-        if found is not None:
-            messages = [*asked, {"role": "assistant", "content": found}]
+        if text is not None:
+            messages = [*with_question, {"role": "assistant", "content": text}]
 
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed: once stops the answer after its token, which is kept; twice raises."""
+    """Yield a function that says whether Ctrl-C was pressed. A second Ctrl-C raises `KeyboardInterrupt`."""
     pressed: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -50,16 +50,16 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def said() -> Iterator[str]:
-    """The lines that come in and are not empty; a terminal shows that it waits for one."""
+def input_lines() -> Iterator[str]:
+    """The lines of stdin that are not empty; a terminal shows a prompt for each."""
     lines = _typed() if sys.stdin.isatty() else sys.stdin
     yield from (line.strip() for line in lines if line.strip())
 
 
 def _typed() -> Iterator[str]:
-    import readline  # noqa: F401  arrow keys, in `input`
+    import readline  # noqa: F401  so that `input` takes arrow keys
 
-    typer.echo("/exit or Ctrl-D ends, /clear begins anew, Ctrl-C stops an answer", err=True)
+    typer.echo("/exit or Ctrl-D ends, /clear starts over, Ctrl-C stops an answer", err=True)
     while True:
         try:
             yield input("> ")
@@ -67,4 +67,4 @@ def _typed() -> Iterator[str]:
             typer.echo(err=True)
             return
         except KeyboardInterrupt:
-            typer.echo(err=True)  # what was typed is dropped
+            typer.echo(err=True)  # the line so far is dropped

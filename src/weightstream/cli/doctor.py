@@ -1,4 +1,4 @@
-"""`weightstream doctor`: shows what this machine can do, what is in the way, and how to fix it."""
+"""`weightstream doctor`: shows what this machine can do, what is missing or broken, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightstream.cli.terminal import AsJson, Device, print_folded, screen, writ
 if TYPE_CHECKING:
     from weightstream.measure.checks import Finding
 
-_MARKS = MappingProxyType(  # symbol, style, and what the last line counts
+_MARKS = MappingProxyType(  # symbol, style, and the word for its number in the last line
     {
         "ok": ("ok", "green", ""),
         "note": ("", "", ""),
@@ -33,22 +33,23 @@ _MARKS = MappingProxyType(  # symbol, style, and what the last line counts
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Argument(help="Folder of a model, to measure its disk; as --path.", show_default=False)
+        Path | None,
+        typer.Argument(help="Folder of a model, to measure its disk, as with --path.", show_default=False),
     ] = None,
     device: Device = None,
     path: Annotated[
         Path, typer.Option(help="Measure the disk of this folder, with a scratch file of 256 MiB.", show_default="here")
     ] = Path(),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure again what was measured before.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure again, even if there are measurements.")] = False,
     save: Annotated[
         Path | None, typer.Option(help="Write the measured profile, for `weightstream plan --profile`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine can do, what is in the way, and how to fix it.
+    """Show what this machine can do, what is missing or broken, and how to fix it.
 
-    Speeds are measured the first time, in a second or two, and kept until the driver, torch or the device changes.
-    Exits with 1 if something is broken.
+    Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
+    device changes. Exits with 1 if something is broken.
     """
     from weightstream.measure.checks import examine
     from weightstream.measure.profile import to_json
@@ -67,7 +68,7 @@ def doctor(
 
 
 def _print(found: Sequence[tuple[str, Finding]]) -> None:
-    """One line per finding, the remedy below it."""
+    """Print one line for each finding, and its remedy below."""
     width = max(len(finding.label) for _, finding in found)
     for section, rows in groupby(found, itemgetter(0)):
         screen().print(section, style="bold")

@@ -1,4 +1,4 @@
-"""`weightstream pack`: writes a checkpoint again in the order that its weights stream in."""
+"""`weightstream pack`: writes a checkpoint in the order in which its weights stream."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Annotated
 
 import typer
 
-from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, require, tell
+from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, print_message, require
 
 
 def pack(
     model: Model,
-    out: Annotated[Path, typer.Argument(help="Folder to write: the same model, to be used in its place.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write: the same model, to use instead of MODEL.")],
     codec: Annotated[
         str,
         typer.Option(
             "--codec",
-            help="Compress weights without loss: auto where that saves 3 %, compressed where it saves anything; none.",
+            help="Compress weights without loss: auto, if that saves 3 %; compressed, if it saves anything; none.",
         ),
     ] = "none",
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT again and compare it with MODEL.")] = False,
     variant: Variant = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write MODEL's weights to OUT in the order that they stream in.
+    """Write MODEL's weights to OUT in the order in which they stream.
 
-    OUT is an ordinary safetensors checkpoint, and appears once it is whole. Compressed, it is smaller, and
-    weightstream alone reads it.
+    OUT is an ordinary safetensors checkpoint, and appears when it is complete. A compressed one is
+    smaller, and only weightstream reads it.
     """
     require("transformers", "transformers", "weightstream pack")
     from rich import progress
@@ -44,7 +44,7 @@ def pack(
     task = bar.add_task("", total=None)
 
     def advance(total: int, nbytes: int) -> None:
-        bar.start()  # once the model is loaded, which shows a bar of its own
+        bar.start()  # only now: loading the model showed a bar of its own
         bar.update(task, advance=nbytes, total=total)
 
     try:
@@ -66,4 +66,4 @@ def pack(
     count += f", {nbytes / raw:.2f} of {human(raw)}," if any(shard.layouts for shard in shards) else ""
     done, seconds = "packed and verified" if verify else "packed", time.perf_counter() - began
     files = f"{len(shards)} files" if len(shards) > 1 else "a file"
-    tell(f"{out}: {done} {count} in {files}, {seconds:.1f} s", err=False)
+    print_message(f"{out}: {done} {count} in {files}, {seconds:.1f} s", err=False)

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers on the command line: the plan of a call, images that are written, and a comparison."""
+"""Pipelines of diffusers on the command line: the plan of a call, a run that writes images or videos, a comparison."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weightstream.cli.terminal import (
     Loading,
     add_budget,
     figure,
-    foretold,
     grid,
     numbers_of,
+    prediction_lines,
     print_labelled,
+    print_message,
     print_table,
     require,
-    tell,
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
@@ -42,21 +42,21 @@ _BUDGETS = 8
 def call_of(
     height: int | None, width: int | None, steps: int | None, frames: int | None, **more: Any
 ) -> dict[str, Any]:
-    """The keywords of a call, as far as they were given."""
+    """The keywords of a call, without those that are None."""
     named = {"height": height, "width": width, "num_inference_steps": steps, "num_frames": frames, **more}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def refuse_options(model: str, **options: Any) -> None:
-    """Raises `ConfigError` where options were given that go with the other kind of models."""
-    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
+    """Raise `ConfigError` if options of the other kind of model are set."""
+    if flags := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
         from weightstream.api.plan_model import is_pipeline_checkpoint
 
-        kind = "a pipeline of diffusers" if is_pipeline_checkpoint(model) else "no pipeline of diffusers"
-        raise ConfigError(f"{model} is {kind}: leave out {', '.join(given)}")
+        kind = "a pipeline of diffusers" if is_pipeline_checkpoint(model) else "not a pipeline of diffusers"
+        raise ConfigError(f"{model} is {kind}: leave out {', '.join(flags)}")
 
 
-# -- its plan ----------------------------------------------------------------------------------------------------------
+# -- plan --------------------------------------------------------------------------------------------------------------
 
 
 class _AtBudget(NamedTuple):
@@ -78,7 +78,7 @@ def plan_pipeline(
     save: Path | None,
     as_json: bool,
 ) -> None:
-    """What `weightstream plan` does for a pipeline."""
+    """`weightstream plan` for a pipeline."""
     from weightstream.api.plan_model import sketch_pipeline
 
     sketch = sketch_pipeline(
@@ -113,9 +113,9 @@ def plan_pipeline(
 
 def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     machine = next(plan.machine for plan in planned.plans.values())
-    assumed = "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine"
+    assumed = "assumed bandwidths, as no device has been measured: `weightstream doctor` measures this machine"
     resident = planned.device_nbytes - planned.block_nbytes
-    parts = f"resident {human(resident)} + ring of all {human(planned.block_nbytes)} = {human(planned.device_nbytes)}"
+    parts = f"resident {human(resident)} + shared ring {human(planned.block_nbytes)} = {human(planned.device_nbytes)}"
     head = {
         "model": f"{model} ({human(nbytes)} of weights)",
         "machine": f"{machine}, measured" if machine else assumed,
@@ -131,7 +131,7 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     print_labelled(
         {
             "moves": f"{human(planned.copied_nbytes)} over the link per call",
-            "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} ({planned.bound_s:.2f} s at least)",
+            "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} (at least {planned.bound_s:.2f} s)",
             **({"shortage": planned.shortage} if planned.shortage else {}),
             **({"note": "; ".join(planned.notes)} if planned.notes else {}),
         }
@@ -162,7 +162,7 @@ def _draw(model: str, plans: Sequence[_AtBudget], path: Path) -> None:
         axes.legend()
 
 
-# -- its images --------------------------------------------------------------------------------------------------------
+# -- run ---------------------------------------------------------------------------------------------------------------
 
 
 class TimedOutput(NamedTuple):
@@ -173,7 +173,7 @@ class TimedOutput(NamedTuple):
 
 
 class PipelineSession:
-    """A pipeline that streams, and one call of it, over and over."""
+    """A pipeline that streams, and one call of it, which can be repeated."""
 
     def __init__(
         self, model: str, loading: Loading, variant: str | None, call: dict[str, Any], *, progress: bool
@@ -200,7 +200,7 @@ class PipelineSession:
         try:
             self.planned = self.pipe.weightstream.plan(**self.call)
         except OffloadError as error:
-            tell(f"warning: {error}")
+            print_message(f"warning: {error}")
 
     def run(self, **more: Any) -> TimedOutput:
         """Run the call, with more keywords."""
@@ -210,7 +210,7 @@ class PipelineSession:
         began = time.perf_counter()
         try:
             output = self.pipe(**self.call, generator=generator, **more)
-        except (ValueError, TypeError) as error:  # by which pipelines refuse what they are given
+        except (ValueError, TypeError) as error:  # pipelines refuse keywords so
             named = ", ".join(f"{name}={value!r}" for name, value in self.call.items())
             raise ConfigError(f"{type(self.pipe).__name__} cannot run with {named}: {error}") from error
         if self.device.type != "cpu":
@@ -223,7 +223,7 @@ class PipelineSession:
         return TimedOutput(_media(timed.output).cpu(), timed.seconds)
 
     def plain(self) -> None:
-        """Stop streaming; all components go to the device."""
+        """Stop streaming, and move all components to the device."""
         import torch
 
         self.pipe.weightstream.remove()
@@ -231,14 +231,14 @@ class PipelineSession:
             for part in self.pipe.components.values():
                 if isinstance(part, torch.nn.Module):
                     for tensor in (*part.parameters(), *part.buffers()):
-                        tensor.data = tensor.data.clone()  # as allocators align it, not as a file does
+                        tensor.data = tensor.data.clone()  # aligned as by an allocator, not as in a file
                     part.to(self.device)
         except torch.OutOfMemoryError as error:
-            raise OffloadError(f"all of it is needed on {self.device}, where it does not fit: {error}") from error
+            raise OffloadError(f"the whole pipeline does not fit on {self.device}: {error}") from error
 
 
 def _taken(model: str) -> Collection[str]:
-    """The keywords that a call of the pipeline takes."""
+    """The keywords of a call of the pipeline."""
     require("diffusers", "diffusers", "a pipeline")
     from weightstream.adapters.diffusers.folder import call_keywords
 
@@ -254,24 +254,24 @@ def _media(output: Any) -> Any:
 
 
 def place_of(out: Path | None, takes: Collection[str]) -> Path:
-    """Where what a call gives is written; `takes`: the keywords of the call.
+    """The file for the output of a call. `takes`: the keywords of the call.
 
-    Raises `ConfigError` or `UnsupportedError` where it cannot be written so.
+    Raises `ConfigError` or `UnsupportedError` if such a file cannot be written.
     """
     is_video = "num_frames" in takes
     out = out or Path("video.gif" if is_video else "image.png")
     kinds = _VIDEOS if is_video else _PICTURES
     if out.suffix.lower() not in kinds:
-        raise ConfigError(f"--out {out}: {'a video' if is_video else 'an image'} goes into a {', '.join(kinds)} file")
+        raise ConfigError(f"--out {out}: {'a video' if is_video else 'an image'} is written as {', '.join(kinds)}")
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     if out.suffix.lower() == ".mp4" and not all(map(find_spec, _WRITERS)):
-        raise UnsupportedError(f"--out {out}: to write it, pip install imageio imageio-ffmpeg; a .gif needs neither")
+        raise UnsupportedError(f"--out {out}: it takes pip install imageio imageio-ffmpeg; a .gif needs neither")
     return out
 
 
 def save_media(output: Any, out: Path) -> list[Path]:
-    """Writes the images of PIL, or the videos, of a call; where there are several, their number goes into the name."""
+    """Write the images of PIL, or the videos, of a call; several get numbers in their names. Returns the files."""
     from diffusers.utils import export_to_gif, export_to_video
 
     media = _media(output)
@@ -297,7 +297,8 @@ def run_pipeline(
     verify: bool,
     as_json: bool,
 ) -> bool | None:
-    """What `weightstream run` does for a pipeline; whether the plain one gives the same, where that is asked for."""
+    """`weightstream run` for a pipeline. Returns whether the resident pipeline gives the same bits, or None without
+    `verify`."""
     import torch
 
     takes = _taken(model)
@@ -338,7 +339,7 @@ def _report(
     planned = session.planned
     lines = {"image": ", ".join(map(str, files))}
     if planned is not None:
-        lines |= foretold(planned.seconds, taken_s, _seconds)
+        lines |= prediction_lines(planned.seconds, taken_s, _seconds)
     else:
         lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
@@ -367,7 +368,7 @@ def _seconds(seconds: float) -> str:
 def bench_pipeline(
     model: str, loading: Loading, call: dict[str, Any], *, variant: str | None, seconds: float, as_json: bool
 ) -> tuple[PipelinePlan | None, dict[str, Any]]:
-    """Times calls of a pipeline offloaded, beside the link alone and the plain pipeline on the device."""
+    """Time calls of the offloaded pipeline, the link alone, and the resident pipeline."""
     import torch
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
@@ -375,7 +376,7 @@ def bench_pipeline(
 
     progress = sys.stderr.isatty() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
-    session.pipe.set_progress_bar_config(disable=True)  # one of ours stands for all calls
+    session.pipe.set_progress_bar_config(disable=True)  # ours shows all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
     with reporting("timing", progress, total=4) as advance:
@@ -418,13 +419,13 @@ def show_pipeline_bench(
     """Print a comparison."""
     turns = joined(planned.turns) if planned else []
     calls = ", ".join(f"{turn.num} x {turn.component}.{turn.entry}" for turn in turns)
-    print_labelled({"model": f"{row['model']} on {row['device']}", "call": calls or "unknown ahead"})
+    print_labelled({"model": f"{row['model']} on {row['device']}", "call": calls or "not known before it runs"})
     print_systems(row["systems"])
     lines = {}
     if planned is not None:
         measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-        lines = foretold(planned.seconds, measured, _seconds)
+        lines = prediction_lines(planned.seconds, measured, _seconds)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
-    verdict = {None: "not compared", True: "yes, all images are the same bits", False: "NO: images differ"}
+    verdict = {None: "not compared", True: "yes, all images are bit for bit the same", False: "NO: images differ"}
     print_labelled(lines | {"equal": verdict[row["equal"]]})

@@ -1,4 +1,4 @@
-"""`weightstream plan`: shows where every weight would live and how fast a step would be, before anything is loaded."""
+"""`weightstream plan`: shows where each weight would live and how fast a step would be, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from weightstream.settings.config import OffloadConfig
 
 _GIB = 2**30
 _BUDGETS = 20
-_LESS = 0.98  # a smaller budget that is worth a word
+_LESS = 0.98  # a budget that is smaller by this factor is worth a note
 
 
 @takes_model()
@@ -61,7 +61,8 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     tp: Annotated[
-        bool, typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows one of them.")
+        bool,
+        typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows the plan of one."),
     ] = False,
     height: Height = None,
     width: Width = None,
@@ -72,8 +73,8 @@ def plan(
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
-    Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is for what is free.
-    Of a pipeline of diffusers it shows what a call takes, by component.
+    Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is
+    for the free memory. For a pipeline of diffusers it shows the time of a call, by component.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
@@ -81,7 +82,7 @@ def plan(
 
     if is_pipeline_checkpoint(model):
         if tp:
-            raise ConfigError(f"--tp: {model} is a pipeline of diffusers; leave it out")
+            raise ConfigError(f"{model} is a pipeline of diffusers: leave out --tp")
         pipelines.plan_pipeline(
             model,
             loading,
@@ -96,8 +97,8 @@ def plan(
         return
     pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
     if loading["config"].stripes and not tp:
-        if given := [f"--{name}" for name, value in (("sweep", sweep), ("plot", plot), ("save", save)) if value]:
-            raise ConfigError(f"{', '.join(given)}: for one GPU; leave out --gpus")
+        if flags := [f"--{name}" for name, value in (("sweep", sweep), ("plot", plot), ("save", save)) if value]:
+            raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
         _on_several(model, loading, profile, as_json=as_json)
         return
     num_shards = len(loading["config"].stripes) if tp else None
@@ -122,7 +123,7 @@ def _on_one(
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
-    gc.disable()  # nothing becomes garbage here, and to look for it, now or at the end, takes a quarter of the time
+    gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
         inputs = inputs_of(model, profile=profile, **loading, **sharding)
@@ -141,8 +142,8 @@ def _on_one(
     whole = {"experts": inputs.whole_experts} if inputs.whole_experts and planned.offloaded_nbytes else {}
     if num_shards is not None:
         assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
-        about = f"one of {num_shards} processes, which plan alike, and are taken to add up {assumed} GB/s"
-        model, whole = f"a shard of {model}", {"ranks": about, **whole}
+        ranks = f"one of {num_shards} processes with equal plans; their all-reduces are assumed to take {assumed} GB/s"
+        model, whole = f"a shard of {model}", {"ranks": ranks, **whole}
     show_plan(model, planned, whole | advice(inputs, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
@@ -151,10 +152,10 @@ def _on_one(
 def _config_of_shard(config: OffloadConfig) -> OffloadConfig:
     """The settings of one GPU, of several that have a shard each. Raises `ConfigError`."""
     if not config.stripes:
-        raise ConfigError("--tp: a model is sharded over several GPUs: give --gpus 2 or more, too")
+        raise ConfigError("--tp shards a model over several GPUs: pass --gpus 2 or more, too")
     budget, *others = set(config.stripes.values())
     if others:
-        raise ConfigError("--tp: processes plan with one budget: give --device-budget and --gpus, not max_memory")
+        raise ConfigError("--tp: all processes have the same budget: pass --device-budget and --gpus, not max_memory")
     return config.within(budget)
 
 
@@ -177,13 +178,13 @@ def _on_several(model: str, loading: Loading, profile: Path | None, *, as_json: 
 
 
 def _leave() -> None:
-    """At the end: nothing is looked for that is garbage. Triton would take what is left for leaks, and tells so."""
+    """Skip the last garbage collection, unless Triton is loaded, which would report the objects as leaks."""
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def _swept(inputs: PlannerInputs, planned: Plan) -> list[Plan]:
-    """The plan in its place among those at even shares of the model's bytes, where one fits."""
+    """The plan, and plans at even shares of the model's bytes that can be made, by budget."""
     budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
     others = [plan for plan in map(inputs.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
     return sorted((planned, *others), key=_budget)
@@ -201,20 +202,20 @@ def show_plan(model: str, planned: Plan, notes: dict[str, str]) -> None:
 
 def _machine(planned: Plan) -> str:
     assumed = (
-        "assumed bandwidths, as no device was measured: `weightstream doctor` measures this machine, and --profile "
-        "takes the numbers of another"
+        "assumed bandwidths, as no device has been measured: `weightstream doctor` measures this machine, and "
+        "--profile takes the numbers of another one"
     )
     return f"{planned.machine}, measured" if planned.machine else assumed
 
 
 def _count(num: int) -> str:
-    """A number of parameters for a person: `405.9B`."""
+    """A number of parameters, such as `405.9B`."""
     size, unit = next(((s, u) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if num >= s), (1, ""))
     return f"{num / size:.1f}{unit}" if unit else str(num)
 
 
 def _moved(planned: Plan) -> str:
-    """What a step moves, and where what is not on the device is kept."""
+    """The bytes that a step moves, and where they are kept."""
     if not planned.offloaded_nbytes:
         return "nothing: all weights stay on the device"
     kept = [f"{human(planned.host_nbytes)} in host memory"] if planned.host_nbytes else []
@@ -224,14 +225,14 @@ def _moved(planned: Plan) -> str:
 
 
 def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
-    """What to do with the budget, as a labelled line: nothing, less, or more."""
+    """A labelled line with advice on the budget: enough, too much, or too little."""
     if shortage := inputs.shortage(planned):
         return {"shortage": shortage}
     if not planned.offloaded_nbytes and planned.manifest.codes:
         plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
-        return {"note": f"everything fits, compressed; uncompressed it would take {plain}, and {saved} less per step"}
+        return {"note": f"everything fits compressed; uncompressed it would take {plain} and save {saved} per step"}
     if not planned.offloaded_nbytes:
-        remedy = ": leave out the budget, offloading gains nothing here" * inputs.config.has_budget
+        remedy = ": leave out the budget, as offloading gains nothing here" * inputs.config.has_budget
         return {"note": f"everything fits and nothing streams{remedy}"}
     enough = inputs.enough(planned)
     if enough is not None and _budget(enough) < _LESS * _budget(planned):
@@ -245,7 +246,7 @@ def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
 
 
 def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    """Sizes are in the unit of the budget."""
+    """A row for each plan, with sizes in the unit of the budget."""
     unit, nbytes_of_one = scale(max(map(_budget, plans)))
     headings = (f"budget {unit}", "resident", "ring", "compressed", "step ms", "tokens/s", "limit", "")
     table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
@@ -267,7 +268,7 @@ def _budget(plan: Plan) -> int:
 
 
 def json_facts(inputs: PlannerInputs, planned: Plan) -> dict[str, Any]:
-    """All that the screen tells, in bytes and seconds, and the plan itself."""
+    """The values on the screen, in bytes and seconds, and the plan itself."""
     enough, numbers = inputs.enough(planned), parameters(planned)
     return {
         "num_parameters": numbers.num if numbers.is_of_parameters else None,
@@ -281,7 +282,7 @@ def json_facts(inputs: PlannerInputs, planned: Plan) -> dict[str, Any]:
 
 
 def draw_plan(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
-    """Step time over budget, with what no schedule can go below: the link's time and the compute's."""
+    """Draw step time over budget, with the lower bounds of any schedule: the time of the link and of compute."""
     unit, nbytes_of_one = scale(max(map(_budget, plans)))
     budgets = [_budget(plan) / nbytes_of_one for plan in plans]
     with figure(path, height=4.5) as axes:
@@ -298,35 +299,36 @@ def draw_plan(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> N
         axes.legend()
 
 
-# -- its memory by use, its units by kind ------------------------------------------------------------------------------
+# -- memory by use, units by kind --------------------------------------------------------------------------------------
 
 
 def table(plan: Plan) -> Table:
-    """A row per kind of unit: how many there are, and the bytes of one of them by where they live.
+    """A row for each kind of unit: the number of units, and the bytes of one by the place where they live.
 
-    Names of a kind differ in numbers alone, with the same bytes in plain form in the same places. Coded bytes are never
-    quite the same: the mean is shown.
+    The names of units of one kind differ only in numbers, and they have the same uncompressed bytes in the same places.
+    Compressed sizes differ slightly: the mean is shown.
     """
-    coded = bool(plan.manifest.codes)
+    is_compressed = bool(plan.manifest.codes)
     places = ["resident", *["zero-copy"] * bool(plan.mapped), *["cached"] * bool(plan.cached), "streams"]
     places += ["from disk"] * bool(plan.disk)
     kinds: defaultdict[tuple[str, ...], list[tuple[str, list[int]]]] = defaultdict(list)
     for unit in plan.manifest.units:
         held, plain = (_shares(plan, unit, places, sizes) for sizes in (plan.manifest.aliases, plan.manifest.spans))
         kind = re.sub(r"\d+", "#", unit.name), *map(human, plain), *map(str, {t.is_coded for t in unit.tensors})
-        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * coded, *held]))
-    shown = grid("unit", "units", *(f"{place} each" for place in ["plain"] * coded + places), align_left=("unit",))
-    overflow: Any = "ellipsis" if drawn("…", "") else "crop"  # which rich draws as it is
+        kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * is_compressed, *held]))
+    headings = [*["plain"] * is_compressed, *places]
+    shown = grid("unit", "units", *(f"{heading} each" for heading in headings), align_left=("unit",))
+    overflow: Any = "ellipsis" if drawn("…", "") else "crop"  # rich draws it unchanged
     for units in kinds.values():
         columns = zip(*(sizes for _, sizes in units), strict=True)
         cells = (human(sum(sizes) / len(units)) for sizes in columns)
-        name = Text(_span([name for name, _ in units]), no_wrap=True, overflow=overflow)  # it alone gives way
+        name = Text(_span([name for name, _ in units]), no_wrap=True, overflow=overflow)  # only this column shrinks
         shown.add_row(name, str(len(units)), *cells)
     return shown
 
 
 def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-    """The bytes of a unit in each of the places."""
+    """The bytes of a unit in each place."""
     aliases = unit.aliases().keys()
     streams = aliases - plan.placed
     groups = {"resident": aliases & plan.resident, "zero-copy": aliases & plan.mapped, "streams": streams}
@@ -336,13 +338,13 @@ def _shares(plan: Plan, unit: UnitSpec, places: Sequence[str], sizes: Mapping[st
 
 
 def _span(names: list[str]) -> str:
-    """`layers.0…7.mlp`."""
+    """The names of a kind as one: `layers.0…7.mlp`."""
     last, to = iter(re.findall(r"\d+", names[-1])), drawn("…", "..")
     return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}{to}{end}", names[0])
 
 
 def memory_line(plan: Plan) -> str:
-    """The device's memory that the plan speaks of, by what it is for."""
+    """The device memory of the plan, by use."""
     names = ("resident", "ring", "buffer", "slots", "cache", "activations", "spare")
     sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.slots_nbytes]
     sizes += [plan.cache_nbytes, plan.activation_nbytes]

@@ -1,4 +1,4 @@
-"""`weightstream run` and `trace`: generate text while the model's weights stream, and say what that took, and when."""
+"""`weightstream run` and `trace`: generate text while the model's weights stream, and report times and traffic."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
-    counted,
-    foretold,
+    expert_line,
     numbers_of,
+    prediction_lines,
     print_labelled,
     require,
     takes_model,
@@ -53,26 +53,26 @@ def run(
     model: Model,
     loading: Loading,
     *,
-    prompt: Annotated[str | None, typer.Option(help="What to go on from, or what a picture is to show.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue, or the prompt of a pipeline.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Talk: --prompt, or each line that comes in, is a user's message.")
+        bool, typer.Option("--chat", help="Chat: --prompt, or each line of stdin, is a user's message.")
     ] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most; default: 64.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where a pipeline writes; default: image.png or video.gif.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File for a pipeline. Default: image.png or video.gif.")] = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
     frames: Frames = None,
-    seed: Annotated[int | None, typer.Option(help="Of a pipeline's noise; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of a pipeline's noise. Default: 0.")] = None,
     variant: Variant = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Run it without offloading too, and compare.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Also run without offloading, and compare.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text with MODEL, greedily, or an image or video with a pipeline, while weights stream.
 
-    Text goes on from --prompt, or from what comes in by a pipe, or else from "The sky is blue because". With --chat and
-    no --prompt it is a conversation, of a turn per line, up to the end of what comes in or /exit; /clear begins another
-    one, and Ctrl-C stops an answer.
+    Text continues --prompt, or the text of a pipe, or else "The sky is blue because". With --chat and
+    no --prompt it is a conversation: each line of stdin is a message, /clear starts over, Ctrl-C stops
+    an answer, and the end of the input or /exit ends it.
     """
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
@@ -119,13 +119,13 @@ def _converse(session: ModelSession, loading: Loading, max_new_tokens: int) -> N
 
 
 class Tokens:
-    """The tokens that `generate` makes, and the time of each; `text`, a transformers streamer, gets them too."""
+    """The tokens that `generate` makes, and the time of each. They are passed on to `text`, a transformers streamer."""
 
     def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
         self.times: list[float] = []
-        self.decoding: DecodeReport | None = None  # set at the end, as is the next
-        self.is_cut = False  # more would have come
+        self.decoding: DecodeReport | None = None  # set when generation ends, as is `is_cut`
+        self.is_cut = False  # by the limit of tokens
         self._text = text
 
     def put(self, ids: torch.Tensor) -> None:
@@ -144,13 +144,13 @@ class Tokens:
 
     @property
     def per_second(self) -> float:
-        """The rate after the first token, which is the prompt's; of that one when there is no other."""
+        """The rate after the first token, whose step is the prompt's; the rate of that one if there is no other."""
         first = min(1, len(self.times) - 2)
         return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
 
 
 def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
-    """A report for a person."""
+    """A report, as labelled lines."""
     stats, speed = found["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
     speed += ", cut by --max-new-tokens" if tokens.is_cut else ""
     held = f"{human(stats['held_nbytes']['device'])} held on {found['device']}"
@@ -163,17 +163,17 @@ def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
         "waited": f"{stats['stall_s']:.2f} s of {found['seconds']:.2f} s",
     }
     if found["experts"] is not None:
-        lines["experts"] = counted(found["experts"])
+        lines["experts"] = expert_line(found["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
-        lines |= foretold(predicted_s, measured_s)
+        lines |= prediction_lines(predicted_s, measured_s)
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
 
 
 class ModelSession:
-    """A model that streams, and its tokenizer: that comes first, so that a bad prompt is told before all is loaded."""
+    """A model that streams, and its tokenizer, which is loaded first: a bad prompt is an error before a long load."""
 
     def __init__(self, name: str, trust_remote_code: bool) -> None:
         transformers = require("transformers", "transformers", "weightstream run")
@@ -183,7 +183,7 @@ class ModelSession:
         source = find(name, trust_remote_code)
         Checkpoint.open(
             source.path, weights_named(source.path, None)
-        )  # headers alone; what is wrong with the weights is not to be told of the tokenizer
+        )  # headers only, so that an error of the weights is not reported as one of the tokenizer
         with refused_as_checkpoint(name, "load"):
             config_and_class(source, None, trust_remote_code)
         folder = source.folder
@@ -191,16 +191,16 @@ class ModelSession:
             folder = source.adapter
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except Exception as error:  # whatever transformers makes of the files
-            raise CheckpointError(f"{name}: no tokenizer that can be read: {error}") from error
+        except Exception as error:  # of any class, depending on the files
+            raise CheckpointError(f"{name}: its tokenizer cannot be loaded: {error}") from error
         self.name = name
 
     def encode(self, prompt: str | Messages) -> dict[str, torch.Tensor]:
-        """The model's inputs, each of shape (1, tokens), of a text or of a chat."""
+        """The model's inputs for a text or a chat, each of shape (1, tokens)."""
         text = prompt if isinstance(prompt, str) else self._templated(prompt)
         encoded = self.tokenizer(text, add_special_tokens=isinstance(prompt, str), return_tensors="pt")
         if not encoded["input_ids"].numel():
-            raise ConfigError(f"the prompt {text!r} has no tokens: give one with --prompt")
+            raise ConfigError(f"the prompt {text!r} has no tokens: pass another --prompt")
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
 
     def _templated(self, messages: Messages) -> str:
@@ -212,7 +212,7 @@ class ModelSession:
         return text
 
     def check_chat(self) -> None:
-        """Raises `ConfigError` where there is no chat template."""
+        """Raise `ConfigError` if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self.name} has no chat template: leave out --chat")
 
@@ -224,7 +224,7 @@ class ModelSession:
 
         self.model = from_pretrained(self.name, **options)
         self.streamer: Streamer = self.model.weightstream
-        transformers.logging.set_verbosity_error()  # no advice on generation settings: they are not the user's
+        transformers.logging.set_verbosity_error()  # no advice on generation settings, which the user did not choose
         if not self.model.can_generate():
             raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
 
@@ -236,7 +236,7 @@ class ModelSession:
         show: bool = False,
         is_stopped: Callable[[], bool] | None = None,
     ) -> Tokens:
-        """Generate greedily, and print the text meanwhile if it is to `show`; `is_stopped` is asked at each token."""
+        """Generate greedily. `show` prints the text meanwhile; generation ends when `is_stopped()` after a token."""
         import torch
         from transformers import TextStreamer
 
@@ -254,13 +254,13 @@ class ModelSession:
         return tokens
 
     def answer(self, max_new_tokens: int, messages: Messages, is_stopped: Callable[[], bool]) -> str | None:
-        """The answer to the last message, shown on stdout as far as it came, what is to be said of it on stderr."""
+        """Print the answer to the last message on stdout, and notes on it on stderr. None: it has no room."""
         inputs = self.encode(messages)
         num = inputs["input_ids"].shape[1]
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and num + max_new_tokens > positions:
-            need = f"{num} tokens so far + {max_new_tokens} of --max-new-tokens > {positions} that the model takes"
-            typer.echo(f"[{need}: /clear begins another conversation]", err=True)
+            need = f"{num} tokens so far + {max_new_tokens} of --max-new-tokens > {positions} of the model"
+            typer.echo(f"[{need}: /clear starts over]", err=True)
             return None
         tokens = self.generate(inputs, max_new_tokens, show=True, is_stopped=is_stopped)
         if tokens.is_cut and not is_stopped():
@@ -274,7 +274,7 @@ class ModelSession:
         return {**placed, "do_sample": False, "num_beams": 1}
 
     def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
-        """The tokens of the same model without offloading, which it leaves for good."""
+        """The tokens of the same model without offloading, which ends here."""
         import torch
 
         self.streamer.remove()
@@ -283,11 +283,11 @@ class ModelSession:
             return self.generate(inputs, max_new_tokens).ids
         except torch.OutOfMemoryError as error:
             raise OffloadError(
-                f"--verify needs all of the model on the device, where it does not fit: {error}"
+                f"--verify needs the whole model on the device, where it does not fit: {error}"
             ) from error
 
     def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> dict[str, Any]:
-        """What a run took."""
+        """The values of `--json`."""
         from weightstream.runtime.streamer.stats import of_cache
 
         stats = self.streamer.stats()
@@ -308,7 +308,7 @@ class ModelSession:
 
 
 def _text(argument: str) -> str:
-    """An argument of the command line, in which bytes that are no text are replaced."""
+    """An argument of the command line, with undecodable bytes replaced."""
     return os.fsencode(argument).decode(errors="replace")
 
 
@@ -322,16 +322,16 @@ def trace(
     loading: Loading,
     *,
     out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode, one a step, behind the prompt's step.")] = 4,
-    prompt: Annotated[str, typer.Option(help="What to go on from.")] = DEFAULT_PROMPT,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt, one in each step.")] = 4,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEFAULT_PROMPT,
 ) -> None:
     """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
 
-    Opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute and one for copies. The
-    steps run eager, as a graph does not show its units.
+    The trace opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute
+    and one for copies. Steps run eager, as a CUDA graph does not show its units.
     """
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
     if is_pipeline_checkpoint(model):
@@ -340,7 +340,7 @@ def trace(
     inputs = session.encode(_text(prompt))
     session.load(progress=sys.stderr.isatty(), **loading)
     greedy = session.greedy(inputs)
-    session.model.generate(**greedy, max_new_tokens=2)  # teaches the order of the units
+    session.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned
     with session.streamer.trace() as recorded:
         session.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
     recorded.save(out)
@@ -360,7 +360,7 @@ def _show(session: ModelSession, recorded: Trace, out: Path) -> None:
         "plan": session.streamer.plan.summary(),
         "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
         "decode": f"{len(steps) - 1} steps of {milliseconds(decoded_s)} each (median)",
-        **foretold(session.streamer.plan.step_s, decoded_s),
+        **prediction_lines(session.streamer.plan.step_s, decoded_s),
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
     if fills:
@@ -369,9 +369,8 @@ def _show(session: ModelSession, recorded: Trace, out: Path) -> None:
         )
     if recorded.experts:
         experts = total(recorded.experts.values())
-        ahead = f", {experts.ahead} ahead, of which {experts.ahead_used} were used" if experts.ahead else ""
-        fetched = f"{experts.fetched} fetched{ahead} ({human(experts.fetched_nbytes)})"
-        lines["experts"] = f"{experts.found} found in slots, {fetched}"
+        ahead = f", {experts.ahead} prefetched, of which {experts.ahead_used} were used" if experts.ahead else ""
+        lines["experts"] = f"{experts.found} hits, {experts.fetched} fetched{ahead} ({human(experts.fetched_nbytes)})"
     if waited_s:
         longest = sorted(waited, key=lambda name: waited[name], reverse=True)[:_MOST_WAITS]
         named = (f"{name or '(root)'} ({milliseconds(waited[name])})" for name in longest)

@@ -1,7 +1,7 @@
-"""The terminal: the options that every command takes for a model, and the lines, tables and files that it writes.
+"""The terminal: options that all commands share, and the lines, tables and files that commands write.
 
-Lines and tables take at most 100 columns, have no colour in a pipe, and are of ASCII where stdout encodes no more.
-Colours are those that can be read on light and on dark. Reads settings; loads no model.
+Lines and tables take at most 100 columns, have no colour in a pipe, and are ASCII if stdout encodes nothing else.
+All colours are legible on light and on dark backgrounds. Reads settings; loads no model.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, U
 if TYPE_CHECKING:
     from weightstream.runtime.streamer.stats import Stats
 
-Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the hub.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda if there is one.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the checkpoint brings.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the Hub.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one, else cpu.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 _PANEL = "Pipelines of diffusers"
 Height = Annotated[
-    int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.", rich_help_panel=_PANEL)
+    int | None,
+    typer.Option(min=1, help="Height of images in pixels. Default: the pipeline's.", rich_help_panel=_PANEL),
 ]
 Width = Annotated[
-    int | None, typer.Option(min=1, help="Of a pipeline's image, in pixels; default: its own.", rich_help_panel=_PANEL)
+    int | None, typer.Option(min=1, help="Width of images in pixels. Default: the pipeline's.", rich_help_panel=_PANEL)
 ]
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Denoising steps of a pipeline; default: its own.", rich_help_panel=_PANEL)
+    int | None, typer.Option(min=1, help="Denoising steps. Default: the pipeline's.", rich_help_panel=_PANEL)
 ]
 Frames = Annotated[
-    int | None, typer.Option(min=1, help="Frames of a video; default: the pipeline's own.", rich_help_panel=_PANEL)
+    int | None, typer.Option(min=1, help="Frames of a video. Default: the pipeline's.", rich_help_panel=_PANEL)
 ]
-Variant = Annotated[str | None, typer.Option(help="Of a pipeline's files, such as fp16.", rich_help_panel=_PANEL)]
+Variant = Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.", rich_help_panel=_PANEL)]
 _Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
-    typer.Option(help="Of the weights; auto is the checkpoint's own."),
+    typer.Option(help="Dtype of the weights; auto is the checkpoint's."),
 ]
-_File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags win over it.")]
-_LOADING = MappingProxyType(  # beside the settings: annotation and default
+_File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags override it.")]
+_LOADING = MappingProxyType(  # annotation and default of the options that are no settings
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
 
@@ -71,13 +72,13 @@ class Loading(TypedDict):
 
 
 _READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
-_FIRST = ("device_budget", "device")  # what nearly everybody gives
+_FIRST = ("device_budget", "device")  # the most frequent ones
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
-_FACTOR = 2  # that a prediction is off by, if the machine is no longer what was measured
+_FACTOR = 2  # a prediction that is off by more suggests that the machine has changed since it was measured
 
 
 def require(package: str, extra: str, what: str) -> Any:
-    """A package that what is asked for needs; to be called before anything that takes time."""
+    """Import a package that `what` needs, or raise an error with the remedy. Call it before anything slow."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -102,9 +103,9 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
         def run(
             model: str, config: Path | None, device: str | None, dtype: str, trust_remote_code: bool, **values: Any
         ) -> None:
-            given = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
+            flags = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
             read = functools.partial(OffloadConfig.from_toml, config) if config else OffloadConfig.from_kwargs
-            loading = Loading(config=read(**given), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+            loading = Loading(config=read(**flags), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
             command(model, loading, **values)
 
         first = [parameter for parameter in added if parameter.name in _FIRST]
@@ -117,7 +118,7 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _settings() -> dict[str, Any]:
-    """The option of each setting that has a description, as an annotation; the configuration judges the value."""
+    """An annotation with an option for each setting that has a description; the configuration validates the value."""
     classic, options = PrefetchOffloadConfig.model_fields | UVAOffloadConfig.model_fields, {}
     for name, field in (OffloadConfig.model_fields | classic).items():
         if field.description:
@@ -128,11 +129,11 @@ def _settings() -> dict[str, Any]:
     return options
 
 
-# -- what it writes ----------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def screen() -> Console:
-    """The console of stdout. A pipe is as wide as COLUMNS says, else as the widest terminal."""
+    """The console of stdout. A pipe is as wide as COLUMNS says, else 100 columns."""
     console = Console(highlight=False, emoji=False, markup=False)
     is_known = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     console.width = max(_FEWEST, min(_COLUMNS, console.width)) if is_known else _COLUMNS
@@ -140,7 +141,7 @@ def screen() -> Console:
 
 
 def drawn(text: str, plain: str) -> str:
-    """The text, or a plain one where stdout cannot encode it."""
+    """`text`, or `plain` if stdout cannot encode it."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -149,7 +150,7 @@ def drawn(text: str, plain: str) -> str:
 
 
 def grid(*headings: str, align_left: Container[str]) -> Table:
-    """A table without rows; columns of numbers to the right."""
+    """A table without rows; columns are right-aligned, as for numbers, except `align_left`."""
     shown = Table()
     for heading in headings:
         is_left = heading in align_left
@@ -158,14 +159,14 @@ def grid(*headings: str, align_left: Container[str]) -> Table:
 
 
 def add_budget(shown: Table, cells: Sequence[str], share: float, *, is_own: bool) -> None:
-    """A row of a sweep over budgets, with a bar of the largest one's `share`; that of what was asked for is marked."""
+    """Add a row of a sweep over budgets, with a bar of `share` of the full length. The row of the plan is marked."""
     mark = f"{drawn('▶', '>')} " * is_own
     bar = drawn("█", "#") * max(1, round(_BAR * share))
     shown.add_row(mark + cells[0], *cells[1:], bar, style="bold" if is_own else None)
 
 
 def print_table(shown: Table, title: str = "", *, drop: Container[str] = ()) -> None:
-    """A table below its title; where it is too wide, its headings are broken, and then the last of `drop` goes."""
+    """Print a table below its title. If it is too wide, headings are broken, then columns of `drop` go from the end."""
     console = screen()
     endless = console.options.update(max_width=10 * _COLUMNS)
 
@@ -184,15 +185,15 @@ def print_table(shown: Table, title: str = "", *, drop: Container[str] = ()) -> 
 
 
 def print_folded(head: Text, body: str, style: str = "") -> None:
-    """A line that goes on below the end of its head."""
+    """Print a line whose continuation is indented by the length of its head."""
     console, margin = screen(), " " * len(head)
     options = {"initial_indent": margin, "subsequent_indent": margin, "break_on_hyphens": False}
     folded = textwrap.fill(body, console.width, **options)  # type: ignore[arg-type]
     console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
 
 
-def tell(text: str, *, err: bool = True) -> None:
-    """A message on stderr, or stdout; a terminal breaks it between words."""
+def print_message(text: str, *, err: bool = True) -> None:
+    """Print a message on stderr, or stdout; on a terminal it is broken between words."""
     lines = text.splitlines()
     if (console := Console(stderr=err)).is_terminal:
         options = {"break_on_hyphens": False, "break_long_words": False}
@@ -201,13 +202,15 @@ def tell(text: str, *, err: bool = True) -> None:
 
 
 def print_labelled(lines: Mapping[str, str]) -> None:
-    """Labels right-aligned, so that columns line up though a label and its value stand one space apart."""
+    """Print lines with right-aligned labels, so that values line up one space after their labels."""
     for label, value in lines.items():
         print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value)
 
 
-def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str] = milliseconds) -> dict[str, str]:
-    """What was predicted beside what was measured, as labelled lines."""
+def prediction_lines(
+    predicted_s: float, measured_s: float, text: Callable[[float], str] = milliseconds
+) -> dict[str, str]:
+    """Labelled lines that compare a prediction with the measurement."""
     ratio = measured_s / predicted_s
     is_far = not 1 / _FACTOR <= ratio <= _FACTOR
     off = f"{max(ratio, 1 / ratio):.1f} times" if is_far else f"{abs(ratio - 1):.0%}".replace("%", " %")
@@ -219,17 +222,17 @@ def foretold(predicted_s: float, measured_s: float, text: Callable[[float], str]
 
 
 def numbers_of(stats: Stats) -> dict[str, Any]:
-    """What `--json` says of stats: counts of experts by name."""
+    """The fields of stats for `--json`, with counts of experts by name."""
     return dataclasses.asdict(stats) | {"experts": stats.experts._asdict()}
 
 
-def counted(experts: Mapping[str, Any]) -> str:
-    """What was counted in a cache of experts."""
+def expert_line(experts: Mapping[str, Any]) -> str:
+    """The hit rate and traffic of an expert cache, as text."""
     share, nbytes = experts["found_share"], human(experts["fetched_nbytes_per_token"])
-    found = "none was read there" if share is None else f"{100 * share:.1f} % found there, {nbytes} fetched per token"
+    hits = "none were looked up" if share is None else f"{100 * share:.1f} % hits, {nbytes} fetched per token"
     used = experts["ahead_used_share"]
-    ahead = "" if used is None else f"; of those fetched ahead {100 * used:.0f} % were used"
-    return f"{experts['num_slots']} slots for those of a layer; {found}{ahead}"
+    prefetched = "" if used is None else f"; {100 * used:.0f} % of prefetched experts were used"
+    return f"{experts['num_slots']} slots per layer; {hits}{prefetched}"
 
 
 def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> None:
@@ -243,12 +246,12 @@ def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> Non
 
 @contextmanager
 def figure(path: Path, height: float) -> Iterator[Any]:
-    """The axes of a figure on white, for light pages and dark ones; it is written at the end. No window is opened."""
+    """The axes of a figure with a white background, also for dark pages; it is written at the end. No window opens."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(8, height), dpi=150, facecolor="white", layout="constrained")
     yield drawn.add_subplot()
     try:
         drawn.savefig(path)
-    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no picture's
+    except (OSError, ValueError) as error:  # a missing folder, or no suffix of an image
         raise ConfigError(f"--plot {path}: {error}; name a .png file that can be written") from error

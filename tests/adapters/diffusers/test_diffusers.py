@@ -141,7 +141,7 @@ def test_a_cast_that_has_no_room() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "wan"))
-def test_a_rehearsal_tells_which_calls_come(name: str) -> None:
+def test_a_dry_run_finds_the_calls(name: str) -> None:
     """As many of each component as the call then makes."""
     pipe = offloaded(name)
     call = {key: value for key, value in pipelines.arguments(name).items() if key != "num_inference_steps"}

@@ -521,11 +521,11 @@ def with_a_link_to_elsewhere(folder: Path) -> None:
         (with_code_of_a_component, r"vae/evil\.py: code.*trust_remote_code"),
         (with_code_of_a_pipeline, r"evil\.py: code.*trust_remote_code|must be string"),
         (with_code_of_no_name, r"None\.py: code.*trust_remote_code"),
-        (with_a_component_elsewhere, r"component '\.\./flux', which is no name of a folder"),
+        (with_a_component_elsewhere, r"component '\.\./flux', which cannot be a folder"),
         (with_a_link_to_elsewhere, "outside the model folder"),
-        (lambda folder: (folder / "model_index.json").unlink(), "no model_index.json"),
-        (lambda folder: (folder / "model_index.json").write_text("[]"), "no model_index.json"),
-        (lambda folder: index(folder, _class_name=None), "names no _class_name"),
+        (lambda folder: (folder / "model_index.json").unlink(), "its model_index.json cannot be read"),
+        (lambda folder: (folder / "model_index.json").write_text("[]"), "its model_index.json is not a JSON object"),
+        (lambda folder: index(folder, _class_name=None), "has no _class_name"),
         (lambda folder: index(folder, _class_name="NovelPipeline"), r"has no pipeline NovelPipeline; a newer one may"),
         (lambda folder: index(folder, _class_name="AutoencoderKL"), "has no pipeline AutoencoderKL"),
     ],
@@ -556,7 +556,7 @@ def test_broken_folders(
         ({"base": "."}, weightstream.ConfigError, "goes with a single file"),
         ({"host_budget": "1GiB"}, weightstream.ConfigError, "device_budget"),
         ({"device_budget": "1KiB"}, weightstream.PlanError, "device budget"),
-        ({"text_encoder": "x.safetensors"}, weightstream.UnsupportedError, "not loaded from a single file"),
+        ({"text_encoder": "x.safetensors"}, weightstream.UnsupportedError, "cannot be loaded from a single file"),
         ({"transformer": "none.safetensors"}, weightstream.CheckpointError, "none.safetensors"),
     ],
 )
@@ -592,7 +592,7 @@ def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> Non
 def test_a_pipeline_is_no_model_and_a_model_no_pipeline(saved: Callable[[str], Path]) -> None:
     with pytest.raises(weightstream.CheckpointError, match="pipeline_from_pretrained loads it"):
         weightstream.from_pretrained(saved("flux"), device="cpu")
-    with pytest.raises(weightstream.CheckpointError, match=r"no model_index\.json"):
+    with pytest.raises(weightstream.CheckpointError, match=r"its model_index\.json"):
         weightstream.pipeline_from_pretrained(saved("flux") / "text_encoder", device="cpu")
     with pytest.raises(weightstream.ConfigError, match="no pipeline"):
         weightstream.plan_model(saved("flux") / "text_encoder", device="cpu", device_budget="1MiB", variant="fp16")

@@ -531,7 +531,7 @@ def test_operators_draw_from_generators_of_their_own(draw: str, monkeypatch: pyt
     before, drawn = torch.get_rng_state(), []
     followed(lambda _: drawn.append(DRAWS[draw]()))
     assert drawn
-    with process_states.OwnDraws(), torch.no_grad():  # as in a rehearsal
+    with process_states.OwnDraws(), torch.no_grad():  # as in a dry run
         DRAWS[draw]()
     assert torch.equal(torch.get_rng_state(), before)
 

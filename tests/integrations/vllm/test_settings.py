@@ -104,7 +104,7 @@ def test_what_the_plan_adds_to_the_settings_is_none_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [(asked(device_budgt="6GiB"), "device_budgt.*device_budget"), ({"weightstream": "6GiB"}, "give a map of settings")],
+    [(asked(device_budgt="6GiB"), "device_budgt.*device_budget"), ({"weightstream": "6GiB"}, "pass a map")],
 )
 def test_a_misspelt_setting_is_told_by_its_name(settings: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -296,7 +296,7 @@ def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.Mo
     kept = 80 * GIB // 50  # for graphs
     assert room.left(3 * GIB) == (72 - 10 - 3) * GIB - kept
     assert room.nbytes(3 * GIB) == (72 - 10 - 3 + 6 - 4) * GIB - kept
-    assert "leaves 0B for layers, beside 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
+    assert "leaves 0B for layers, after 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
     cache.kv_cache_memory_bytes = 7 * GIB
     assert room_of.Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
 

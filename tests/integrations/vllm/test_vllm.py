@@ -212,7 +212,7 @@ def test_compiled_code_of_another_plan_is_not_used(folder: Folder, plain: Any) -
         ({"device_budgt": "6GiB"}, "device_budget"),
         ({"device_budget": "6GB6"}, "device_budget"),
         ({"device_budget": 1000}, "budget"),
-        ("6GiB", "give a map of settings"),
+        ("6GiB", "pass a map"),
     ],
 )
 def test_wrong_settings_are_told(folder: Folder, settings: Any, text: str) -> None:

@@ -33,7 +33,7 @@ def taken_over(rank, where):
     engine = object.__new__(host.VllmWorker)
     engine._worker = types.SimpleNamespace(device=torch.device("cpu"), model_runner=None)
     engine._profile = distributed.barrier
-    engine._tell = lambda _: None
+    engine._report = lambda _: None
 
     def fail(at):
         if at == where and rank:

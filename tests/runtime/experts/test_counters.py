@@ -15,7 +15,7 @@ import torch
 import weightstream
 from expert_rig import NUM_EXPERTS, NUM_LAYERS, TOP_K, built, counts, held, plan_of
 from models import model_nbytes
-from weightstream.cli.terminal import counted
+from weightstream.cli.terminal import expert_line
 from weightstream.measure.comparison import compare
 from weightstream.plan.expert_cache import Counts
 from weightstream.runtime.experts import counters
@@ -250,7 +250,7 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.Capt
     assert 0.3 < share < 0.9, "its steps are of other tokens each"
     assert found["experts"]["fetched_nbytes_per_token"] == pytest.approx((1 - share) * once)
     importlib.import_module("weightstream.cli.bench").show_bench(plan, {"model": "mixture", **found})
-    assert f"counted: {counted(found['experts'])}"[:60] in capsys.readouterr().out
+    assert f"experts: {expert_line(found['experts'])}"[:60] in capsys.readouterr().out
 
 
 @pytest.mark.few(1)
@@ -279,7 +279,7 @@ def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
         "fetched_nbytes_per_token": stats.experts.fetched_nbytes / 8,
     }
     assert report["stats"]["experts"] == stats.experts._asdict()
-    assert lines["experts"] == counted(report["experts"])
+    assert lines["experts"] == expert_line(report["experts"])
 
 
 def test_what_a_cache_did_in_words() -> None:
@@ -289,12 +289,12 @@ def test_what_a_cache_did_in_words() -> None:
     some = of_cache(plan, ExpertTraffic(75, 25, 25 << 20), 10)
     of_steps = {"num_slots": MOST, "found_share": 0.75, "fetched_nbytes_per_token": 2.5 * (1 << 20)}
     assert some == of_steps | {"ahead_used_share": None}
-    line = "4 slots for those of a layer; 75.0 % found there, 2.5MiB fetched per token"
-    assert counted(some) == line
+    line = "4 slots per layer; 75.0 % hits, 2.5MiB fetched per token"
+    assert expert_line(some) == line
     more = of_cache(plan, ExpertTraffic(75, 25, 25 << 20, 8, 6), 10)
     assert more == of_steps | {"ahead_used_share": 0.75}
-    assert counted(more) == f"{line}; of those fetched ahead 75 % were used"
+    assert expert_line(more) == f"{line}; 75 % of prefetched experts were used"
     none = of_cache(plan, ExpertTraffic(0, 0, 0), 10)
     assert none is not None
-    assert counted(none) == "4 slots for those of a layer; none was read there"
+    assert expert_line(none) == "4 slots per layer; none were looked up"
     assert NUM_EXPERTS > MOST

@@ -1,8 +1,8 @@
-"""A rehearsal of a call of a pipeline: which components it calls, how often, and on what shapes. Knows no plan.
+"""Dry run of a pipeline: finds the components that a call runs, how often, and on which shapes. Knows no plan.
 
-A rehearsal is a call of the pipeline's own code, on the CPU, with stand-ins for its components: each call of one is
-followed on shapes, and answered with zeros of the shapes that it would give. So tokenizers, schedulers and guidance run
-as they do, and tell which component runs when, how often, and on what shapes, for any pipeline and any arguments.
+The pipeline's own code runs on the CPU, with stand-ins for its components: each call of a stand-in is followed on meta
+tensors, and answered with zeros in the shapes of its output. Tokenizers, schedulers and guidance run as they do in a
+real call. This finds the order, number and shapes of calls for any pipeline and any arguments.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from weightstream.runtime.ring.timeline import Kind, kind_of
 from weightstream.runtime.streamer.forward_patch import plain_attributes
 from weightstream.runtime.tensors.pytree import tensors_in
 
-_LIMIT_S = 60.0  # of a rehearsal
+_LIMIT_S = 60.0  # of a dry run
 _CALL_S = 20.0  # of following one call
-_WAYS = 4  # of calls of the same shapes, whose values differ
+_WAYS = 4  # followed calls with the same shapes and different values
 _PROMPT = "a photo"
 _CPU = torch.device("cpu")
 _ON_CPU = property(lambda self: _CPU)
@@ -39,9 +39,9 @@ _ON_CPU = property(lambda self: _CPU)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentCall:
-    """A call of a component: its kind, and what its work is.
+    """A call of a component: its kind, and its work.
 
-    `cast`: where the pipeline has cast the component before, the same on meta in the other dtype.
+    `cast`: the component on meta in another dtype, if the pipeline cast it to that before this call.
     """
 
     component: str
@@ -51,14 +51,14 @@ class ComponentCall:
 
 
 class Rehearsed(NamedTuple):
-    """The calls of components in one call of a pipeline; and the reason that they end early, else an empty one."""
+    """The calls of components in one call of a pipeline. `reason`: why the dry run ended early; else it is empty."""
 
     calls: list[ComponentCall]
     reason: str
 
 
 class CallRun(NamedTuple):
-    """Calls of one kind in a row: the last of them, and how many they are."""
+    """Successive calls of one kind: the last one, and their number."""
 
     call: ComponentCall
     num: int
@@ -67,39 +67,40 @@ class CallRun(NamedTuple):
 def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsed:
     """Find the calls of components in one call of the pipeline.
 
-    Neither the pipeline nor its components nor the arguments change, and no weight is read: they may be on meta.
+    The pipeline, its components and the arguments do not change. No weight is read: they may be on meta.
     """
-    given = _arguments(pipe, arguments)
-    rehearsal = _Rehearsal()
-    twin = rehearsal.twin(pipe)
+    keywords = _arguments(pipe, arguments)
+    dry_run = _DryRun()
+    twin = dry_run.twin(pipe)
     with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
         warnings.simplefilter("ignore")  # of zeros divided by zeros
         try:
             with process_states.OwnDraws(), unlogged():
-                twin(**given)
+                twin(**keywords)
         except Exception as error:
-            return Rehearsed(rehearsal.calls, f"{type(error).__name__}: {error}".partition("\n")[0])
-    return Rehearsed(rehearsal.calls, "" if rehearsal.calls else "it calls none of its components")
+            return Rehearsed(dry_run.calls, f"{type(error).__name__}: {error}".partition("\n")[0])
+    return Rehearsed(dry_run.calls, "" if dry_run.calls else "it calls none of its components")
 
 
-def _arguments(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the call, with what it cannot do without, and without what would be noticed outside."""
+def _arguments(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the dry run: with a prompt if one is needed, without callbacks, which have effects outside."""
     takes = inspect.signature(type(pipe).__call__).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()) and (unknown := sorted(given.keys() - takes.keys())):
+    has_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if not has_any and (unknown := sorted(arguments.keys() - takes.keys())):
         raise ConfigError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: it takes {', '.join(takes)}")
-    named = inputs_of(pipe)
-    found = {"output_type": "pt"} if "output_type" in named else {}
-    if "prompt" in named and not any("prompt" in name for name in given):
-        found["prompt"] = _PROMPT
-    return found | {name: _of_our_own(value) for name, value in given.items() if not name.startswith("callback")}
+    inputs = inputs_of(pipe)
+    keywords = {"output_type": "pt"} if "output_type" in inputs else {}
+    if "prompt" in inputs and not any("prompt" in name for name in arguments):
+        keywords["prompt"] = _PROMPT
+    return keywords | {name: _private(value) for name, value in arguments.items() if not name.startswith("callback")}
 
 
-def _of_our_own(value: Any) -> Any:
-    """An argument whose use changes nothing outside, on the CPU."""
+def _private(value: Any) -> Any:
+    """An argument on the CPU whose use has no effect on the caller's, such as another generator."""
     if isinstance(value, torch.Generator):
         return torch.Generator()
     if type(value) in (list, tuple):
-        return type(value)(map(_of_our_own, value))
+        return type(value)(map(_private, value))
     return value.to(_CPU) if isinstance(value, torch.Tensor) else value
 
 
@@ -112,14 +113,14 @@ class _Answer(NamedTuple):
 
 @dataclass(slots=True)
 class _Alike:
-    """Calls of the same shapes: what is known of them, `by_values` of their masks and ids if those decide."""
+    """Calls of the same shapes: their answers, by the values of masks and ids if these matter (`by_values`)."""
 
     known: dict[Any, _Answer]
     by_values: bool = False
 
 
-class _Rehearsal:
-    """The calls so far, and what was answered to each kind of them."""
+class _DryRun:
+    """The calls so far, and the answers to each kind of call."""
 
     def __init__(self) -> None:
         self.calls: list[ComponentCall] = []
@@ -128,11 +129,11 @@ class _Rehearsal:
 
     def twin(self, pipe: Any) -> Any:
         """The same pipeline with stand-ins for its components, on the CPU."""
-        found = modules_of(pipe).items()
-        return self._twin(pipe, {id(module): self._stand_in(name, plain_of(module)) for name, module in found})
+        modules = modules_of(pipe).items()
+        return self._twin(pipe, {id(module): self._stand_in(name, plain_of(module)) for name, module in modules})
 
     def _twin(self, pipe: Any, twins: dict[int, Any]) -> Any:
-        """`twins`: of components, and of pipelines that others hold, by the id of what they stand for."""
+        """`twins`: stand-ins for components, and twins of nested pipelines, by the id of the original."""
         kind = device_map.plain(type(pipe))
         members = {"device": _ON_CPU, "_execution_device": _ON_CPU, "__module__": kind.__module__}
         twin: Any = object.__new__(type(kind.__name__, (kind,), members))
@@ -147,7 +148,7 @@ class _Rehearsal:
         return twin
 
     def _stand_in(self, name: str, module: nn.Module) -> Any:
-        """A shallow copy of a component whose calls are answered here; to cast it casts another, on meta."""
+        """A shallow copy of a component whose calls are answered here. A cast of it casts a copy on meta."""
         casts = _Casts(module)
 
         def answering(entry: str) -> Callable[..., Any]:
@@ -175,7 +176,7 @@ class _Rehearsal:
 
     def _answer(self, name: str, casts: _Casts, entry: str, args: Any, kwargs: Any) -> Any:
         if time.perf_counter() > self._until_s:
-            raise UnsupportedError(f"the rehearsal takes more than {_LIMIT_S:.0f} s")
+            raise UnsupportedError(f"the dry run takes more than {_LIMIT_S:.0f} s")
         module = casts.now
         known = self._known_of(module, entry, args, kwargs)
         cast = None if module is casts.module else module
@@ -183,7 +184,7 @@ class _Rehearsal:
         return copy.deepcopy(known.output)
 
     def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> _Answer:
-        """The work of a call and its answer: those of one like it, if there was one."""
+        """The answer to a call: that to an earlier one like it, if there was one."""
         like = self._like.setdefault((id(module), entry, tuple(_signed((args, kwargs)))), _Alike({}))
         key = tuple(_values((args, kwargs))) if like.by_values else ()
         if key not in like.known and len(like.known) < _WAYS:
@@ -197,18 +198,18 @@ class _Rehearsal:
 
 
 class _Casts:
-    """A component as a pipeline casts it: `now` is the component itself, or the same on meta in another dtype."""
+    """A component that a pipeline casts: `now` is the component itself, or a copy on meta in another dtype."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = self.now = module
         self._made: dict[torch.dtype, nn.Module] = {}
 
     def held(self) -> dict[str, Any]:
-        """What a stand-in has of it."""
+        """The attributes of a stand-in that come from `now`."""
         return {name: dict(vars(self.now)[name]) for name in ("_modules", "_parameters", "_buffers")}
 
     def cast(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """What a stand-in has of it from now on; `change` is what `nn.Module.to` and its like do to each tensor."""
+        """Cast, and return the attributes of a stand-in; `change` is the function that `nn.Module._apply` takes."""
         floats = {tensor.dtype for tensor in self.now.parameters() if tensor.is_floating_point()}
         wanted = {change(torch.empty(0, dtype=dtype, device=_CPU)).dtype for dtype in floats}
         if len(wanted) != 1 or wanted == floats:
@@ -234,14 +235,14 @@ def _followed(module: nn.Module, entry: str, args: Any, kwargs: Any, on_values: 
 
 
 def _values(values: Any) -> Iterable[Any]:
-    """What tells calls of the same shapes apart: ids and masks."""
+    """The values that calls of the same shapes may differ in: ids and masks."""
     for tensor in tensors_in(values):
         if is_small(tensor) and not tensor.is_meta:
             yield tuple(tensor.flatten().tolist())
 
 
 def _signed(values: Any) -> Iterable[Any]:
-    """What tells calls apart: shapes, and plain values."""
+    """The key of a call: shapes, and plain values."""
     for tensor in tensors_in(values):
         yield tuple(tensor.shape), tensor.dtype
     args, kwargs = values
@@ -251,7 +252,7 @@ def _signed(values: Any) -> Iterable[Any]:
 
 
 def runs(calls: Sequence[ComponentCall]) -> list[CallRun]:
-    """The calls, those of one kind in a row as one run."""
+    """The calls as runs of one kind each."""
     found: list[CallRun] = []
     for call in calls:
         if found and found[-1].call.work is call.work:

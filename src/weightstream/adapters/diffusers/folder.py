@@ -1,6 +1,6 @@
-"""What a folder of a pipeline holds: its components, their classes, files and dtypes, and skeletons of them.
+"""The folder of a pipeline: its components, their classes, files and dtypes, and skeletons of them.
 
-Reads configs and headers; no tensor.
+Reads configs and headers, but no tensors.
 """
 
 from __future__ import annotations
@@ -29,75 +29,75 @@ _COMPUTES = ("bfloat16", "float16", "float32", "float64")
 _PASSED_ON = frozenset(("custom_pipeline", "custom_revision", "trust_remote_code"))
 _ELSEWHERE = MappingProxyType(
     {
-        "device_map": "device= says where a pipeline computes, and device_budget= how much of its weights stay there",
-        "max_memory": "device_budget= says how much of the device the weights may take",
+        "device_map": "device= sets where a pipeline computes, and device_budget= how much of its weights stays there",
+        "max_memory": "device_budget= sets the device memory for weights",
         "quantization_config": "files are loaded as they are: quantise a component with diffusers and save it, or pass "
-        "a component that is quantised",
+        "a quantised component",
     }
 )
 _Pipeline: Any = diffusers.DiffusionPipeline
 
 
 def folder_of(name: str | Path, variant: str | None, **hub: Any) -> Path:
-    """The folder of a pipeline, got from the hub where it is no path. Raises `CheckpointError`."""
+    """The folder of a pipeline, downloaded from the Hub if `name` is not a path. Raises `CheckpointError`."""
     if (path := Path(name).expanduser()).is_dir():
         return path
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise CheckpointError(f"{name}: no such file or folder")
     try:
-        found = _Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub)
+        path = Path(_Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{name!r} is no local folder, and getting it from the hub failed: {error}; "
+            f"{name!r} is not a local folder, and its download from the Hub failed: {error}; "
             "check the name, the network and `hf auth login`, or pass a folder"
         ) from error
-    return Path(found)
+    return path
 
 
 def _facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / PIPELINE).read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: {error}; it is of no pipeline") from error
+        raise CheckpointError(f"{folder} is not a pipeline: its {PIPELINE} cannot be read: {error}") from error
     if not isinstance(facts, dict):
-        raise CheckpointError(f"{folder}: no {PIPELINE} that can be read: it is no object")
+        raise CheckpointError(f"{folder} is not a pipeline: its {PIPELINE} is not a JSON object")
     return facts
 
 
 def specs_of(folder: Path) -> dict[str, Any]:
-    """The classes of the components that have weights, by their names."""
+    """The classes of the components with weights, by name."""
     parts = {name: value for name, value in _facts(folder).items() if isinstance(value, list) and len(value) == 2}
     if others := [name for name in parts if not name.isidentifier()]:
-        raise CheckpointError(f"{folder}: {PIPELINE} has a component {others[0]!r}, which is no name of a folder in it")
+        raise CheckpointError(f"{folder}: {PIPELINE} names a component {others[0]!r}, which cannot be a folder in it")
     kinds = {name: _kind(library, kind) for name, (library, kind) in parts.items() if library and kind}
     return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
-def around(folder: Path, given: Mapping[str, Any]) -> Any:
-    """The pipeline of a folder, with these components; diffusers loads the others, and no pickles."""
+def around(folder: Path, keywords: Mapping[str, Any]) -> Any:
+    """The pipeline of a folder, with the components in `keywords`; diffusers loads the others, but no pickles."""
     facts = _facts(folder)
-    if not given.get("trust_remote_code"):
+    if not keywords.get("trust_remote_code"):
         _refuse_code(folder, facts)
-    # its own class: the general one does not know of components that may be left out, and would load them again
-    return _class_of(folder, facts).from_pretrained(str(folder), use_safetensors=True, **given)
+    # its own class: the general one does not know which components are optional, and would load them again
+    return _class_of(folder, facts).from_pretrained(str(folder), use_safetensors=True, **keywords)
 
 
 def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for files that diffusers would run; before 0.37 it asks nobody whether it may."""
+    """Raise `CheckpointError` for code that diffusers would run; before 0.37 it does so without `trust_remote_code`."""
     places = [(folder / name, value[0]) for name, value in facts.items() if isinstance(value, list) and value]
     files = [path / f"{module}.py" for place, module in places for path in (place, folder)]
-    for file in (*files, folder / "None.py"):  # which it takes for that of a custom pipeline where none is asked for
+    for file in (*files, folder / "None.py"):  # the name that it looks for if there is no custom pipeline
         if file.is_file():
             raise CheckpointError(f"{file}: code that diffusers would run; read it, then pass trust_remote_code=True")
 
 
 def _class_of(folder: Path, facts: Mapping[str, Any]) -> Any:
-    """The pipeline's class; that of all pipelines where its code is in a file. Raises `CheckpointError`."""
+    """The pipeline's class; the general one if its code is in the folder. Raises `CheckpointError`."""
     name = facts.get("_class_name")
     if isinstance(name, list):  # a module in the folder, and a class in it
         return _Pipeline
     if not isinstance(name, str):
-        raise CheckpointError(f"{folder}: {PIPELINE} names no _class_name; it is of no pipeline")
+        raise CheckpointError(f"{folder} is not a pipeline: its {PIPELINE} has no _class_name")
     found = getattr(diffusers, name, None)
     if not (isinstance(found, type) and issubclass(found, _Pipeline)):
         raise CheckpointError(f"{folder}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may")
@@ -105,25 +105,25 @@ def _class_of(folder: Path, facts: Mapping[str, Any]) -> Any:
 
 
 def call_keywords(path_or_repo_id: str | Path) -> Collection[str]:
-    """What a call of the pipeline takes. Raises `CheckpointError`."""
+    """The keywords of a call of the pipeline. Raises `CheckpointError`."""
     _, folder = local_path(path_or_repo_id, remote_code=False, files=DESCRIBING)
     return inspect.signature(_class_of(folder, _facts(folder)).__call__).parameters.keys()
 
 
-def check_keywords(folder: Path, given: Iterable[str]) -> None:
-    """Raises `ConfigError` for keywords that a pipeline does not take: diffusers would ignore them."""
+def check_keywords(folder: Path, keywords: Iterable[str]) -> None:
+    """Raise `ConfigError` for keywords that a pipeline does not take, as diffusers would ignore them."""
     facts = _facts(folder)
     kind = _class_of(folder, facts)
     takes = {*inspect.signature(kind.__init__).parameters, *facts} - {"self", "kwargs", "args"}
     takes = {name for name in takes if not name.startswith("_")}
-    if elsewhere := [name for name in given if name in _ELSEWHERE]:
+    if elsewhere := [name for name in keywords if name in _ELSEWHERE]:
         raise ConfigError(f"{elsewhere[0]}: {_ELSEWHERE[elsewhere[0]]}")
-    if unknown := sorted(set(given) - takes - _PASSED_ON):
+    if unknown := sorted(set(keywords) - takes - _PASSED_ON):
         raise ConfigError(f"{kind.__name__} takes no {', '.join(unknown)}: it takes {', '.join(sorted(takes))}")
 
 
 def _kind(library: str, name: str) -> Any:
-    """A class that loads weights; None: any other class, or one that diffusers must find."""
+    """A class of models, or None for any other class, and for one that diffusers must find."""
     module = getattr(diffusers.pipelines, library, None)
     if module is None and library in ("diffusers", "transformers"):
         module = importlib.import_module(library)
@@ -133,9 +133,9 @@ def _kind(library: str, name: str) -> Any:
 
 
 def weights_file(folder: Path, variant: str | None) -> Path | None:
-    """The safetensors file of a component, or the index of several; without those of the variant, the plain ones.
+    """The safetensors file of a component, or the index of several: of the variant if there is one, else without.
 
-    Raises `CheckpointError` for a link to elsewhere.
+    Raises `CheckpointError` for a link that leaves the folder.
     """
     names = _names_in(folder)
     tags = [f".{variant}", ""] if variant else [""]
@@ -152,14 +152,14 @@ def weights_file(folder: Path, variant: str | None) -> Path | None:
 
 
 def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
-    """Raises `CheckpointError` where no component has files of the variant: a typo would load the plain ones."""
+    """Raise `CheckpointError` if no component has files of the variant: a typo would load those without."""
     found = [weights_file(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
     if any(found) and not any(f".{variant}." in file.name for file in found if file is not None):
         raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
 
 
 def weights_if_any(folder: Path, variant: str | None) -> Path | None:
-    """The same; None where they are not here. Raises `CheckpointError` where there are weights, but of other names."""
+    """The same, or None without files. Raises `CheckpointError` if safetensors files have other names only."""
     is_there = any(name.endswith(".safetensors") for name in _names_in(folder))
     return required(folder, variant) if is_there else None
 
@@ -169,7 +169,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def required(folder: Path, variant: str | None) -> Path:
-    """The same; raises `CheckpointError` where there is none."""
+    """The same; raises `CheckpointError` if there is none."""
     if (found := weights_file(folder, variant)) is not None:
         return found
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
@@ -178,7 +178,7 @@ def required(folder: Path, variant: str | None) -> Path:
 
 
 def load_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
-    """That to load in: "auto" is that of most floats in the file which a model computes in."""
+    """The dtype to load in; "auto" is the one with most bytes in the checkpoint, of those that models compute in."""
     if dtype == "auto":
         nbytes: Counter[str] = Counter()
         for entry in checkpoint.entries.values() if checkpoint is not None else ():
@@ -220,9 +220,9 @@ def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_own: bool) ->
 
 
 def _indexed_dtype(folder: Path, model: nn.Module) -> torch.dtype | None:
-    """What an index of shards that are not here says of their bytes per weight."""
+    """The dtype by the bytes per weight in the index of shards that are not here; None without an index."""
     for path in folder.glob("*.index*.json"):
         facts = json.loads(path.read_bytes())
         per_weight = facts.get("metadata", {}).get("total_size", 0) / max(1, sum(p.numel() for p in model.parameters()))
-        return torch.float32 if per_weight > 3 else None  # of two bytes there are two
+        return torch.float32 if per_weight > 3 else None  # there are two dtypes of two bytes
     return None

@@ -1,8 +1,8 @@
-"""Files of pipelines: a folder or a single file of diffusers, made into a pipeline whose weights view the files.
+"""Loading pipelines: from a folder or a single file of diffusers; the weights view the files.
 
-diffusers and transformers build each component and say which tensor goes where. What they read of a file are views of
-its mapped bytes; what they make anew (another dtype, a projection cut in three) is written to the offload folder as
-they set it, one tensor at a time in memory. A sketch is the same pipeline with shapes in place of weights. Knows no
+diffusers and transformers build each component and assign its tensors. They read views of the mapped files. Tensors
+that they compute (in another dtype, or a projection split in three) are written to the offload folder as they are
+assigned, so that one at a time is in memory. A skeleton is the same pipeline with shapes instead of weights. Knows no
 plan and no device.
 """
 
@@ -50,7 +50,7 @@ from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
 
 _LOGGER = logging.getLogger("weightstream")
-_LOADING = threading.RLock()  # what diffusers is told for a load is of the process
+_LOADING = threading.RLock()  # a load replaces functions of diffusers, for the whole process
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir")
 _AS_IT_IS = ("low_cpu_mem_usage", "use_safetensors")
 _SKETCHED = (*DESCRIBING, "*.txt", "*.model", "*.jinja")
@@ -60,21 +60,24 @@ _Gguf: Any = diffusers.GGUFQuantizationConfig
 
 @dataclass(kw_only=True, slots=True)
 class LoadedPipeline:
-    """A pipeline whose components are in evaluation mode; the memories that weights view, by component ("": of any);
-    and folders that must outlive it."""
+    """A pipeline whose components are in evaluation mode.
+
+    `memories`: those that weights view, by component; of the key "" for all that have no entry. `folders` must outlive
+    the pipeline.
+    """
 
     pipe: Any = None
     memories: dict[str, tuple[Memory, ...]] = field(default_factory=dict)
     folders: list[OffloadFolder] = field(default_factory=list)
 
     def of(self, component: str) -> tuple[Memory, ...]:
-        """The memories that its weights may view."""
+        """The memories that the weights of a component may view."""
         return self.memories.get(component, self.memories.get("", ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Options:
-    """Of a load, for all components."""
+    """Options of a load, for all components."""
 
     dtype: str | torch.dtype
     variant: str | None
@@ -100,10 +103,11 @@ def load_pipeline(
     may_write: bool = True,
     **kwargs: Any,
 ) -> LoadedPipeline:
-    """Loads a pipeline without a second copy of its weights in memory; arguments are those of `load_pretrained`, and
-    of `weightstream.pipeline_from_pretrained`. `expect` is called once, with the dtype that most components have.
+    """Load a pipeline without a second copy of its weights in memory.
 
-    Raises `CheckpointError`, `ConfigError`, `UnsupportedError`, `StoreError`.
+    Arguments are those of `load_pretrained`, and of `weightstream.pipeline_from_pretrained`. `expect` is called once,
+    with the dtype that most components have and the bytes of all. Raises `CheckpointError`, `ConfigError`,
+    `UnsupportedError`, `StoreError`.
     """
     check_dtype(dtype)
     options = _Options(
@@ -125,7 +129,7 @@ def load_pipeline(
                 expect(load_dtype(dtype, checkpoint), checkpoint.plain_nbytes)
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
-            raise ConfigError("base goes with a single file; a folder or repository has all that it needs")
+            raise ConfigError("base goes with a single file; a folder or repository is complete")
         folder = folder_of(path_or_repo_id, variant, **hub)
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
@@ -153,7 +157,7 @@ def sketch_components(
     path = Path(path_or_repo_id).expanduser()
     _, folder = local_path(path_or_repo_id, remote_code=False, files=_SKETCHED)
     if path.is_file():
-        raise UnsupportedError(f"{path}: the plan of a single file is not told ahead: give the pipeline's folder")
+        raise UnsupportedError(f"{path}: a single file cannot be planned unloaded: pass the pipeline's folder")
     components: dict[str, Any] = {}
     with refused_as_checkpoint(path_or_repo_id, "build", "diffusers"), private.progress_bars(False):
         specs = specs_of(folder)
@@ -214,7 +218,7 @@ def _assembled(
     kwargs: dict[str, Any],
     checkpoints: Mapping[str, Checkpoint | None],
 ) -> LoadedPipeline:
-    """The pipeline of a folder, with components that are loaded one by one."""
+    """Load the components of a folder one by one, and make the pipeline."""
     keywords = {name: folder / name for name in specs} | kwargs
     opened = {name: checkpoint for name, checkpoint in checkpoints.items() if name not in kwargs}
     with _components(specs, keywords, options, folder, opened) as components:
@@ -255,14 +259,14 @@ def _components(
 def _component(
     kind: Any, place: Path, options: _Options, described: Path | None = None, opened: Checkpoint | None = None
 ) -> LoadedModel:
-    """A component of the weights in a folder, or in a single file with its config in the folder `described`.
+    """Load a component from a folder, or from a single file with its config in the folder `described`.
 
     `opened`: the checkpoint in the folder, if its headers are read already.
     """
     if issubclass(kind, transformers.PreTrainedModel) and place.is_dir():
         file, dtype = required(place, options.variant), options.dtype
         if dtype == "auto" and not is_quantised(place):
-            dtype = load_dtype(dtype, opened or Checkpoint.open(file))  # transformers would go by its config
+            dtype = load_dtype(dtype, opened or Checkpoint.open(file))  # transformers would take that of its config
         return load_pretrained(
             file,
             model_class=kind,
@@ -279,7 +283,7 @@ def _component(
         variant = options.variant if f".{options.variant}." in file.name else None
         keywords = {"variant": variant, "use_safetensors": True, "local_files_only": True}
     elif not hasattr(kind, "from_single_file"):
-        raise UnsupportedError(f"{place}: {kind.__name__} is not loaded from a single file")
+        raise UnsupportedError(f"{place}: {kind.__name__} cannot be loaded from a single file")
     else:
         file, make, keywords = place, kind.from_single_file, {"config": str(described)}
     load = _Load(file, options, kind, opened)
@@ -290,7 +294,7 @@ def _component(
 
 
 def _single_file(path: Path, base: str | Path | None, options: _Options, kwargs: dict[str, Any]) -> LoadedPipeline:
-    """The pipeline of one file; what that does not hold is among the keywords."""
+    """Load a pipeline from one file; components that it lacks are in `kwargs`."""
     load = _Load(path, options, None)
     kind, config = private.pipeline_of(load.checkpoint.entries, path, base)
     folder = Path(config)
@@ -310,7 +314,7 @@ def _single_file(path: Path, base: str | Path | None, options: _Options, kwargs:
 
 
 class _Load:
-    """The load of one model of diffusers, or of a whole pipeline in one file."""
+    """The load of a model of diffusers, or of a whole pipeline in one file."""
 
     def __init__(self, file: Path, options: _Options, kind: Any, opened: Checkpoint | None = None) -> None:
         self._options = options
@@ -324,7 +328,7 @@ class _Load:
             self.checkpoint.verify()
         self._folder = OffloadFolder(options.offload_folder) if options.may_write else None
         self._homing = Homing(file.parent, self._memories, self._folder)
-        # what is plain in a GGUF file is in float32 to lose nothing; who computes with it has it in this
+        # tensors of a GGUF file that are not quantised are in float32 to lose nothing; the model has them in this dtype
         self._dtype = load_dtype(options.dtype, None if is_gguf else self.checkpoint)
         coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]
         is_cast = any(getattr(torch, layout.dtype) is not self._dtype for layout in coded)
@@ -341,7 +345,7 @@ class _Load:
         return found
 
     def loaded(self, model: Any) -> LoadedModel:
-        """What was made, and what it views; the folder goes with it if anything was written there."""
+        """The model with the memories that it views, and the folder if anything was written there."""
         folder = self._folder if self._folder is not None and self._folder.mappings else None
         return LoadedModel(
             model=model,
@@ -353,7 +357,7 @@ class _Load:
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """Inside, diffusers reads views of files, and sets what views them. One load at a time."""
+        """Inside, diffusers reads views of files and assigns tensors that view files. One load at a time."""
         with _LOADING:
             try:
                 with private.loading(self._read, self._set):
@@ -369,11 +373,11 @@ class _Load:
         return *self.checkpoint.mappings, *self.checkpoint.lazy.values()
 
     def _read(self, path: Path) -> dict[str, torch.Tensor] | None:
-        """The tensors of a file that is read; None: of one that is not ours."""
-        found = {mapping.path.resolve(): mapping for mapping in self.checkpoint.mappings}.get(path.resolve())
-        if found is None or not self._homing.is_of_this_thread:
+        """The tensors of a file of this load; None for any other file."""
+        mapping = {mapping.path.resolve(): mapping for mapping in self.checkpoint.mappings}.get(path.resolve())
+        if mapping is None or not self._homing.is_of_this_thread:
             return None
-        return {name: self._tensor(name) for name, entry in self.checkpoint.entries.items() if entry.mapping is found}
+        return {name: self._tensor(name) for name, entry in self.checkpoint.entries.items() if entry.mapping is mapping}
 
     def _set(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._homing.home(name, tensor) if self._homing.is_of_this_thread else tensor
@@ -383,15 +387,16 @@ class _Load:
         if self.checkpoint.entries[name].layout is None:
             return tensor
         if self._decodes or private.is_kept_in_float32(self._kind, name):
-            memory = self.checkpoint.lazy.pop(name)  # it goes with the tensor
+            memory = self.checkpoint.lazy.pop(name)  # freed with the tensor
             memory.populate(0, memory.nbytes)
             return self._homing.home(name, tensor)
         return tensor
 
     def finish(self, model: Any) -> None:
-        """Every weight has a value, and views files. Raises `CheckpointError`."""
-        if left := [name for name, param in model.named_parameters() if param.is_meta]:
-            raise CheckpointError(f"{self._file}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        """Check that each weight has a value, and let it view a file. Raises `CheckpointError`."""
+        if missing := [name for name, param in model.named_parameters() if param.is_meta]:
+            named = ", ".join(missing[:4])
+            raise CheckpointError(f"{self._file}: {len(missing)} tensors got no value, such as {named}")
         for module in model.modules():
             if isinstance(model, transformers.PreTrainedModel) or getattr(model, "hf_quantizer", None):
                 self._homing.take_all(module)

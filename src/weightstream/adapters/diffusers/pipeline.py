@@ -1,4 +1,4 @@
-"""Pipelines of diffusers: their components, and what they refuse while they stream. Knows no plan and no device."""
+"""Pipelines of diffusers: their components, and the calls that they refuse while they stream. Knows no plan."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weightstream.runtime.tensors.leaves import leaves
 
 logger = logging.getLogger("weightstream")
 
-_ENTRY = re.compile(r"(en|de)code(_\w+)?|get_\w+_features")  # methods beside `forward` that compute
-_RESIZES = ("load_textual_inversion", "unload_textual_inversion")  # the tables of text encoders
+_ENTRY = re.compile(r"(en|de)code(_\w+)?|get_\w+_features")  # methods that compute, besides `forward`
+_RESIZES = ("load_textual_inversion", "unload_textual_inversion")  # they resize the embeddings of text encoders
 _OFFLOADERS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 
 
 def is_pipeline(value: object) -> bool:
-    """Whether it has components as a pipeline of diffusers has them, and is no module itself."""
+    """Whether it has components like a pipeline of diffusers, and is not a module itself."""
     return not isinstance(value, nn.Module) and isinstance(getattr(value, "components", None), Mapping)
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:
-    """The components that have weights, each once, in the order in which they are expected to run."""
+    """The components with weights, each once, in the order in which they are expected to run."""
     found = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     known = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     order = [name for name in known if name in found] + [name for name in found if name not in known]
@@ -43,7 +43,7 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, modular pipelines log no tracebacks of errors that this thread catches."""
+    """Inside, modular pipelines log no tracebacks on this thread, which catches their errors."""
     thread, log = threading.get_ident(), logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -57,53 +57,53 @@ def unlogged() -> Iterator[None]:
 
 
 def plain_of(module: nn.Module) -> nn.Module:
-    """The module behind one that `torch.compile` made."""
+    """The original of a module that `torch.compile` made; any other module itself."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def inputs_of(pipe: Any) -> set[str]:
-    """The keywords that a call of the pipeline takes, as far as it says; a modular one has those of its blocks."""
+    """The keywords in the signature of a call; for a modular pipeline, also those of its blocks."""
     takes = inspect.signature(type(pipe).__call__).parameters
     return {*takes, *(part.name for part in getattr(getattr(pipe, "blocks", None), "inputs", ()))}
 
 
 def entries_of(module: nn.Module) -> tuple[str, ...]:
-    """The methods of its class beside `forward` that compute with its weights, as far as their names tell."""
+    """The methods of its class that compute with its weights, besides `forward`, judged by their names."""
     kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
     names = {name for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)}
     return tuple(sorted(name for name in names if _ENTRY.fullmatch(name)))
 
 
 def attach_pipeline(pipe: Any, owner: Any, device: torch.device) -> Callable[[], None]:
-    """Make `owner` the pipeline's `weightstream`, and have it say what it refuses; returns what undoes it."""
+    """Make `owner` the pipeline's `weightstream`, and refuse calls that move it; returns a function that undoes it."""
     kind = type(pipe)
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts = modules_of(self).values()
-        given = {key: value for key, value in kwargs.items() if key != "silence_dtype_warnings"}
-        if all(device_map.is_there(part, device, args, given) for part in parts):
+        options = {key: value for key, value in kwargs.items() if key != "silence_dtype_warnings"}
+        if all(device_map.is_there(part, device, args, options) for part in parts):
             others = [part for part in parts if not hasattr(part, "weightstream")]
-            for part in others:  # that came later
-                part.to(*args, **given)
+            for part in others:  # they were added after the offload
+                part.to(*args, **options)
             if not others:
                 logger.debug("%s computes on %s already: to() changes nothing", kind.__name__, device)
             return self
         raise OffloadError(
-            f"{kind.__name__} is offloaded by weightstream to {device}: call pipe.weightstream.remove() before it is "
-            "moved or cast, or give device= to offload_pipeline()"
+            f"{kind.__name__} is offloaded by weightstream to {device}: to move or cast it, call "
+            "pipe.weightstream.remove() first, or pass device= to offload_pipeline()"
         )
 
     def refusing(name: str) -> Callable[..., None]:
         def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
             raise OffloadError(
-                f"{name}() beside weightstream: call pipe.weightstream.remove() first, or stay: a smaller "
-                "device_budget= of offload_pipeline() takes less of the device"
+                f"{name}() does not combine with weightstream: call pipe.weightstream.remove() first; or use less "
+                "device memory by a smaller device_budget= of offload_pipeline()"
             )
 
         return refuse
 
-    def left(self: Any) -> None:
+    def nothing_to_remove(self: Any) -> None:
         logger.debug("weightstream has no hooks of accelerate and no device map: nothing to remove")
 
     def adopting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +120,8 @@ def attach_pipeline(pipe: Any, owner: Any, device: torch.device) -> Callable[[],
 
     members: dict[str, Any] = {
         "to": to,
-        "remove_all_hooks": left,
-        "reset_device_map": left,
+        "remove_all_hooks": nothing_to_remove,
+        "reset_device_map": nothing_to_remove,
         **{name: refusing(name) for name in _OFFLOADERS if hasattr(kind, name)},
         **{name: adopting(getattr(kind, name)) for name in ("fuse_lora", "unfuse_lora") if hasattr(kind, name)},
         **{name: resizing(getattr(kind, name)) for name in _RESIZES if hasattr(kind, name)},

@@ -1,4 +1,4 @@
-"""Names of diffusers that it does not promise to keep: how it reads files and sets weights, and what files are of."""
+"""Private names of diffusers, which may change: how it reads files, assigns weights, and identifies single files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _Quantised: Any = GGUFParameter
 def loading(
     read: Callable[[Path], dict[str, Any] | None], home: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, a file holds what `read(path)` gives, or where that is None what diffusers reads; a weight is set to what
-    `home(name, tensor)` gives; and what is cut from a tensor stays a view of it."""
+    """Inside, diffusers reads `read(path)` instead of a file, unless that is None, and assigns `home(name, tensor)`
+    instead of a tensor; parts that it cuts from a tensor stay views."""
     read_file, set_tensor = _SETTER.load_state_dict, _SETTER.set_module_tensor_to_device
 
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def loading(
 
 
 class _Views(TorchFunctionMode):
-    """Inside, to join one tensor copies nothing: so diffusers copies each part of a projection that it cuts."""
+    """Inside, `torch.cat` of one tensor makes no copy: diffusers calls it for each part of a projection."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.cat and not kwargs and len(args) == 1 and len(args[0]) == 1:
@@ -65,7 +65,7 @@ class _Views(TorchFunctionMode):
 
 @contextmanager
 def progress_bars(wanted: bool | None) -> Iterator[None]:
-    """Inside, diffusers shows bars for what it loads, or does not; None: as it is."""
+    """Inside, diffusers shows progress bars or not; None changes nothing."""
     before = logging.is_progress_bar_enabled()
     if wanted is not None:
         (logging.enable_progress_bar if wanted else logging.disable_progress_bar)()
@@ -76,7 +76,7 @@ def progress_bars(wanted: bool | None) -> Iterator[None]:
 
 
 def is_kept_in_float32(kind: Any, name: str) -> bool:
-    """Whether a model of this class holds the weight in float32 whatever dtype it is loaded in."""
+    """Whether a model of this class keeps the weight in float32, whatever dtype it is loaded in."""
     kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
     return any(part in name.split(".") for part in ([kept] if isinstance(kept, str) else kept))
 
@@ -84,7 +84,7 @@ def is_kept_in_float32(kind: Any, name: str) -> bool:
 def pipeline_of(entries: Mapping[str, TensorEntry], path: Path, base: str | Path | None) -> tuple[Any, str]:
     """The class of the pipeline in a single file, and the folder or repository of its configs.
 
-    By `base`, else by the names and shapes of the weights. Raises `CheckpointError`.
+    They come from `base`, else from the names and shapes of the weights. Raises `CheckpointError`.
     """
     if base is None:
         facts = _single_file.fetch_diffusers_config(dict(entries))
@@ -93,24 +93,24 @@ def pipeline_of(entries: Mapping[str, TensorEntry], path: Path, base: str | Path
         name = diffusers.DiffusionPipeline.load_config(str(base))["_class_name"]
     except OSError as error:
         raise CheckpointError(
-            f"{path}: the configs that go with it, of {base}, cannot be had: {error}; pass base=, a folder or a "
-            "repository of such a pipeline"
+            f"{path}: its configs, those of {base}, cannot be loaded: {error}; pass base=, the folder or repository of "
+            "such a pipeline"
         ) from error
     kind = getattr(diffusers, name, None)
     if not hasattr(kind, "from_single_file"):
-        raise UnsupportedError(f"{path}: {name} is not loaded from a single file")
+        raise UnsupportedError(f"{path}: {name} cannot be loaded from a single file")
     return kind, str(base)
 
 
 class GgufFile(Checkpoint):
-    """A GGUF file, mapped; its quantised tensors are what diffusers dequantises as it computes."""
+    """A mapped GGUF file; diffusers dequantises its quantised tensors when it computes."""
 
     def __init__(self, path: Path) -> None:
         """Raises `UnsupportedError`, `CheckpointError`."""
         try:
             import gguf
         except ImportError as error:
-            raise UnsupportedError(f"{path}: pip install gguf") from error
+            raise UnsupportedError(f"{path}: a GGUF file needs pip install gguf") from error
         mapping = FileMapping(path)
         plain = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
         self._types: dict[str, Any] = {}
@@ -133,6 +133,6 @@ class GgufFile(Checkpoint):
         super().__init__([mapping], entries, {})
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As of any checkpoint; a quantised one as diffusers has it."""
+        """As for any checkpoint; a quantised tensor is one of diffusers' class."""
         tensor = super().tensor(name)
         return _Quantised(tensor, quant_type=self._types[name]) if name in self._types else tensor

@@ -1,9 +1,9 @@
-"""Footprint: what a forward computes and allocates, told from shapes alone. It runs no kernel and reads no weight.
+"""Footprint: the work and the memory of a forward, found from shapes only. It runs no kernel and reads no weight.
 
-The forward runs once in a copy on meta. A dispatch mode sees every operator, hooks say whose it is, and weak references
-tell when the memory of a result is free again. In inference mode composite operators arrive whole: a linear layer and
-fused attention are one kernel each, as on a GPU, and the others are taken apart here. An operator that was seen with
-the same shapes before is not run again: the layers of a model are alike, and meta kernels are slow Python.
+A copy of the model on meta runs the forward once. A dispatch mode sees every operator, hooks find its module, and weak
+references show when the memory of a result is free again. In inference mode composite operators arrive whole: a linear
+layer and fused attention are one kernel each, as on a GPU, and the others are decomposed here. An operator that was
+seen with the same shapes before is not run again: the layers of a model are alike, and meta kernels are slow Python.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Footprint:
     captured: Footprint | None = None
 
     def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
-        """The same with what some launches took in a trial."""
+        """The same with the measured times and workspaces of some operators."""
         known = {id(run.op): replace(run.op, device_s=t.device_s) for run, t in trials.items() if run.op is not None}
         ops = tuple(launch._replace(op=known.get(id(launch.op), launch.op)) for launch in self.ops)
         peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
@@ -112,19 +112,19 @@ class Footprint:
         return replace(self, ops=ops, launches=(), activation_nbytes=most)
 
     def states_nbytes(self, units: Sequence[UnitModule]) -> int:
-        """The most that a call of a repeated block among these units returned."""
+        """The most bytes that a call of a repeated block among these units returned."""
         blocks = {id(unit.module) for unit in units if unit.layer is not None}
         return max((call.returned_nbytes for call in self.calls if id(call.module) in blocks), default=0)
 
     def order(self, units: Sequence[UnitModule]) -> tuple[int, ...]:
-        """The units in the order in which they ran, each as often as it did."""
+        """The units in the order in which they ran, once for each call."""
         return tuple(call.unit for call in self._unit_calls(units))
 
     def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
-        """The ops of each unit in one call of it: where it is called several times, the mean of these, op by op.
+        """The ops of each unit in one call of it; for several calls their mean, op by op.
 
-        An op counts for the innermost unit around it; outside of all, for the one before (`after`), which of what comes
-        before the first is the last one.
+        An op counts for the innermost unit around it. An op outside every unit counts for the previous one
+        (`after=True`); before the first unit, for the last, as steps are cyclic.
         """
         by_unit: list[list[list[Op]]] = [[] for _ in units]
         for call in self._unit_calls(units):
@@ -132,7 +132,7 @@ class Footprint:
         return tuple(map(mean, by_unit))
 
     def outside(self, units: Sequence[UnitModule]) -> list[torch.Tensor]:
-        """The weights of units that were read while no unit that has them ran: by a parent, for one."""
+        """The weights of units that were read while no unit that holds them ran, for example by a parent module."""
         index = {id(module): unit for unit in units for module in (unit.module, *unit.also)}
         held = {id(unit): {id(leaf.tensor) for leaf in unit.leaves()} for unit in units}
         every = set().union(*held.values()) if held else set()
@@ -183,20 +183,22 @@ def follow(
     on_output: Callable[[Any], None] = lambda _: None,
     on_values: Callable[[bool], None] = lambda _: None,
 ) -> Footprint:
-    """Follow a call of any model on the shapes of its arguments. Neither changes, and no weight is read.
+    """Follow a call of any model on the shapes of its arguments. Model and arguments do not change; no weight is read.
 
-    `entry`: the method that is called. `device`: where it computes, whose random state is put back. `on_output` is
-    given what the call returns, on meta, and may keep no tensor of it; `on_values` whether the way of the call depends
-    on values of its arguments, of integers and masks.
+    Args:
+        entry: the method that is called.
+        device: the device of a real call. Its random state is restored.
+        on_output: called with the output of the call, on meta; it may keep no tensor of it.
+        on_values: called with whether the control flow of the call depends on values of integer or mask arguments.
 
     Raises:
-        UnsupportedError: what the model computes depends on other values, it cannot be copied without its weights, or
-            its Python alone takes longer than `limit_s` seconds.
+        UnsupportedError: the control flow depends on other values, the model cannot be copied without its weights, or
+            its Python code takes longer than `limit_s` seconds.
     """
 
-    def once(start: Callable[..., _Forward], _: nn.Module, given: Any, named: Any) -> list[_Forward]:
-        told = zip(tensors_in((args, kwargs or {})), tensors_in((given, named)), strict=True)
-        forward = start(given, named, entry, known := KnownValues(told))
+    def once(start: Callable[..., _Forward], _: nn.Module, on_meta: Any, keywords_on_meta: Any) -> list[_Forward]:
+        pairs = zip(tensors_in((args, kwargs or {})), tensors_in((on_meta, keywords_on_meta)), strict=True)
+        forward = start(on_meta, keywords_on_meta, entry, known := KnownValues(pairs))
         on_values(known.was_asked)
         on_output(forward.output)
         return [forward]
@@ -205,20 +207,20 @@ def follow(
 
 
 def observe(model: nn.Module, workload: Workload) -> Footprint:
-    """Follow a step of a language model on shapes alone; its weights may be on meta, and are neither read nor copied.
+    """Follow a step of a language model on shapes only; its weights may be on meta, and are neither read nor copied.
 
     Args:
         model: a causal language model of transformers.
-        workload: the step; a model without a cache is given the whole context in each.
+        workload: the step; a model without a cache gets the whole context in each step.
 
     Raises:
-        UnsupportedError: what the model computes depends on values, or it takes other inputs than token ids.
+        UnsupportedError: the control flow depends on values, or the model takes other inputs than token ids.
     """
     return _followed(model, partial(_steps, workload))
 
 
 def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
-    """The prompt; and the step behind it, where there is a cache, also as it is captured."""
+    """The prompt's forward; with a cache, also the step after it, and that step as it would be captured."""
 
     def forward(num_tokens: int, **more: Any) -> _Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
@@ -226,7 +228,7 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
 
     takes = takes_ids(model)
     config: Any = model.config
-    config.pad_token_id = None  # some models look for it in the ids
+    config.pad_token_id = None  # some models search the ids for it, which have no values here
     options = options_of(takes)
     prompt = forward(max(workload.context, workload.tokens), **options)
     caches = {name: cache for name in CACHES if name in takes and (cache := getattr(prompt.output, name, None))}
@@ -239,7 +241,7 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
         with private.decode_step(model, workload.tokens):
             steps.append(forward(workload.tokens, **options, **caches))
             if workload.tokens == 1 and None not in static:
-                with suppress(Exception):  # of a step that cannot be followed nothing is known, nor can it be captured
+                with suppress(Exception):  # a step that cannot be followed cannot be captured, either
                     steps[-1].captured = forward(1, **options, **dict(zip(caches, static, strict=True)))
     steps[-1].cache_nbytes = sum(aligned(op_cost.touched_nbytes(t)) for cache in caches.values() for t in cached(cache))
     return steps
@@ -252,10 +254,10 @@ def _followed(
     limit_s: float = math.inf,
     device: torch.device = _CPU,
 ) -> Footprint:
-    """What the last of some forwards of a copy on meta did, and the most memory that one of them took.
+    """The footprint of the last of some forwards of a copy on meta, with the largest memory of all of them.
 
-    `steps(start, copy, *values)` makes them: `start(args, kwargs)` is one. What one fails with, and what copying does,
-    becomes an `UnsupportedError`.
+    `steps(start, copy, *values)` runs the forwards, each by `start(args, kwargs)`. Errors of these and of the copy
+    become `UnsupportedError`.
     """
     storages = meta_copy.Storages()
     until_s = time.perf_counter() + limit_s
@@ -270,21 +272,21 @@ def _followed(
                 finally:
                     meta_copy.untie(made)
 
-    found, failed = None, ""
+    footprint, failed = None, ""
     try:
         global_state.refuse_side_effects(model, values)
         with global_state.without(storages, model), process_states.kept(device):
-            found = copy_context().run(run)
+            footprint = copy_context().run(run)
     except UnsupportedError as error:
         failed = str(error)
     except Exception as error:
         message = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failed = f"{type(model).__name__}: its work cannot be told from shapes before it runs: {message}"
-    if storages.are_kept():  # all that the copy had is gone now, an error's frames too
+        failed = f"{type(model).__name__}: its work cannot be found from shapes before it runs: {message}"
+    if storages.are_kept():  # the copy is gone now, and so are the frames of an error
         logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
-    if found is None:
+    if footprint is None:
         raise UnsupportedError(failed)
-    return found
+    return footprint
 
 
 def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprint:
@@ -310,7 +312,7 @@ def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprin
 
 
 class _Forward(OperatorMode):
-    """One forward on meta tensors: who called whom, what was launched, and how much memory was alive."""
+    """One forward on meta tensors: the calls of modules, the launches of operators, and the memory that was alive."""
 
     def __init__(
         self,
@@ -327,7 +329,7 @@ class _Forward(OperatorMode):
         self._weights = weights
         self._known = known if known is not None else KnownValues()
         self.reads: dict[_StorageRead, None] = {}  # each once, in order
-        self._made = weakref.WeakValueDictionary[int, Any]()  # storages with values that this forward made
+        self._own_storages = weakref.WeakValueDictionary[int, Any]()  # with values, made by this forward
         self.calls: list[ModuleCall] = []
         self.ops: list[KernelLaunch] = []
         self.launches: dict[Any, Launch] = {}
@@ -363,24 +365,25 @@ class _Forward(OperatorMode):
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = list(tensors_in((args, kwargs)))
-        for tensor in given:
+        tensors = list(tensors_in((args, kwargs)))
+        for tensor in tensors:
             if (storage := _memory_of(tensor)) in self._weights:
                 self.reads[_StorageRead(self._call, storage)] = None
         if time.perf_counter() > self._until_s:
-            raise UnsupportedError("to follow it takes too long")
-        real = [tensor for tensor in given if not tensor.is_meta]
+            raise UnsupportedError("following it takes too long")
+        real = [tensor for tensor in tensors if not tensor.is_meta]
         writes = func._schema.is_mutable and func.overloadpacket is not torch.ops.aten.detach_
-        if kwargs.get("generator") is not None or (writes and any(_memory_of(t) not in self._made for t in real)):
-            raise UnsupportedError(f"{func} changes what is no copy")
-        if len(real) == len(given) and _device_of(kwargs) != "meta":
+        is_foreign = writes and any(_memory_of(tensor) not in self._own_storages for tensor in real)
+        if is_foreign or kwargs.get("generator") is not None:
+            raise UnsupportedError(f"{func} writes to a tensor that is not a copy")
+        if len(real) == len(tensors) and _device_of(kwargs) != "meta":
             if process_states.draws(func) and not process_states.takes_generator(func) and _is_composite(func):
-                with self:  # what it is made of takes a generator
+                with self:  # its parts take a generator
                     return func.decompose(*args, **kwargs)
-            with torch.inference_mode(False):  # somebody may keep it, for calls with gradients
+            with torch.inference_mode(False):  # the model may keep the result, for calls with gradients
                 output = self._draws.run(func, args, kwargs)
             for tensor in tensors_in(output):
-                self._made[_memory_of(tensor)] = tensor.untyped_storage()
+                self._own_storages[_memory_of(tensor)] = tensor.untyped_storage()
             return output
         func, args, kwargs = op_cost.simpler(func, args, kwargs)
         if _is_composite(func) and not op_cost.is_kernel(func, args, kwargs):
@@ -419,7 +422,7 @@ def _is_composite(func: Any) -> bool:
 
 
 class _Memory:
-    """The bytes of storages that are alive, weights apart, in blocks as PyTorch's allocator on CUDA takes them."""
+    """The bytes of live storages except weights, in blocks as PyTorch's CUDA allocator takes them."""
 
     def __init__(self, weights: Iterable[torch.Tensor], storages: meta_copy.Storages) -> None:
         self._storages = storages  # of all forwards
@@ -444,12 +447,12 @@ class _Memory:
         self.touch()
 
     def touch(self, nbytes: int = 0) -> None:
-        """That many bytes more are there for a moment."""
+        """Count so many more bytes for a moment."""
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + aligned(nbytes))
 
 
 def _signed(value: Any) -> Any:
-    """What an operator may look at in an argument, to be compared."""
+    """The properties of an argument that an operator may depend on, as a key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):

@@ -1,8 +1,8 @@
-"""What may keep a forward's tensors outside of its model, and gives them up afterwards.
+"""Global state: places outside of a model that may keep tensors of a followed forward, and give them up afterwards.
 
 Code keeps tables in globals, on classes and functions, in closures and caches, in containers, and in objects that any
-of these hold. A snapshot notes what they hold. After a forward on meta an entry that holds one of its tensors gets back
-what it had, or goes. Every other entry stays: another thread may have changed it.
+of these hold. A snapshot notes their entries. After a forward on meta, an entry that holds one of its tensors gets its
+former value back, or is removed. All other entries stay: another thread may have changed them.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from torch.nn.modules import module as torch_modules
 from weightstream.adapters.tracing import meta_copy
 from weightstream.errors import UnsupportedError
 
-_TESTING = ("pytest", "_pytest", "pluggy", "hypothesis")  # from a test's module they lead to all other tests
-_NEVER = frozenset(("torch", "weightstream", "numpy", *_TESTING, *sys.stdlib_module_names))  # they keep none of a model
-# Their modules are looked into where they define a class of the model. Those that these import are most of all modules,
-# and hold no tensors of a forward.
+_TESTING = ("pytest", "_pytest", "pluggy", "hypothesis")  # a walk from the module of a test would reach all tests
+_NEVER = frozenset(("torch", "weightstream", "numpy", *_TESTING, *sys.stdlib_module_names))  # they keep no tensors
+# Only their modules that define a class of the model are searched. The modules that these import are most of all
+# modules, and hold no tensors of a forward.
 _LIBRARIES = frozenset(("transformers", "diffusers", "huggingface_hub", "accelerate", "peft"))
 _HOPS = 2  # from a module to those that it imports from
-_MOST = 10_000  # entries of a container whose values are looked into
+_MOST = 10_000  # entries of a container whose values are searched
 _MOST_NOTED = 100_000  # objects
-_ROUNDS = 100  # over a list that other threads change
+_ROUNDS = 100  # over a list that other threads change meanwhile
 _MISSING: Any = object()
 _ROWS = (list, tuple, set, frozenset, deque)
-_HOLDERS = (  # classes of the standard library whose objects are looked into
+_HOLDERS = (  # classes of the standard library whose objects are searched
     *(SimpleNamespace, threading.local, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary, Queue),
 )
 _HOOKS = frozenset(vars(nn.Module())) - {"_modules", "_buffers", "_parameters"}
 
 
 def refuse_side_effects(model: nn.Module, values: Iterable[Any]) -> None:
-    """Raise `UnsupportedError` where others would be told of a forward of a copy, or it would run the model itself."""
+    """Raise `UnsupportedError` if hooks or modes would see a forward of a copy, or if it would run the model itself."""
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
-        raise UnsupportedError("hooks of all modules are in force, which would see it")
+        raise UnsupportedError("global module hooks are in force, which would see it")
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        raise UnsupportedError("modes of torch are in force, which would see it")
+        raise UnsupportedError("torch function or dispatch modes are in force, which would see it")
     for module in model.modules():
         for forward in meta_copy.forwards_of(module):
             is_own = isinstance(forward, MethodType) and forward.__self__ is module
@@ -81,7 +81,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def forget_cached(model: nn.Module) -> None:
-    """Clear the caches of its classes' methods: what they computed of tensors may be where these were."""
+    """Clear the caches of its classes' methods: cached results may be on the device where the weights were."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     for kind in kinds:
         if not _is_foreign(kind):
@@ -91,7 +91,7 @@ def forget_cached(model: nn.Module) -> None:
 
 
 def _caches(value: Any) -> Iterator[Any]:
-    """The caches of a function, behind decorators too."""
+    """The caches of a function, also inside of decorators."""
     if isinstance(value, functools._lru_cache_wrapper):
         yield value
     elif isinstance(value, FunctionType):
@@ -101,7 +101,7 @@ def _caches(value: Any) -> Iterator[Any]:
                     yield cell.cell_contents
 
 
-# -- the walk ------------------------------------------------------------------------------------------------------
+# -- the walk ----------------------------------------------------------------------------------------------------------
 
 Holds = Callable[[Any], bool]
 
@@ -115,7 +115,7 @@ class _Noted(NamedTuple):
 
 @contextmanager
 def without(storages: meta_copy.Storages, model: nn.Module) -> Iterator[None]:
-    """Inside, a forward of a copy of the model may run; afterwards nothing around it has tensors of these storages."""
+    """Inside, a forward of a copy of the model may run; afterwards no place here holds tensors of these storages."""
     around = Surroundings(model)
     try:
         yield
@@ -125,7 +125,7 @@ def without(storages: meta_copy.Storages, model: nn.Module) -> Iterator[None]:
 
 
 class Surroundings:
-    """What the code of a model may keep tensors in, and what that holds now."""
+    """The places in which the code of a model may keep tensors, with their entries now."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: dict[type, _Kind | None] = {}
@@ -141,13 +141,13 @@ class Surroundings:
                 ahead.extend(kind.inside(value))
 
     def put_back(self, storages: Container[int]) -> None:
-        """Entries that came to hold a tensor of these storages, given by `_cdata`, get back what they had, or go."""
+        """Restore or remove each entry that now holds a tensor of these storages, which are identified by `_cdata`."""
         for noted in self._noted.values():
             for place in noted.places:
                 place.put_back(lambda value: self._holds(value, storages))
 
     def _holds(self, value: Any, storages: Container[int]) -> bool:
-        """Whether it holds such a tensor, past objects that were there before: these are put back by themselves."""
+        """Whether a value holds such a tensor. Objects that were noted are skipped: they have places of their own."""
         ahead, seen = [value], dict[int, Any]()
         while ahead and len(seen) < _MOST:
             value = ahead.pop()
@@ -171,7 +171,7 @@ class Surroundings:
 
 
 def _modules_of(model: nn.Module) -> set[str]:
-    """The Python modules that the code of a model is from, and those that they import from."""
+    """The Python modules with the code of a model, and those that they import from."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     names.update(name for module in model.modules() for name in _forwards_of(module))
     found = _loaded(names)
@@ -182,7 +182,7 @@ def _modules_of(model: nn.Module) -> set[str]:
 
 
 def _loaded(names: Iterable[str]) -> set[str]:
-    """Those of these modules that are looked into."""
+    """The loaded ones of these modules that are searched."""
     return {n for n in names if n.partition(".")[0] not in _NEVER and isinstance(sys.modules.get(n), ModuleType)}
 
 
@@ -199,7 +199,7 @@ def _imported(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _forwards_of(module: nn.Module) -> Iterator[str]:
-    """Where a forward of its own is from, and those that it wraps."""
+    """The Python modules of an instance's own forward, and of functions that it wraps."""
     forward, seen = vars(module).get("forward"), set[int]()
     while forward is not None and id(forward) not in seen:
         seen.add(id(forward))
@@ -215,7 +215,7 @@ def _is_foreign(value: Any) -> bool:
 
 
 class _Kind(NamedTuple):
-    """Where values of a type keep what they hold, and what else these hold."""
+    """How to find the places in a value of a type, and other values that it holds but that no place can restore."""
 
     places: tuple[Callable[[Any], _Place], ...] = ()
     inside: Callable[[Any], Iterable[Any]] = lambda _: ()
@@ -225,7 +225,7 @@ _nothing = _Kind().inside
 
 
 def _kind(kind: type) -> _Kind:
-    """It is told by the type alone: to ask an object would run code of its class."""
+    """Judged by the type only, as asking an object would run code of its class."""
     if issubclass(kind, type):
         return _Kind((_Class,), lambda value: (type(value), *value.__mro__))
     if kind in _KINDS:
@@ -260,7 +260,7 @@ def _row(value: Any) -> list[Any]:
 
 
 def _few(values: Collection[Any]) -> Collection[Any]:
-    """These, or nothing where they are too many to be looked into."""
+    """These values, or none if they are too many to be searched."""
     return values if len(values) <= _MOST else ()
 
 
@@ -282,35 +282,35 @@ def _of_variable(variable: ContextVar[Any]) -> Iterable[Any]:
 
 
 def _cached(cache: Any) -> list[Any]:
-    """A cache's keys and results; or its dictionary, where it keeps all."""
+    """The keys and results of a cache; of one without a limit, its dictionary."""
     held = gc.get_referents(cache)
     if cache.cache_info().maxsize is not None:
         held = [value for value in held if value is cache.__dict__ or type(value) is not dict]
     return held
 
 
-# -- places --------------------------------------------------------------------------------------------------------
+# -- places ------------------------------------------------------------------------------------------------------------
 #
-# Dictionaries, lists and cells are compared and written without a call in between: CPython lets no other thread run
-# there, so that none of its writes is lost.
+# Dictionaries, lists and cells are compared and written without a call in between: CPython switches to no other thread
+# there, so none of its writes is lost.
 
 
 class _Place(ABC):
-    """An object that holds others, with what it held when it was noted."""
+    """An object that holds others, with its entries when it was noted."""
 
     __slots__ = ()
 
     @abstractmethod
     def inside(self) -> Iterable[Any]:
-        """All that it held then."""
+        """The values that it held then."""
 
     @abstractmethod
     def put_back(self, holds: Holds) -> None:
-        """What is new in it, and holds a tensor of the forward, goes, or what was there before takes its place."""
+        """Remove each new entry that holds a tensor of the forward, or restore its former value."""
 
 
 class _Keyed(_Place):
-    """Entries have keys. So have the attributes of an object."""
+    """Entries with keys, such as those of a dictionary or the attributes of an object."""
 
     __slots__ = ("_before", "_owner")
 
@@ -341,7 +341,7 @@ class _Keyed(_Place):
 
 
 class _Attributes(_Keyed):
-    """Those of an object, past whatever its class makes of them."""
+    """The attributes of an object, without running code of its class."""
 
     __slots__ = ()
 
@@ -393,7 +393,7 @@ class _Slots(_Keyed):
 
 
 class _Cell(_Keyed):
-    """Of a closure: an entry without a key."""
+    """The cell of a closure, as one entry without a key."""
 
     __slots__ = ()
 
@@ -413,7 +413,7 @@ class _Cell(_Keyed):
 
 
 class _Row(_Place):
-    """A list or a deque. Where as many entries are new as are gone, they took the places of these."""
+    """A list or a deque. New entries replaced former ones where at least as many are new as are gone."""
 
     __slots__ = ("_before", "_owner")
 
@@ -438,7 +438,7 @@ class _Row(_Place):
 
     def _replace(self, now: list[Any], unwanted: set[int]) -> None:
         row, former = self._owner, self._former(now)
-        for place in reversed(range(len(now))):  # what goes moves nothing that is still ahead
+        for place in reversed(range(len(now))):  # backwards, so that a removal moves no entry that is still to come
             value = now[place]
             if id(value) not in unwanted:
                 continue
@@ -451,7 +451,7 @@ class _Row(_Place):
                     del row[place]
 
     def _former(self, now: list[Any]) -> dict[int, Any]:
-        """What was before at the places of entries that took another's."""
+        """The former entries, by the indices of the new ones that replaced them."""
         matcher = SequenceMatcher(None, list(map(id, self._before)), list(map(id, now)))
         former: dict[int, Any] = {}
         for change, i, i_end, j, j_end in matcher.get_opcodes():
@@ -477,8 +477,8 @@ class _Set(_Place):
 
 
 class _Cache(_Place):
-    """A cache of results with a limit: it may lose them at any time, and cannot lose a single one. Without a limit its
-    dictionary is a place by itself."""
+    """A cache with a limit: it may lose results at any time, but a single one cannot be removed, so it is cleared. A
+    cache without a limit keeps a dictionary, which is a place of its own."""
 
     __slots__ = ("_misses", "_owner")
 

@@ -1,9 +1,9 @@
-"""Known values: what is asked of integers and masks while a call is followed on meta. Knows no model.
+"""Known values: the values of integers and masks while a call is followed on meta. Knows no model.
 
-A call's ids, masks and positions decide ways of a forward: whether a mask hides anything, where a sequence ends. Their
-values are at hand, and small, as are those of constants that the forward makes. So what is computed of them alone, in
-any dtype, is computed twice: on meta, and here on the CPU, where questions that tensors on meta cannot answer are
-answered. Activations and weights have no values.
+Ids, masks and positions decide the control flow of a forward: whether a mask hides anything, or where a sequence ends.
+Their values are available and small, as are those of constants that the forward makes. So operators on these only, in
+any dtype, run twice: on meta, and here on the CPU, which answers questions that tensors on meta cannot answer.
+Activations and weights have no values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Unknown(Exception):
 
 
 class KnownValues:
-    """The values of tensors on meta, as far as they follow from those of the arguments of a call."""
+    """The values of tensors on meta that follow from the arguments of a call."""
 
     def __init__(self, arguments: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """`arguments` are tensors of the call, each with what stands for it on meta. They do not change."""
+        """`arguments`: tensors of the call, each with its copy on meta. They do not change."""
         self._values = WeakIdKeyDictionary()
         self.was_asked = False
         for real, made in arguments:
@@ -40,37 +40,37 @@ class KnownValues:
                 self._values[made] = real.detach().to(_CPU, copy=True)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that needs the values of tensors on meta; `UNKNOWN` where it needs none, or these are
-        not known."""
+        """The output of an operator that needs values of tensors on meta; `UNKNOWN` if it needs none, or they are
+        unknown."""
         if func is torch.ops.aten.index.Tensor:
             return self._indexed(func, args)
         is_copy = func is torch.ops.aten._to_copy.default and _is_on_cpu(kwargs) and args[0].is_meta
         if not is_copy and not any(tag in func.tags for tag in _ASKS):
             return UNKNOWN
         try:
-            found = func(*self._real(args), **self._real(kwargs))
+            output = func(*self._real(args), **self._real(kwargs))
         except _Unknown:
             return UNKNOWN
         self.was_asked = True
-        return found if is_copy else tree_map_only(torch.Tensor, self._on_meta, found)
+        return output if is_copy else tree_map_only(torch.Tensor, self._on_meta, output)
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """An operator has given this: its values, too, if all that it is made of is known."""
+        """Note the values of an operator's output, if those of all its inputs are known."""
         made = [tensor for tensor in tensors_in(output) if tensor.is_meta]
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
         if not written and not (made and all(t.numel() <= _MOST and t not in self._values for t in made)):
             return
-        is_known = all(t.is_meta for t in written)  # else it is done, and is not to be done twice
+        is_known = all(t.is_meta for t in written)  # a real tensor is written already, and must not be twice
         is_known &= not any(t.is_meta and t not in self._values for t in tensors_in((args, kwargs)))
-        found: list[torch.Tensor] | None = None
+        values: list[torch.Tensor] | None = None
         if is_known and torch.Tag.nondeterministic_seeded not in func.tags:
-            with suppress(Exception):  # of values that the operator does not take
-                found = list(tensors_in(func(*self._real(args), **self._real(kwargs))))
-        if found is None or len(found) != len(made):
+            with suppress(Exception):  # of values that the operator refuses
+                values = list(tensors_in(func(*self._real(args), **self._real(kwargs))))
+        if values is None or len(values) != len(made):
             for tensor in written:
                 self._forget(tensor)
             return
-        for tensor, value in zip(made, found, strict=True):
+        for tensor, value in zip(made, values, strict=True):
             if value.shape == tensor.shape and value.dtype == tensor.dtype:
                 self._values[tensor] = value
 
@@ -94,7 +94,7 @@ class KnownValues:
         return made
 
     def _indexed(self, func: Any, args: Any) -> Any:
-        """Rows that a mask names are as many as it has."""
+        """Index with masks: the number of rows depends on their values."""
         tensor, indices = args
         masks = [index for index in indices if index is not None and index.dtype is torch.bool]
         if not masks or not tensor.is_meta or any(mask.is_meta and mask not in self._values for mask in masks):
@@ -107,7 +107,7 @@ class KnownValues:
         return func(tensor, places)
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        """Other values were written to it, and so to all that shows the same memory."""
+        """Drop the values of a tensor that is written to, and of all views of the same memory."""
         if (value := self._values.get(tensor)) is not None:
             storage = value.untyped_storage()._cdata
             for other in [key for key, kept in self._values.items() if kept.untyped_storage()._cdata == storage]:
@@ -115,17 +115,17 @@ class KnownValues:
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether it is an argument whose values are followed: activations are given in floating point."""
+    """Whether the values of an argument are followed: not those of floating point, which are activations."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments of an operator that it writes to."""
     arguments = func._schema.arguments
-    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
     return [
         tensor
-        for argument, value in zip(arguments, given, strict=True)
+        for argument, value in zip(arguments, values, strict=True)
         if argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tensors_in(value)
     ]

@@ -1,7 +1,7 @@
-"""A copy of a model on meta: a forward of it computes shapes alone, and changes nothing that the model has.
+"""A copy of a model on meta: its forward computes only shapes, and does not change the model.
 
-The copy has modules, settings and caches of its own, and no hooks. What lies outside is looked after in
-`surroundings`.
+The copy has modules, settings and caches of its own, and no hooks. `global_state` takes care of places outside of the
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weightstream.runtime.tensors.leaves import leaves
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import unseen
 
-_HOOKS = "_diffusers_hook"  # of caches, above all
+_HOOKS = "_diffusers_hook"  # mostly of caches
 _AROUND = "_weightstream_around"
 _COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
 
@@ -38,7 +38,7 @@ class Storages:
         self._alive = weakref.WeakValueDictionary[int, torch.UntypedStorage]()
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        """It is one of them from now on."""
+        """Add the storage of a tensor, and return the tensor."""
         storage = tensor.untyped_storage()
         self._alive[storage._cdata] = storage
         return tensor
@@ -50,18 +50,18 @@ class Storages:
         return bool(self._alive)
 
     def are_kept(self) -> bool:
-        """Whether anything still refers to one of them, cycles of garbage apart."""
+        """Whether anything still refers to one of them, except cycles of garbage."""
         return bool(self) and bool((gc.collect(), self)[1])
 
 
 @unseen
 def meta_storage(tensor: torch.Tensor) -> int | None:
-    """The storage of a tensor on meta, by `_cdata`; None of any other tensor."""
+    """The storage of a tensor on meta, by `_cdata`; None for any other tensor."""
     if not tensor.is_meta or tensor.layout is not torch.strided:
         return None
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # it wraps others
+    except (RuntimeError, NotImplementedError):  # it wraps other tensors
         return None
 
 
@@ -72,20 +72,19 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """Where a module keeps its hooks, by the name of the attribute."""
+    """The dictionaries of a module's hooks, by the name of the attribute."""
     return {name: value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)}
 
 
 def forwards_of(module: nn.Module) -> list[Any]:
-    """The forwards that a module has of its own: on the instance, and what ours runs in its place."""
+    """The forwards of the instance itself, and the one that our wrapper runs."""
     own = vars(module)
     found = own.get("forward"), getattr(own.get(_AROUND), "patched", None)
     return [forward for forward in found if forward is not None]
 
 
 def is_hooked(module: nn.Module, forward: Any) -> bool:
-    """Whether it is that of the module's class, with hooks of diffusers around it or what a shard needs, and nothing
-    else."""
+    """Whether it is that of the module's class, wrapped only by hooks of diffusers or by the code of a shard."""
     if tensor_parallel.is_of_shard(forward):
         return True
     inner = forward
@@ -107,7 +106,7 @@ class _Copies(TorchFunctionMode):
 
 
 def zeros_for(output: Any) -> Any:
-    """A copy of what a call on meta gave, with zeros on the CPU in place of its tensors."""
+    """A copy of the output of a call on meta, with zeros on the CPU instead of its tensors."""
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -118,9 +117,12 @@ def zeros_for(output: Any) -> Any:
 
 
 class Copied(NamedTuple):
-    """A copy of a model on meta: which module of the model stands behind each of it, by id, and which weights behind
-    a storage, by `_cdata`; copies of the values that came along; and modules of the model, by id, of which ranks add up
-    what they give."""
+    """A copy of a model on meta.
+
+    `originals`: the module of the model for the id of each copied one. `weights`: the weights of the model for the
+    `_cdata` of each copied storage. `values`: copies of the values. `summed`: the ids of the model's modules whose
+    outputs are all-reduced over the ranks.
+    """
 
     model: nn.Module
     originals: dict[int, nn.Module]
@@ -130,9 +132,11 @@ class Copied(NamedTuple):
 
 
 def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> Copied:
-    """What model and values share, such as a cache, is one in the copies too. A shard is a plain tensor, as large as it
-    is on this rank, and its module talks to no other: that changes no shape of a layer. Raises what `copy.deepcopy`
-    does. `storages` are told of every tensor that is made."""
+    """Copy a model and values. Objects that they share, such as a cache, are shared by the copies, too.
+
+    A shard becomes a plain tensor of its size on this rank, and its module does not communicate: that changes no shape
+    of a layer. `storages` gets every tensor that is made. Raises the errors of `copy.deepcopy`.
+    """
     noted = Storages() if storages is None else storages
 
     def shape_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +148,7 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
     for module in modules:
         outers = list[torch.Tensor]()
         for leaf in leaves(module):
-            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # what wraps others is plain here
+            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # a wrapper is plain here
             is_shard = bool(leaf.shells) and tensor_parallel.is_shard(outer)
             made = memo.setdefault(
                 id(outer), nn.Parameter(shape_of(leaf.tensor), requires_grad=False) if is_shard else shape_of(outer)
@@ -152,7 +156,7 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
-            hooked.append(module)  # whether a cache of diffusers leaves out blocks depends on values: here none does
+            hooked.append(module)  # a cache of diffusers skips blocks depending on values: none is skipped here
             memo |= dict.fromkeys(map(id, wraps))
             if any(map(tensor_parallel.is_of_shard, wraps)) and tensor_parallel.adds_up(module, outers):
                 summed.add(id(module))
@@ -160,11 +164,11 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
         memo |= {id(value): None for value in vars(module).values() if tensor_parallel.is_of_processes(value)}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Copies(shape_of), forward_patch.copying_as_it_runs():
-        made, given = copy.deepcopy((model, values), memo)
+        made, copied_values = copy.deepcopy((model, values), memo)
     for module in modules:
         twin = memo.get(id(module), module)
         if twin is module or any(_is_shared(value, vars(twin).get(name)) for name, value in vars(module).items()):
-            raise UnsupportedError(f"{type(module).__name__} or what it holds is its own copy")
+            raise UnsupportedError(f"{type(module).__name__} or an object in it cannot be copied: its copy is itself")
     for module in made.modules():
         private.forget_hooks(module)
         vars(module).pop(_HOOKS, None)
@@ -172,19 +176,19 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
         for name in ("forward", _AROUND):
             vars(memo[id(module)]).pop(name, None)
     originals = {id(memo[id(module)]): module for module in modules}
-    return Copied(made, originals, weights, given, frozenset(summed))
+    return Copied(made, originals, weights, copied_values, frozenset(summed))
 
 
 def _is_shared(value: Any, made: Any) -> bool:
-    """Whether a forward of the copy could change a value of the model, as its class makes no copies of it."""
+    """Whether the copy shares a value with the model because its class does not copy it: a forward might change it."""
     makes_none = hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref)
     return made is value and makes_none and not isinstance(value, Enum)
 
 
 def untie(made: Copied) -> None:
-    """Nothing of a copy is needed any more: methods of a module that it holds itself are cycles, and are broken."""
+    """Free a copy: delete methods that modules hold of themselves, which are reference cycles."""
     for module in list(made.model.modules()):
-        if id(module) in made.originals:  # others are not ours: a forward may have brought them
+        if id(module) in made.originals:  # others are not ours: a forward may have added them
             own = vars(module)
             for name in [name for name, value in own.items() if getattr(value, "__self__", None) is module]:
                 del own[name]

@@ -1,4 +1,4 @@
-"""Launch: what one operator costs a GPU, told from its shapes: arithmetic, bytes, workspace. It knows no model."""
+"""Op cost: arithmetic, bytes and workspace of one operator on a GPU, found from its shapes. It knows no model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
 _HALF = frozenset((torch.bfloat16, torch.float16))
 _FREE = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach_))
-_IN_PLACE = frozenset(  # they change values alone
+_IN_PLACE = frozenset(  # they change only values
     getattr(_aten, name)
     for name in ("add_", "sub_", "mul_", "div_", "masked_fill_", "copy_", "index_copy_", "index_put_")
 )
-_BY_ROW = frozenset(  # of their first argument, a table, they touch as much as the other ones name
+_BY_ROW = frozenset(  # of their first argument, a table, they touch only the rows that the others name
     getattr(_aten, name)
     for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
 )
-# Small ones take as long as so many kernels of a norm, of 1.45 us [H200, in graphs: attention of one row 5.8, with a
-# mask, of which a bias is made, 11.2, topk of 128 8.4].
+# The least time of an operator, in units of a small norm kernel of 1.45 us [H200, in graphs: attention of one row
+# 5.8 us, with a mask, which is made into a bias, 11.2 us, topk of 128 8.4 us].
 _LEAST = MappingProxyType({_ATTENTION: 4.0, _aten.topk: 6.0, _aten.sort: 6.0})
 _MASKED = 8.0
 _SUMMED = 4.0  # 6 to 7 us up to 64 KiB [two H200s, NVLink]
@@ -40,7 +40,7 @@ _GROUPED = frozenset(("aten::_grouped_mm", private.GROUPED_MM))
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor is but for its values."""
+    """The properties of a tensor except its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -54,9 +54,9 @@ def _spec(tensor: torch.Tensor) -> Spec:
 class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
-    `is_repeatable`: `repeat` may stand for running it, as its results are all new, and it changes nothing.
-    `is_in_place`: so may its first argument, of which it changes values alone. `call` runs it on other tensors.
-    `alive_nbytes`: the most that is alive right behind it.
+    `is_repeatable`: `repeat` can replace a run, as all results are new and the operator changes nothing.
+    `is_in_place`: the first argument, of which only values change, can. `call` runs it on other tensors.
+    `alive_nbytes`: the most bytes that are alive right after it.
     """
 
     __slots__ = (
@@ -65,13 +65,13 @@ class Launch:
     )
 
     def __init__(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
-        storages = {tensor.untyped_storage()._cdata for tensor in given}
+        inputs, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
         changes: bool = func._schema.is_mutable
         parts = output if isinstance(output, tuple) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
-        self.is_in_place = func.overloadpacket in _IN_PLACE and output is given[0]
+        self.is_in_place = func.overloadpacket in _IN_PLACE and output is inputs[0]
         self._func = func
         self._args, self._kwargs = tree_map_only(torch.Tensor, _spec, (args, kwargs))
         self._results = [_spec(tensor) for tensor in made]
@@ -79,11 +79,11 @@ class Launch:
         self.workspace_nbytes = self.alive_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
         if runs and func.overloadpacket not in _FREE and any(tensor.numel() for tensor in made):
-            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(touched_nbytes, given)))
+            self.op = _op(func, args, kwargs, output, nbytes_read=sum(map(touched_nbytes, inputs)))
             self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
 
     def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
-        """What runs it on tensors that `tensor` makes; None where it matters what these hold, or which they are."""
+        """A function that runs it on tensors that `tensor` makes; None if it depends on their values or identity."""
         func, args, kwargs = self._func, self._args, self._kwargs
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket is _ATTENTION:
@@ -94,7 +94,7 @@ class Launch:
         return partial(func, *args, **kwargs)
 
     def repeat(self, args: Any) -> Any:
-        """What it returns for such arguments, without running it."""
+        """Its output for such arguments, without running it."""
         if self.is_in_place:
             return args[0]
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
@@ -109,7 +109,7 @@ class CountedLaunch(NamedTuple):
 
 
 def simpler(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """What the two most frequent composite operators come to, a kernel and a view; all else as it is."""
+    """The two most frequent composite operators as a kernel and a view; any other operator unchanged."""
     if func is _aten.to.dtype and len(args) == 2 and not kwargs and args[0].dtype is not args[1]:
         return _aten._to_copy.default, args[:1], {"dtype": args[1]}
     if func is _aten.reshape.default:
@@ -130,7 +130,7 @@ def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator on meta tensors, or says what it returns on a GPU where meta kernels differ."""
+    """Run an operator on meta tensors; where meta kernels differ from a GPU's, return the output of the latter."""
     if func.overloadpacket is _ATTENTION:
         query, _, value = args[:3]
         if _mask(args) is None and query.shape[-1] == value.shape[-1]:
@@ -143,13 +143,13 @@ def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def touched_nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, those that several elements share once."""
+    """The bytes of a tensor; bytes that several elements share count once."""
     shape = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * prod(size for size, step in shape if step or not size)
 
 
 def sum_of(nbytes: int) -> Op:
-    """What it takes to add up a tensor that each of several processes has."""
+    """The op of an all-reduce of a tensor over ranks."""
     return Op(rate="ranks", nbytes=nbytes, least=_SUMMED)
 
 
@@ -187,7 +187,7 @@ def _mask(args: Any) -> torch.Tensor | None:
 
 
 def _workspace_nbytes(args: Any) -> int:
-    """Fused attention keeps a float per row while it runs, and makes a bias of the query's type of a mask."""
+    """Fused attention keeps a float per row while it runs, and makes a mask into a bias of the query's dtype."""
     query, mask = args[0], _mask(args)
     rows: int = query[..., 0].numel()
     return 4 * rows + (0 if mask is None else mask.numel() * query.element_size())

@@ -1,8 +1,8 @@
-"""A trial: the operators of a model's call, each run a few times on the device, with the shapes that they have there.
+"""Op timing: a trial runs the operators of a model's call a few times on the device, with their shapes in that call.
 
-Rates tell the time of a product in general; a trial tells that of this one. It takes half a second at most, in rounds
-over all operators, as a GPU lowers its clock under such work as the model's own. Weights are neither read nor needed:
-the operands are random numbers in one piece of memory.
+Rates give the time of products in general; a trial gives that of one shape. It takes at most half a second, in rounds
+over all operators, because a GPU lowers its clock under a load like the model's. No weights are read: the operands are
+random numbers, which share memory.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from weightstream.runtime.weights.alias_groups import span
 
 logger = logging.getLogger("weightstream")
 
-_LEAST_S = 3e-6  # of an operator's work: the least kernel and the stamps around it take about as long
-_LEAST_SHARE = 0.001  # of the call, that all launches of an operator take
+_LEAST_S = 3e-6  # of work: the smallest kernel and the stamps around it take about as long
+_LEAST_SHARE = 0.001  # of the time of the call, for all launches of an operator
 _TRIAL_S, _ROUNDS = 0.5, 200
-_SETTLED = 3  # rounds that are not counted
-_LAUNCH_S = 30e-6  # of an operator, with the stamp behind it; more than any host takes
-_WIDTH = 4096  # of the products that go before each round
+_SETTLED = 3  # first rounds, which are not counted
+_LAUNCH_S = 30e-6  # of an operator, with the stamp after it; more than on any host
+_WIDTH = 4096  # of the products before each round
 _SEED = 7
 
 
 class Trial(NamedTuple):
-    """What an operator took: seconds by the device's clock, and bytes of device memory beside operands and result."""
+    """The time of an operator, by the device's clock, and its device memory besides operands and result."""
 
     device_s: float
     workspace_nbytes: int
 
 
 def time_ops(launches: Iterable[CountedLaunch], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
-    """Trials of the launches that matter; each comes with how often it is in the call.
+    """Time the launches that matter to the call.
 
-    Those that cannot be run here, or for which memory is short, are left out.
+    Those that cannot run here, or for which memory is short, are left out.
     """
     known = [(launch, launch.op, num) for launch, num in launches if launch.op is not None]
     least_s = _LEAST_SHARE * sum(op.seconds(profile) * num for _, op, num in known)
@@ -65,13 +65,13 @@ def time_ops(launches: Iterable[CountedLaunch], profile: Profile, backend: Backe
                 seconds = _rounds(backend, [work.run for work in runnable.values()], operands)
             workspaces = [work.workspace_nbytes for work in runnable.values()]
             return dict(zip(runnable, map(Trial, seconds, workspaces), strict=True))
-        except RuntimeError as error:  # memory, above all
-            logger.debug("operators are not tried: %s", error)
+        except RuntimeError as error:  # mostly out of memory
+            logger.debug("operators are not timed: %s", error)
             return {}
 
 
 class _Runnable(NamedTuple):
-    """What runs an operator, and the bytes of device memory that it takes besides operands and result."""
+    """A function that runs an operator, and its device memory besides operands and result."""
 
     run: Callable[[], Any]
     workspace_nbytes: int
@@ -86,17 +86,17 @@ def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> _Runnabl
         work()
         return _Runnable(work, cuda.workspace_nbytes(backend.device, work) if backend.device.type == "cuda" else 0)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        logger.debug("an operator is not tried: %s", error)
+        logger.debug("an operator is not timed: %s", error)
         return None
     finally:
         operands.rewind()
 
 
 def _rounds(backend: Backend, works: Sequence[Callable[[], Any]], operands: _Operands) -> list[float]:
-    """The seconds of each, from the later rounds.
+    """The median seconds of each, without the first rounds.
 
-    Products go before each round, as long as it takes to launch the round: else short operators would wait for the
-    host. They keep a GPU as warm, and its clock as low, as the model's own.
+    Each round follows products that take as long as launching the round: else short operators would wait for the host.
+    They keep a GPU as warm, and its clock as low, as the model does.
     """
     rounds: list[list[float]] = []
     until_s = time.perf_counter() + _TRIAL_S
@@ -123,27 +123,27 @@ def _synchronized(backend: Backend) -> Stamp:
 
 
 class _Operands:
-    """Tensors of any shape over the same random bytes; those of one operator side by side."""
+    """Tensors of any shape over the same random bytes; those of one operator do not overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._random = torch.Generator(device).manual_seed(_SEED)  # not the user's
+        self._random = torch.Generator(device).manual_seed(_SEED)  # the user's stays as it is
         self._sizes: Counter[tuple[torch.dtype, int]] = Counter()
         self._pools: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._taken: Counter[torch.dtype] = Counter()
 
     def rewind(self) -> None:
-        """The operator has all that it takes."""
+        """The operator has all of its operands; the next one may share them."""
         self._taken.clear()
 
     def note(self, spec: Spec) -> torch.Tensor:
-        """So many elements are to be taken later; nothing is made yet."""
+        """Reserve memory for a later `take`; nothing is allocated yet."""
         key = self._next(spec)
         self._sizes[key] = max(self._sizes[key], span(spec.shape, spec.stride))
         return torch.empty(0, device="meta")
 
     def take(self, spec: Spec) -> torch.Tensor:
-        """Floats are random, all else is zeros, which are in range wherever they name a place."""
+        """A tensor of random floats, or of zeros in other dtypes, which are valid indices."""
         key = self._next(spec)
         if key not in self._pools:
             self._pools[key] = self._filled(self._sizes[key], spec.dtype)

@@ -1,8 +1,8 @@
-"""States of the process that a forward may change though nobody asked for it: random generators, the default dtype.
+"""Process states that a followed forward may change by accident: random generators and the default dtype.
 
-Operators draw from generators of their own while a call is followed. Python's and numpy's generators, `manual_seed` and
-`set_default_dtype` have no such way: what a forward did to them is undone if no other thread ran meanwhile, which might
-have used them as well.
+Operators draw from private generators while a call is followed. Python's and numpy's generators, `manual_seed` and
+`set_default_dtype` cannot be redirected: a forward's changes of them are undone if no other thread ran meanwhile, as
+that thread might have used them, too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from weightstream.runtime.streamer.read_watch import OperatorMode
 from weightstream.runtime.tensors.pytree import tensors_in
 
 _THREAD_CLOCK = 6  # the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED
-_LIFE_NS = 40_000  # of a thread that starts and ends; to read the clocks takes less
+_LIFE_NS = 40_000  # CPU time of a thread that starts and ends; reading the clocks takes less
 
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Inside, this thread may change them. `device`: the one whose generator it may change, besides the CPU's."""
+    """Inside, this thread may change the states. `device`: the one whose generator it may use, besides the CPU."""
     others = _OtherThreads()  # before the states are read, as threads may run in between
     before = [(state, state.read()) for state in _states(device)]
     try:
@@ -84,14 +84,14 @@ class _OtherThreads:
         self._at_most = all_threads - own
 
     def may_have_run(self) -> bool:
-        """Whether one of them had any CPU time since then; True where that is not known."""
+        """Whether one of them had any CPU time since then; True if that is unknown."""
         now = _OtherThreads()
         ended = now._at_most - self._at_least >= _LIFE_NS
         return self._of_each is None or now._of_each != self._of_each or ended
 
 
 def _cpu_times() -> dict[int, int] | None:
-    """That of each thread that is there; None where that is not known."""
+    """The CPU time of each living thread; None if that is unknown."""
     try:
         threads = {int(name) for name in os.listdir("/proc/self/task")} - {threading.get_native_id()}
         return {thread: time.clock_gettime_ns((~thread << 3) | _THREAD_CLOCK) for thread in threads}
@@ -100,17 +100,17 @@ def _cpu_times() -> dict[int, int] | None:
 
 
 class Draws:
-    """Generators of one's own, in place of the default ones of each device."""
+    """Private generators, instead of the default ones of each device."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator; what it draws at random comes from here, unless it was given a generator."""
+        """Run an operator; its random numbers come from here, unless a generator was passed."""
         if not draws(func) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        given = next(tensors_in((args, kwargs)), None)
-        generator = self._of(torch.device(kwargs.get("device") or ("cpu" if given is None else given.device)))
+        first = next(tensors_in((args, kwargs)), None)
+        generator = self._of(torch.device(kwargs.get("device") or ("cpu" if first is None else first.device)))
         if func is torch.ops.aten.native_dropout.default:  # it takes no generator
             tensor, share, is_training = args
             kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(
@@ -126,7 +126,7 @@ class Draws:
 
 
 class OwnDraws(OperatorMode):
-    """Inside, operators of this thread that draw at random leave the default generators alone."""
+    """Inside, random operators of this thread do not use the default generators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

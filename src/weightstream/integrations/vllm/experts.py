@@ -1,8 +1,8 @@
-"""vLLM's fused experts, made modules like others: called by `forward`, one after another, on one stream.
+"""vLLM's fused experts, called like other modules: by `forward`, one after another, on one stream.
 
-`RoutedExperts` holds the stacks of a layer, and vLLM calls it by two other methods, inside of an operator that looks
-the layer up by its name. So nothing that stands around a `forward` would see it, and its weights would stay on the
-device. An operator at the edge of this one changes no bits, as its kernels are fused with no others.
+`RoutedExperts` holds the stacks of a layer. vLLM calls it by two other methods, inside an operator that looks the layer
+up by its name. A wrapper of `forward` would not see these calls, and the weights would have to stay on the device. An
+operator at the edge of this one changes no bits, as its kernels are not fused with others.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-_ENTRIES = ("forward_modular", "forward_monolithic")  # of a kernel that is given ids, and of one that finds them
+_ENTRIES = ("forward_modular", "forward_monolithic")  # of a kernel that takes ids, and of one that computes them
 
 
 def enter_by_forward(layers: Iterable[nn.Module]) -> None:
-    """Let experts of these layers be entered by `forward`, and run what vLLM gives a stream of its own on the caller's.
+    """Route calls of these layers' experts through `forward`, and run shared experts on the caller's stream.
 
-    Both stay so: vLLM's own calls do what they did.
+    Neither is undone: vLLM's own calls compute the same.
     """
     for module in (module for layer in layers for module in layer.modules()):
         if all(hasattr(type(module), name) for name in _ENTRIES) and "forward" not in vars(module):
             module.forward = MethodType(_forward, module)
             for name in _ENTRIES:
                 setattr(module, name, MethodType(_entry(name), module))
-        if isinstance(vars(module).get("_stream"), torch.Stream):  # shared experts beside the others, in one buffer
+        if isinstance(vars(module).get("_stream"), torch.Stream):  # shared experts run concurrently, in one buffer
             module._stream = None  # type: ignore[assignment]
 
 

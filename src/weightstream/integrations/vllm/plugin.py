@@ -1,16 +1,16 @@
 """vLLM's plug-in: engines whose `additional_config` has a key "weightstream" stream their layers.
 
 [Note: one point of attachment]
-All executors (in this process, in others, through Ray) drive a `WorkerWrapperBase`, which passes to its worker what it
-lacks. Methods that are added to it stand around those of every worker, of both model runners, from 0.24 on. vLLM's own
-calls of `wrap_modules`, `sync_prev_onload` and `join_after_forward` reach the offloader that is set before the model is
-built. Its `post_init` comes from some runners only, and before the model is whole: the layers are taken over when
-`load_model` has ended.
+All executors (in this process, in others, through Ray) drive a `WorkerWrapperBase`, which passes calls of methods that
+it lacks to its worker. Methods that are added to it wrap those of every worker, of both model runners, from vLLM 0.24
+on. vLLM's own calls of `wrap_modules`, `sync_prev_onload` and `join_after_forward` reach the offloader that is set
+before the model is built. Only some runners call its `post_init`, and before the model is complete: the layers are
+taken over after `load_model`.
 
 [Note: the compile cache]
-vLLM keeps what it compiled under a hash of its configuration, in which `additional_config` is. Compiled code waits for
-the units that were there when it was traced. So the units of the plan are put into `additional_config` before anything
-is compiled: a plan with others, as a different GPU may have, does not find that code.
+vLLM caches compiled code under a hash of its configuration, including `additional_config`. Compiled code waits for the
+units that streamed when it was traced. So the units of the plan are added to `additional_config` before anything is
+compiled: a plan with other units, for a different GPU for example, does not find that code.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _CHOOSES = frozenset(
     ("device_budget", "max_memory", "offload_backend", "prefetch", "uva", "offload_group_size", "cpu_offload_gb")
 )
-_WIDTHS = 8  # activations of hidden size that are alive in a layer beside its widest, twice; a guess
+_WIDTHS = 8  # activations of hidden size that are alive in a layer, besides two of its widest; a guess
 _GUESS = 1.5
 
 
 def register() -> None:
-    """The entry point of `vllm.general_plugins`; may be called twice. Changes no engine that does not ask for it."""
+    """The entry point of `vllm.general_plugins`; may be called twice. Changes only engines that are set to use it."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     if hasattr(WorkerWrapperBase, KEY):
@@ -73,16 +73,16 @@ def register() -> None:
 
 
 def _around(kind: Any, name: str, method: Callable[..., Any]) -> None:
-    """Let `method(inner, wrapper, …)` stand around a method of workers; `inner` is the wrapper's own, if it has one."""
+    """Wrap a method of workers in `method(inner, wrapper, …)`; `inner` is that of the wrapper, or of its worker."""
     inner = kind.__dict__.get(name) or (lambda wrapper, *args, **kw: getattr(wrapper.worker, name)(*args, **kw))
     setattr(kind, name, lambda wrapper, *args, **kw: method(partial(inner, wrapper), wrapper, *args, **kw))
 
 
 class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
-    """What vLLM calls: hands layers to the engine that is being built, and graphs of all engines to their streamers.
+    """vLLM's offloader: passes layers to the engine that is being built, and calls of graphs to all engines.
 
-    vLLM knows one offloader per process, and an engine's graphs do not tell whose they are. Making compute wait for the
-    copies of another engine, too, is right.
+    vLLM has one offloader per process, and a graph does not say which engine it is of. Waiting also for the copies of
+    another engine is correct.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
     @property
     def streamers(self) -> list[Streamer]:
-        """Of all engines, in the order in which they were built."""
+        """The streamers of all engines, in the order in which these were built."""
         return [engine.streamer for engine in self._alive() if engine.streamer is not None]
 
     @property
@@ -100,7 +100,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
     @contextmanager
     def building(self, offloader: offloaders.StreamingOffloader) -> Iterator[None]:
-        """Be vLLM's offloader; the model that is built inside is this one's."""
+        """Inside, this is vLLM's offloader, and passes the layers of the model that is built to `offloader`."""
         self._engines = [*(engine for engine in self._engines if engine() is not None), ref(offloader)]
         self._built = offloader
         theirs.set_offloader(self)
@@ -127,7 +127,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
         return (engine for engine in (found() for found in self._engines) if engine is not None)
 
     def stand_by(self) -> None:
-        """Be vLLM's offloader as long as an engine streams: runners set another as they start or end."""
+        """Become vLLM's offloader again, as long as an engine streams: runners set another when they start or end."""
         if self.streamers:
             theirs.set_offloader(self)
         elif theirs.get_offloader() is self:
@@ -135,23 +135,23 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
 
 def settings_of(vllm_config: Any) -> OffloadConfig | None:
-    """The settings of an engine, None where it does not ask for weightstream. Without any, vLLM's own flags hold.
+    """The settings of an engine; None if it does not use weightstream. If they choose no memory, vLLM's flags hold.
 
-    A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` say otherwise. Raises `ConfigError`.
+    A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` are set. Raises `ConfigError`.
     """
-    asked = vllm_config.additional_config
-    if not isinstance(asked, Mapping) or KEY not in asked:
+    additional = vllm_config.additional_config
+    if not isinstance(additional, Mapping) or KEY not in additional:
         return None
-    given = asked[KEY]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'additional_config["{KEY}"] = {given!r}: give a map of settings; {{}} takes vLLM\'s flags')
-    flags, known = vllm_config.offload_config, {key: value for key, value in given.items() if key != _UNITS}
+    settings = additional[KEY]
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f'additional_config["{KEY}"] = {settings!r}: pass a map; {{}} takes vLLM\'s flags')
+    flags, known = vllm_config.offload_config, {key: value for key, value in settings.items() if key != _UNITS}
     if not known.keys() & _CHOOSES:
         backend = flags.offload_backend
         is_prefetch = backend == "prefetch" or (backend == "auto" and flags.prefetch.offload_group_size > 0)
         names, part = (_PREFETCH, flags.prefetch) if is_prefetch else (_UVA, flags.uva)
         if others := known.keys() & {*_PREFETCH, *_UVA} - set(names if getattr(part, names[0]) else ()):
-            raise ConfigError(f"{', '.join(sorted(others))}: give offload_group_size or cpu_offload_gb with it")
+            raise ConfigError(f"{', '.join(sorted(others))}: pass offload_group_size or cpu_offload_gb with it")
         known = {name: getattr(part, name) for name in names} | {"offload_backend": backend} | known
     known.setdefault("pin_memory", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY)
     known.setdefault("use_uva", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA)
@@ -161,20 +161,20 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
 
 
 def why_refused(vllm_config: Any) -> str | None:
-    """Why an engine of this configuration cannot stream, None if it can."""
+    """Reason that an engine of this configuration cannot stream, or None."""
     parallel = vllm_config.parallel_config
     if parallel.enable_eplb or parallel.enable_elastic_ep:
         return "expert load balancing and elastic expert parallelism move weights between ranks while the engine runs"
     if parallel.use_ubatching:
-        return "dual batch overlap runs two batches through a layer at once, out of the order of the plan"
+        return "dual batch overlap runs two batches through a layer at once, which breaks the order of the plan"
     if vllm_config.weight_transfer_config is not None:
-        return "weight transfer writes weights of a running engine past their homes"
-    if parallel.data_parallel_size > 1:  # engines of a dense model know nothing of each other
-        return "with data parallelism the experts of one engine work for all, at the pace of the slowest"
+        return "weight transfer writes weights of a running engine, but not their host copies"
+    if parallel.data_parallel_size > 1:  # engines of a dense model do not know of each other
+        return "with data parallelism the experts of an engine serve all engines, at the pace of the slowest"
     return None
 
 
-_WRITES = "it writes new weights into memory through which the old ones stream"
+_WRITES = "it writes new weights into memory that the old ones stream through"
 _READS = "it reads weights that are not on the device"
 _MOVES = "it moves experts between ranks"
 _REFUSED = MappingProxyType(
@@ -186,7 +186,7 @@ _REFUSED = MappingProxyType(
 
 
 def _standing_by(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """An engine that fails to start may have set another offloader by then."""
+    """Run a method, and become vLLM's offloader again if it fails: the engine may have set another one by then."""
     try:
         return inner(*args, **kwargs)
     except BaseException:
@@ -202,7 +202,7 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
         ours.stand_by()
         if ours.streamers and not isinstance(found, theirs.NoopOffloader | Offloader):
             raise UnsupportedError(
-                "vLLM's own offloader in a process in which weightstream offloads: give each its own"
+                "vLLM's own offloader and weightstream cannot share a process: run these engines in two processes"
             )
         return result
     if reason := why_refused(wrapper.vllm_config):
@@ -219,21 +219,21 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
 
 def _refuse(name: str, reason: str, inner: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     if settings_of(wrapper.vllm_config) is not None:
-        raise UnsupportedError(f"{name}() of an engine whose weights stream: {reason}. Start the engine anew")
+        raise UnsupportedError(f"{name}() of an engine whose weights stream: {reason}. Start the engine again instead")
     return inner(*args, **kwargs)
 
 
 def _sleep(inner: Callable[..., Any], wrapper: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-    """What the plan has on the device stays there at level 1."""
+    """Level 1 is vLLM's own: weights that the plan has on the device stay there."""
     if level != 1 and settings_of(wrapper.vllm_config) is not None:
-        raise UnsupportedError(f"sleep(level={level}) drops weights that stay on the device: use level 1")
+        raise UnsupportedError(f"sleep(level={level}) drops the weights that stay on the device: use level 1")
     return inner(level, *args, **kwargs)
 
 
 def _discard(inner: Callable[..., Any], wrapper: Any, tags: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-    """A KV cache may go."""
+    """Discard a KV cache; weights stay."""
     if "weights" in tags and settings_of(wrapper.vllm_config) is not None:
-        raise UnsupportedError("discard() of weights drops those that stay on the device: start the engine anew")
+        raise UnsupportedError("discard() drops the weights that stay on the device: start the engine again instead")
     return inner(tags, *args, **kwargs)
 
 
@@ -246,41 +246,42 @@ def _shutdown(ours: Offloader, inner: Callable[..., Any], wrapper: Any) -> None:
 
 
 def _ranks() -> Ranks | None:
-    """Those of the engine; None: it has one."""
+    """The ranks of the engine; None if it has one."""
     world = get_world_group()
     return None if world.world_size == 1 else Ranks(world.cpu_group)
 
 
-def _asks_any_rank(asks: bool) -> bool:
-    """Whether any rank of the engine asks; all are asked at once. Raises the error of one that failed meanwhile."""
+def _any_rank_steps(steps: bool) -> bool:
+    """Whether any rank of the engine wants a step; all ranks call this at once. Raises the error of a rank that failed
+    meanwhile."""
     ranks = _ranks()
-    return asks if ranks is None else any(ranks.gather(asks))
+    return steps if ranks is None else any(ranks.gather(steps))
 
 
 class VllmWorker:
     """One engine's worker, and the offloader of its layers."""
 
     def __init__(self, worker: Any, config: OffloadConfig) -> None:
-        found = offloaders.create_offloader(config)
-        # without a budget there will be one
-        self.offloader = found if isinstance(found, offloaders.StreamingOffloader) else offloaders.BudgetOffloader()
+        made = offloaders.create_offloader(config)
+        # without a budget in the settings, one is computed from the free memory
+        self.offloader = made if isinstance(made, offloaders.StreamingOffloader) else offloaders.BudgetOffloader()
         self.offloader.config = config
         self._worker = worker
         self._peak_nbytes = 0  # of activations
 
     def take_over(self) -> None:
-        """Plan, and let the layers stream from now on. Raises as `weightstream.offload`, on all ranks if on one."""
+        """Plan, and stream the layers from now on. Raises as `weightstream.offload` does, on all ranks if on one."""
         worker = self._worker
         runner, before = worker.model_runner, allocated(worker.device)
         with ranks_together(_ranks()):
             room = self._stream()
             self._follow()
-        if hasattr(runner, "model_memory_usage"):  # of which the KV cache's size follows
+        if hasattr(runner, "model_memory_usage"):  # vLLM derives the size of the KV cache from it
             runner.model_memory_usage += allocated(worker.device) - before
-        self._tell(room)
+        self._report(room)
 
     def _stream(self) -> Room | None:
-        """Let the layers of this rank stream; returns the room that they have on a GPU."""
+        """Stream the layers of this rank; returns the memory for them on a GPU."""
         worker, offloader = self._worker, self.offloader
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
@@ -289,34 +290,34 @@ class VllmWorker:
         is_compiled = mode is not None and mode.name != "NONE"
         if room is not None:
             _move_adapters(offloader.layers.values(), worker.device)
-        asked = None if offloader.config.has_budget or offloader.config.backend != "none" else room
-        if asked is not None:
-            offloader.config = offloader.config.merged(device_budget=max(1, asked.nbytes(self._guess())))
+        free = None if offloader.config.has_budget or offloader.config.backend != "none" else room
+        if free is not None:
+            offloader.config = offloader.config.merged(device_budget=max(1, free.nbytes(self._guess())))
         try:
-            offloader.post_init(lambda: self._step(asked), is_compiled=is_compiled, in_graphs=self._in_graphs())
+            offloader.post_init(lambda: self._step(free), is_compiled=is_compiled, in_graphs=self._in_graphs())
         except PlanError as error:
-            if asked is None:
+            if free is None:
                 raise
-            raise PlanError(f"{asked.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
+            raise PlanError(f"{free.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
         return room
 
     def _give_back_drafts(self) -> None:
         layers = self.offloader.layers
         modules = {id(module) for module in self._worker.model_runner.get_model().modules()}
         if others := [name for name, layer in layers.items() if id(layer) not in modules]:
-            logger.info("%d layers are of a draft model, which stays on the device", len(others))
+            logger.info("%d layers belong to a draft model, which stays on the device", len(others))
             self.offloader.give_back(others)
 
     def _in_graphs(self) -> bool:
         mode = self._worker.vllm_config.compilation_config.cudagraph_mode
         return is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
 
-    def _step(self, asked: Room | None) -> int | None:
-        """A step that is watched; returns what the device has for weights, where that is asked.
+    def _step(self, free: Room | None) -> int | None:
+        """Run a watched step; returns the bytes of `free` for weights, or None.
 
-        All ranks run as many, as the steps of one wait for those of the others.
+        All ranks run equally many, as the steps of one wait for those of the others.
         """
-        _asks_any_rank(True)
+        _any_rank_steps(True)
         device = self._worker.device
         if not is_cuda(device):
             self._profile()
@@ -325,11 +326,11 @@ class VllmWorker:
         before = allocated(device)
         self._profile()
         self._peak_nbytes = max(self._peak_nbytes, torch.accelerator.max_memory_allocated(device) - before)
-        return None if asked is None else asked.nbytes(self._peak_nbytes)
+        return None if free is None else free.nbytes(self._peak_nbytes)
 
     def _follow(self) -> None:
-        """Run steps with ranks that learn still."""
-        while _asks_any_rank(False):
+        """Run steps together with ranks that still learn."""
+        while _any_rank_steps(False):
             self._profile()
 
     def _profile(self) -> None:
@@ -341,7 +342,7 @@ class VllmWorker:
             runner.profile_run()
 
     def _guess(self) -> int:
-        """Bytes of activations, before a step has shown them: of a layer, and of the logits in single precision."""
+        """Estimated bytes of activations before the first step: those of a layer, and logits in single precision."""
         config = self._worker.vllm_config
         model, scheduler = config.model_config, config.scheduler_config
         hidden, layers = model.get_hidden_size(), self.offloader.layers.values()
@@ -350,8 +351,8 @@ class VllmWorker:
         logits_nbytes = 3 * 4 * scheduler.max_num_seqs * model.get_vocab_size()
         return int(_GUESS * (scheduler.max_num_batched_tokens * a_token + logits_nbytes))
 
-    def _tell(self, room: Room | None) -> None:
-        """Write the plan to the log, and put its units into the compile key, [Note: the compile cache]."""
+    def _report(self, room: Room | None) -> None:
+        """Log the plan, and add its units to the key of compiled code, [Note: the compile cache]."""
         config, streamer = self._worker.vllm_config, self.offloader.streamer
         if streamer is None:
             logger.warning("weightstream offloads nothing: this rank has no layers with parameters")
@@ -364,15 +365,15 @@ class VllmWorker:
         if not plan.offloaded_nbytes:
             logger.warning("weightstream offloads nothing: all layers (%s) fit", human(plan.manifest.nbytes))
         batch = self.offloader.config.batch
-        told = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
+        prediction = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
         if room is not None:
             left = human(max(0, room.left(self._peak_nbytes)))
-            told += f"; KV cache: {human(room.cache_nbytes)} asked for, {left} remain"
-        logger.info("weightstream: %s; %s", plan.summary(), told)
+            prediction += f"; KV cache: {human(room.cache_nbytes)} wanted, {left} remain"
+        logger.info("weightstream: %s; %s", plan.summary(), prediction)
 
 
 def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """LoRA's own tensors were made where the weights of their layer were then: on the host."""
+    """Move LoRA's own tensors to the device: they were made where the weights of their layer were then, on the host."""
     modules = [module for layer in layers for module in layer.modules() if hasattr(module, "lora_a_stacked")]
     for module in modules:
         for name, value in vars(module).items():
@@ -384,11 +385,11 @@ def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
 
 @contextmanager
 def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, vLLM compiles nothing and runs the models eager."""
+    """Inside, vLLM compiles nothing, and runs the models eager."""
     modules = [module for model in models for module in model.modules()]
     compiled = [module for module in modules if getattr(module, "do_not_compile", True) is False]
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # small functions are compiled, too
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # vLLM compiles small functions, too
         for module in compiled:
             module.do_not_compile = True  # type: ignore[assignment]
             stack.callback(setattr, module, "do_not_compile", False)
