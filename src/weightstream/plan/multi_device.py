@@ -266,7 +266,7 @@ class StripedPlan(PlanReport):
         return {
             "machine": self.every[0].machine or None,
             "nbytes": self.decoded_nbytes,
-            **super().numbers(),
+            **PlanReport.numbers(self),  # `super()` is of the class before `slots` made another
             "devices": {name: plan.numbers() for name, plan in self.plans.items()},
         }
 
