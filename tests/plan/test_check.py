@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -286,7 +286,7 @@ def test_tensors_inside_of_a_unit(offsets: tuple[int, int], words: str | None) -
     manifest = Manifest(units=(unit_of(0, 1000, 512), unit_of(1, 512)), order=(0, 1))
     right = Plan.build(manifest, frozenset(), 1536)
     assert right.streamed(0) == {"blocks.0.0": 0, "blocks.0.1": 1024}
-    plan = Laid(**{name: getattr(right, name) for name in Plan.__dataclass_fields__})
+    plan = Laid(**{field.name: getattr(right, field.name) for field in fields(Plan)})
     object.__setattr__(plan, "layout", dict(zip(("blocks.0.0", "blocks.0.1"), offsets, strict=True)))
     assert (list(violations(plan)) == []) == (words is None)
     if words is not None:

@@ -437,7 +437,7 @@ def test_an_alias_group_has_one_form() -> None:
     whole = decoder("matrix", **SMALL)
     tensor = whole.units[3].tensors[0]
     other = replace(tensor, decoded_nbytes=2 * tensor.nbytes)
-    with pytest.raises(ValueError, match=r"has two sizes in plain form: 0, 1048576"):
+    with pytest.raises(ValueError, match=r"has two uncompressed sizes: 0, 1048576"):
         Manifest(units=(*whole.units, replace(whole.units[3], tensors=(other,))))
 
 

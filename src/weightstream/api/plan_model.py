@@ -91,7 +91,7 @@ def plan_model(
         about |= sharded if is_sharded else {}
     if config.stripes:
         return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
-    return inputs_of(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
+    return planner_inputs_of(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
 
 
 def is_pipeline_checkpoint(path_or_repo_id: str | Path) -> bool:
@@ -131,7 +131,7 @@ def plan_stripes(
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> StripedPlan:
-    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `inputs_of`."""
+    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `planner_inputs_of`."""
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
@@ -140,7 +140,7 @@ def plan_stripes(
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
-def inputs_of(
+def planner_inputs_of(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,

@@ -119,14 +119,14 @@ def _on_one(
     as_json: bool,
 ) -> None:
     """The plan on one GPU, of the model or of one of `num_shards` shards of it."""
-    from weightstream.api.plan_model import inputs_of
+    from weightstream.api.plan_model import planner_inputs_of
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
-        inputs = inputs_of(model, profile=profile, **loading, **sharding)
+        inputs = planner_inputs_of(model, profile=profile, **loading, **sharding)
         planned = inputs.plan()[1]
         plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:

@@ -27,14 +27,26 @@ _STATES = 3  # how many column states are tried per depth, from the one with mos
 
 
 class Share(NamedTuple):
-    """Of device memory that several models have in turn: bytes that one may keep, and those that all pass through."""
+    """One model's part of device memory that several models use in turn.
+
+    Attributes:
+        kept_nbytes: bytes for weights that stay resident while other models run.
+        ring_nbytes: bytes of the ring and the decode buffer, which all models share.
+    """
 
     kept_nbytes: int
-    ring_nbytes: int  # the decode buffer included
+    ring_nbytes: int
 
 
 class Choice(NamedTuple):
-    """What stays on the device, and the bytes of the ring and of the largest unit that streams."""
+    """Residents, and a ring for all other weights.
+
+    Attributes:
+        residents: alias groups that stay on the device.
+        ring_nbytes: bytes of the ring.
+        unit_nbytes: bytes of the largest unit that streams.
+        by_ends: units lie at the two ends of the ring in turn.
+    """
 
     residents: frozenset[str]
     ring_nbytes: int
@@ -63,7 +75,13 @@ def choices(
 
 
 class _Room(NamedTuple):
-    """The most bytes of both together, of residents, and of the ring."""
+    """Upper bounds, in bytes.
+
+    Attributes:
+        nbytes: of residents and the ring together.
+        kept_nbytes: of residents.
+        ring_nbytes: of the ring.
+    """
 
     nbytes: int
     kept_nbytes: int

@@ -39,8 +39,16 @@ _TILE = 4096  # weights, of which a row is a multiple where rows are read
 
 
 class Counts(NamedTuple):
-    """What was counted under a workload, with so many slots for each stack: rows that were found in one when a step
-    named them, and rows that were not, or only as they had been fetched `ahead`: `used` of the rows that were."""
+    """Counts of an expert cache that ran.
+
+    Attributes:
+        num_slots: slots for each stack.
+        found: hits: rows that were in a slot when a step named them, and had not been prefetched for it.
+        fetched: misses, with the rows that were hits only because they had been prefetched.
+        workload: the workload of the steps; None: unknown.
+        ahead: rows that were prefetched.
+        used: prefetched rows that a step then named.
+    """
 
     num_slots: int
     found: int
@@ -55,8 +63,16 @@ class Counts(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Stacks that lie in host memory, the bytes of each there, those of them that are compressed, the slots for them,
-    and how many rows of the next unit each fetches ahead."""
+    """An expert cache: stacks in host memory, and slots on the device for some of their rows.
+
+    Attributes:
+        sizes: bytes of each stack in host memory, by alias group.
+        coded: the same of the stacks that are compressed; all of them, or none.
+        num_slots: slots for each stack.
+        slots_nbytes: bytes of the slots of all stacks.
+        buffer_nbytes: bytes of the buffer for the whole stacks of a unit, uncompressed.
+        ahead: rows that each unit prefetches for the next one; 0: none.
+    """
 
     sizes: Mapping[str, int]
     coded: Mapping[str, int]
@@ -67,7 +83,7 @@ class Cached(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the device."""
+        """Bytes on the device."""
         return self.slots_nbytes + self.buffer_nbytes
 
 

@@ -1,7 +1,8 @@
-"""The manifest: a model's weights and their order, what a step computes, what a machine can do. Knows no torch.
+"""The manifest: a model's weights, their order and the work of a step, and the rates of a machine. Knows no torch.
 
-An op takes the least time of a kernel, and beyond it the larger of its arithmetic over the rate of its kind and its
-bytes over the bandwidth of device memory; a product, or what is several kernels, has a least time of its own.
+An op takes `op_s`, the fixed time of a kernel, plus the larger of two times: its floating-point operations over the
+rate of their kind, and its bytes over the bandwidth of device memory. Matrix products, and ops that launch several
+kernels, have a minimum time of their own.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ Rate = Literal["half", "single", "attention", "none", "ranks"]
 class TensorSpec:
     """One named tensor: a view of the bytes of its alias group.
 
-    Tensors that share bytes (tied weights, views of one storage) carry the same `alias`. `nbytes` is the span of
-    the whole group, `offset` the first byte of this view inside it; `stride` counts elements. Of a
-    compressed group `nbytes` is what that form takes, and `decoded_nbytes` the span; of others this is 0.
+    Attributes:
+        name: the first name of the tensor in the model.
+        shape: its size in each dimension.
+        stride: its strides, in elements.
+        dtype: its dtype without the prefix `torch.`, such as "bfloat16".
+        alias: the alias group; tensors that share bytes (tied weights, views of one storage) have the same one.
+        nbytes: bytes of the whole group as it is held and moved: of its compressed form, if it is compressed.
+        offset: the first byte of this view in the uncompressed group.
+        decoded_nbytes: uncompressed bytes of a compressed group; 0 for any other group.
     """
 
     name: str
@@ -42,11 +49,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSpec:
-    """Tensors that are needed together and move together.
+    """Tensors that are needed together and are copied together.
 
-    `enclosing` marks a unit whose forward contains other units: it is in use all the while, so it stays resident.
-    `layer` is the index among the repeated blocks, or None; the classic flags select by it. `picks`: its forward may
-    read some of the matrices of its stacks alone.
+    Attributes:
+        name: the name of the module in the model.
+        tensors: its tensors.
+        enclosing: its forward contains other units. It is in use while they run, so its weights stay resident.
+        layer: the index of its block among the repeated blocks; None outside of them. The classic settings select by
+            this index.
+        picks: its forward may read only some matrices of its stacks, as a mixture of experts does.
     """
 
     name: str
@@ -60,7 +71,7 @@ class UnitSpec:
         return {t.alias: t.nbytes for t in self.tensors}
 
     def coded(self) -> dict[str, TensorSpec]:
-        """The alias groups that are held and moved in coded form -> one tensor of each."""
+        """The alias groups that are held and moved in compressed form -> one tensor of each."""
         return {t.alias: t for t in self.tensors if t.is_coded}
 
     @property
@@ -70,9 +81,13 @@ class UnitSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All units of a model, and `order`: the positions of a step, each an index into `units`.
+    """All units of a model, and their order in a step.
 
-    A unit may stand at several positions (a block called twice) or at none (a branch that a step does not take).
+    A unit may stand at several positions of the order (a block called twice) or at none (a branch not taken).
+
+    Attributes:
+        units: the units.
+        order: the positions of a step, each an index into `units`.
     """
 
     units: tuple[UnitSpec, ...]
@@ -83,8 +98,8 @@ class Manifest:
         for tensor in self.tensors():
             form = (tensor.nbytes, tensor.decoded_nbytes)
             if (first := forms.setdefault(tensor.alias, form)) != form:
-                what, index = ("sizes", 0) if first[0] != form[0] else ("sizes in plain form", 1)
-                raise ValueError(f"alias group {tensor.alias!r} has two {what}: {first[index]}, {form[index]}")
+                sizes, index = ("sizes", 0) if first[0] != form[0] else ("uncompressed sizes", 1)
+                raise ValueError(f"alias group {tensor.alias!r} has two {sizes}: {first[index]}, {form[index]}")
         if bad := [u for u in self.order if not 0 <= u < len(self.units)]:
             raise ValueError(f"order names units {bad} of {len(self.units)}")
 
@@ -117,19 +132,19 @@ class Manifest:
 
     @cached_property
     def shown(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Of each unit: how many of its tensors are decoded, and the alias groups of those that show the ring if they
-        stream."""
+        """For each unit: the number of its compressed tensors, and the alias groups of its other tensors, which show
+        the ring if they stream."""
         plain = (tuple(t.alias for t in unit.tensors if not t.is_coded and t.nbytes) for unit in self.units)
-        return tuple((sum(t.is_coded for t in u.tensors), found) for u, found in zip(self.units, plain, strict=True))
+        return tuple((sum(t.is_coded for t in u.tensors), rest) for u, rest in zip(self.units, plain, strict=True))
 
     @cached_property
     def spans(self) -> dict[str, int]:
-        """Every alias group of the model -> its bytes in plain form."""
+        """Every alias group of the model -> its uncompressed bytes."""
         return {t.alias: t.decoded_nbytes or t.nbytes for t in self.tensors()}
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of all weights in plain form."""
+        """Uncompressed bytes of all weights."""
         return sum(self.spans.values())
 
     @cached_property
@@ -139,11 +154,11 @@ class Manifest:
 
     @cached_property
     def decoded(self) -> tuple[dict[str, int], ...]:
-        """Of each unit, the coded alias groups -> their bytes in plain form."""
+        """For each unit, its compressed alias groups -> their uncompressed bytes."""
         return tuple({t.alias: t.decoded_nbytes for t in unit.tensors if t.is_coded} for unit in self.units)
 
     def coded(self, codes: Mapping[str, int]) -> Manifest:
-        """The same with these alias groups compressed to so many bytes, and all others plain."""
+        """The same manifest with the alias groups of `codes` compressed to these bytes, and all others uncompressed."""
         if codes == self.codes:
             return self
 
@@ -157,11 +172,11 @@ class Manifest:
         return replace(self, units=tuple(units))
 
     def plain(self) -> Manifest:
-        """The same with nothing coded."""
+        """The same manifest with all weights uncompressed."""
         return self.coded({})
 
     def without(self, aliases: Collection[str]) -> Manifest:
-        """The same units and order, less some of the weights."""
+        """The same units and order without these alias groups."""
         if not aliases:
             return self
         units = (replace(u, tensors=tuple(t for t in u.tensors if t.alias not in aliases)) for u in self.units)
@@ -169,12 +184,14 @@ class Manifest:
 
     @property
     def kept(self) -> frozenset[str]:
-        """The alias groups that are to stay on the device."""
+        """The alias groups that `keeping` has fixed on the device."""
         return frozenset(alias for unit in self.units if unit.name == KEPT for alias in unit.aliases())
 
     def keeping(self, aliases: Collection[str]) -> Manifest:
-        """The same with one more unit that no position names, which keeps these alias groups on the device, and those
-        that were kept before."""
+        """The same manifest with these alias groups fixed on the device, in addition to those that are already.
+
+        They are in a unit of their own, which encloses others and stands at no position of the order.
+        """
         wanted = self.kept.union(aliases)
         kept = {spec.name: spec for spec in self.tensors() if spec.alias in wanted}
         if not kept:
@@ -184,34 +201,78 @@ class Manifest:
 
 
 def decode_rate(dtype: str) -> str:
-    """The field of a profile for the rate at which weights of a dtype are decompressed."""
+    """The name of the profile's field with the rate at which weights of this dtype are decompressed."""
     return f"decode_{dtype}_bytes_per_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What a machine can do, in bytes, operations and seconds; `machine` names the one that was measured.
+    """Rates and fixed costs of a machine, and the seconds of one model's units where their work is known.
 
-    The link copies from pinned host memory. `half_flops_per_s` and `single_flops_per_s` are matrix products in 16-bit
-    floats and in float32, `attention_flops_per_s` fused attention. A kernel takes `op_s` of the device beside its work,
-    a matrix product `product_s` in all, at least (0.0: as any kernel), and a launch `op_launch_s` of the host.
-    Copies of matrices out of a stack reach `gather_share` of `device_bytes_per_s`; products of each of them with a row
-    take, at least, `stack_s` beside their bytes at `stack_share` of it. `decode_bfloat16_bytes_per_s` and the like are
-    bytes of decompressed weights of a dtype (1.0: not measured); each dtype of a unit takes `decoding_s` in addition.
-    Processes that share a model add up `ranks_bytes_per_s`. `workspace_nbytes` is what libraries keep on the device,
-    `device_nbytes` all of its memory (0: unknown). `handover_s` passes between a release and a copy that waits for it.
-    `measured_at` is in seconds since the epoch (0: unknown), and `load` the share of the GPU, or of the processor, that
-    others used right before (-1: unknown).
+    `weightstream doctor --save` writes the fields of the machine, which `measure/` measures; the source of each field
+    is in brackets. Where it was not measured, a backend's assumed profile holds (`CUDA_PROFILE`, `CPU_PROFILE`). The
+    fields of the units are empty there: `Planner.profile` fills them in for one model. Without them a unit takes
+    the time to read its weights once, and at least `overhead_s` plus `launch_s` per tensor.
 
-    Where the work of the units is known, `unit_s` holds their seconds on the device, decoding too, and `host_s` those
-    that the host takes to launch them; there are none where the host is the device. To these, or else to the former,
-    `overhead_s` comes for a unit that streams, or less `fill_s` for one that is only decoded, `show_s` for each of its
-    tensors that does, and `decoding_launch_s` where any is decoded; `after_share` is the share of a unit's seconds for
-    ops that follow its release, before the next unit opens; `picked` holds the share of its stacks that a unit reads,
-    and the seconds to copy that; `captured_s` are seconds that a unit takes beside in a CUDA graph, or less, as steps
-    there have another cache. A search counts `host_share` of what the host adds to a step.
+    The device:
+        machine: name of the measured GPU or CPU; "": the rates are assumed. [bench.measure]
+        device_nbytes: bytes of device memory in total; 0: unknown. [bench.measure]
+        workspace_nbytes: bytes that libraries allocate at the first matrix product and keep; 0: unknown.
+            [bench.measure]
+        measured_at: time of the measurement, in seconds since the epoch; 0: unknown. [profile.profile_for]
+        load: share of the GPU, or of the CPU, that other programs used just before; -1: unknown.
+            [profile.profile_for]
 
-    Else a unit takes the time to read its weights once, and at least `overhead_s`, and `launch_s` per tensor.
+    Copies:
+        link_bytes_per_s: bytes per second of a large copy from pinned host memory to the device. [bench.measure]
+        copy_latency_s: fixed seconds of each copy, in addition to its bytes. [bench.measure]
+        handover_s: seconds from the end of a kernel to the start of a copy that waits for it. [bench.measure]
+        disk_bytes_per_s: bytes per second read from files. [assumed; a loaded model's files: bench.rate_of_files]
+        ranks_bytes_per_s: bytes per second of a tensor in the all-reduces of tensor parallelism.
+            [assumed; with other ranks: multi_gpu_links.summed]
+
+    Kernels:
+        device_bytes_per_s: bytes per second that kernels read of device memory. [kernels.kernel_fields]
+        half_flops_per_s: FLOP/s of large matrix products in 16-bit floats. [bench.measure, in bfloat16]
+        single_flops_per_s: FLOP/s of large matrix products in float32. [bench.measure]
+        attention_flops_per_s: FLOP/s of fused, causal attention. [bench.measure]
+        op_s: fixed seconds of each kernel on the device, in addition to its work. [kernels.kernel_fields]
+        product_s: minimum seconds of a matrix product, all included; 0.0: as any kernel. [kernels.kernel_fields, GPU]
+        gather_share: share of `device_bytes_per_s` that copies of matrices out of a stack reach.
+            [kernels.kernel_fields, GPU]
+        stack_s: fixed seconds of a batched product of such matrices with a row each. [kernels.kernel_fields, GPU]
+        stack_share: share of `device_bytes_per_s` at which these products read their bytes.
+            [kernels.kernel_fields, GPU]
+
+    The host:
+        op_launch_s: seconds of the host to launch a kernel from the code of a model. [bench.measure]
+        launch_s: seconds of the host per tensor of a unit of which the work is unknown. [bench.measure, GPU]
+        overhead_s: seconds of the host to open and close a unit that streams. [unit_overhead.overhead_fields, GPU]
+        fill_s: the part of `overhead_s` that a unit without a copy saves: one that is only decompressed.
+            [unit_overhead.overhead_fields, GPU]
+        show_s: seconds of the host per tensor of a unit that streams or is decompressed.
+            [unit_overhead.overhead_fields, GPU]
+        decoding_launch_s: seconds of the host to launch the decompression of a unit.
+            [unit_overhead.overhead_fields, GPU]
+
+    Decompression:
+        decode_bfloat16_bytes_per_s, decode_float16_bytes_per_s, decode_float8_e4m3fn_bytes_per_s: uncompressed bytes
+            per second, by dtype; 1.0: not measured. [bench.measure_decoding]
+        decoding_s: fixed seconds on the device per dtype of a unit, in addition to its bytes. [bench.measure_decoding]
+
+    The units of one model, each a tuple with a value per unit of the manifest:
+        unit_s: seconds on the device at one position: compute, and decompression. [Planner.profile: work of the unit
+            over the rates above, or measured steps; fetches of experts: expert_cache.profile_with_cache]
+        host_s: seconds of the host to launch the kernels; empty where the host is the device. The overhead of a unit
+            that streams or is decompressed comes on top, or on top of `unit_s` if this is empty. [Planner.profile]
+        after_share: share of `unit_s` for ops that run after the release of the unit, before the next one opens.
+            [Planner.profile]
+        picked: the share of its stacks that the unit reads, and the seconds to copy that out. [Planner.profile]
+        captured_s: seconds in a CUDA graph minus those in an eager step; captured steps use another KV cache.
+            [Planner.profile; expert caches: expert_cache.profile_with_cache]
+        host_share: weight in the search of the seconds that the host adds to a step; not per unit. [assumed; it is
+            below 1 as the host's time varies by a factor of 1.7 from minute to minute on an H200; Planner.profile
+            lowers it for text from CUDA graphs]
     """
 
     machine: str = ""
@@ -248,12 +309,16 @@ class Profile:
     after_share: tuple[float, ...] = ()
     picked: tuple[tuple[float, float], ...] = ()
     captured_s: tuple[float, ...] = ()
-    host_share: float = 0.95  # it varies by 1.7 from minute to minute [H200]
+    host_share: float = 0.95
 
     def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> tuple[float, float]:
-        """Seconds of the device and of the host, which runs ahead, for a unit at one of its positions.
+        """Seconds of the device and of the host for a unit at one of its positions. The host runs ahead of the device.
 
-        `shown`: how many of its tensors stream or are decoded; `streams`: whether any does.
+        Args:
+            index: the index of the unit in the manifest.
+            unit: the unit.
+            shown: the number of its tensors that stream or are decompressed.
+            streams: whether any of them streams.
         """
         if self.unit_s:
             opening_s = self._opening_s(unit, shown, streams) if shown else 0.0
@@ -265,33 +330,33 @@ class Profile:
         return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s), 0.0
 
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
-        """Seconds of the host."""
+        """Seconds of the host to open and close a unit."""
         opens_s = self.overhead_s + self.show_s * shown - (0.0 if streams else self.fill_s)
         return opens_s + (self.decoding_launch_s if any(t.is_coded for t in unit.tensors) else 0.0)
 
     def decode_s(self, index: int, unit: UnitSpec) -> float:
-        """Seconds that the device takes to decode a unit's weights before it computes; of what it picks that alone."""
+        """Seconds of the device to decompress a unit before it computes: of its stacks only the part that it reads."""
         coded = unit.coded().values()
         seconds = sum(t.decoded_nbytes / self.decode_bytes_per_s(t.dtype) for t in coded)
         return self.read_share(index) * seconds + self.decoding_s * len({t.dtype for t in coded})
 
     def read_share(self, index: int) -> float:
-        """Of the stacks of a unit, what it reads at most; 1.0 of one that picks nothing."""
+        """The share of its stacks that a unit reads at most; 1.0 for a unit that picks nothing."""
         return min(1.0, (self.picked[index][0] if self.picked else 0.0) or 1.0)
 
     def _spared_s(self, index: int, unit: UnitSpec) -> float:
-        """Seconds to copy what a unit picks, which goes away with what is decoded in place of a copy."""
+        """Seconds of copies out of compressed stacks, which are saved: the picked matrices are decompressed instead."""
         copy_s = self.picked[index][1] if self.picked else 0.0
         coded, every = (sum(t.decoded_nbytes or t.nbytes for t in ts) for ts in (unit.coded().values(), unit.tensors))
         return copy_s * coded / every if coded else 0.0
 
     def decode_bytes_per_s(self, dtype: str) -> float:
-        """Bytes of decompressed weights of this dtype."""
+        """Uncompressed bytes per second of this dtype."""
         rate: float = getattr(self, decode_rate(dtype))
         return rate
 
     def decoding(self, manifest: Manifest) -> Profile:
-        """The profile of a manifest whose units take `unit_s` in plain form."""
+        """The profile for a partly compressed manifest, from one whose `unit_s` are those of uncompressed units."""
         if not self.unit_s or not manifest.codes:
             return self
         decodes = [self.decode_s(u, unit) - self._spared_s(u, unit) for u, unit in enumerate(manifest.units)]
@@ -300,7 +365,7 @@ class Profile:
         return replace(self, unit_s=unit_s, after_share=tuple(share * s / (all_s or 1) for share, s, all_s in shares))
 
     def without_host(self) -> Profile:
-        """The profile of steps that are CUDA graphs: the host launches nothing."""
+        """The profile for steps in CUDA graphs, in which the host launches no kernel."""
         free = replace(self, op_launch_s=0.0, overhead_s=0.0, launch_s=0.0, show_s=0.0, fill_s=0.0)
         return replace(free, decoding_launch_s=0.0)
 
@@ -310,7 +375,13 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What a step is given: `batch` sequences of `tokens` new tokens each, `context` positions once they are in."""
+    """The input of a step of a language model.
+
+    Attributes:
+        batch: the number of sequences.
+        tokens: new tokens of each sequence.
+        context: positions of each sequence, with the new tokens.
+    """
 
     batch: int = 1
     tokens: int = 1
@@ -322,13 +393,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One kernel: floating-point operations, bytes read and written, and what limits its arithmetic.
+    """One kernel: its floating-point operations, its bytes, and the rates that limit it.
 
-    `half` and `single` are matrix products in 16-bit floats and in float32; `ranks` adds up a tensor that each of
-    several processes has. `after`: it runs once the unit is released, before the next one opens. `device_s` are
-    measured seconds, in place of what the others tell; 0.0: none. `picked`: it copies so large a share of the matrices
-    of a stack. `stacked`: each matrix of a stack is multiplied by a row of its own. `least`: it takes as long as so
-    many small kernels, at least.
+    Attributes:
+        rate: the kind of its arithmetic. "half" and "single": matrix products in 16-bit floats and in float32;
+            "attention": fused attention; "ranks": an all-reduce of tensor parallelism; "none": only bytes count.
+        flops: floating-point operations.
+        nbytes: bytes that it reads and writes.
+        after: it runs after the release of the unit, before the next unit opens.
+        device_s: measured seconds on the device, which replace the estimate; 0.0: not measured.
+        picked: the share of the matrices of a stack that it copies; 0.0: it copies none.
+        stacked: it multiplies each matrix of a stack by a row of its own.
+        least: it takes at least as long as this many small kernels.
     """
 
     rate: Rate = "none"
@@ -341,10 +417,11 @@ class Op:
     least: float = 1.0
 
     def seconds(self, profile: Profile) -> float:
+        """Seconds on the device."""
         return self.device_s or max(self._least_s(profile), profile.op_s + self.work_s(profile))
 
     def work_s(self, profile: Profile) -> float:
-        """Seconds of its arithmetic or its bytes alone."""
+        """Seconds of its arithmetic or of its bytes, without the fixed cost of a kernel."""
         rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
         rates["attention"] = profile.attention_flops_per_s
         share = profile.gather_share if self.picked else 1.0
@@ -359,15 +436,15 @@ class Op:
 
 
 def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, float]:
-    """Seconds of a unit of these ops on the device and of their launches on the host, and the share of those on the
-    device that follow the unit's release."""
+    """Seconds of these ops of a unit: on the device, to launch them on the host, and the share of the device's seconds
+    after the release of the unit."""
     seconds = [op.seconds(profile) for op in ops]
     after = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
     return sum(seconds), profile.op_launch_s * len(ops), after / (sum(seconds) or 1.0)
 
 
 def mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
-    """The ops of one of several calls, op by op."""
+    """The ops of an average call, op by op."""
     if len(calls) < 2:
         return tuple(calls[0]) if calls else ()
     return tuple(

@@ -40,10 +40,14 @@ _WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links hav
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """A device's plan: `simulated` without what kernels read from host memory, which takes `read_s` of a step, and the
-    seconds of its units alone, without what others compute in between.
+    """One device of several: its plan, and the times that a simulation of all devices needs.
 
-    A block's tensors take `hop_s` to come from another device, and as long to go back.
+    Attributes:
+        plan: the plan of its weights.
+        simulated: the plan without the weights that kernels read from host memory or from an expert cache.
+        profile: the rates of the device, and the seconds of its units without ops that other devices run in between.
+        read_s: seconds of a step in which kernels read weights from host memory.
+        hop_s: seconds of the inputs of a block to come from another device, and of its outputs to go back.
     """
 
     plan: Plan
@@ -266,7 +270,7 @@ class StripedPlan(PlanReport):
         return {
             "machine": self.every[0].machine or None,
             "nbytes": self.decoded_nbytes,
-            **super().numbers(),
+            **PlanReport.numbers(self),  # `super()` is of the class before `slots` made another
             "devices": {name: plan.numbers() for name, plan in self.plans.items()},
         }
 

@@ -90,8 +90,15 @@ def _no_room(inputs: Mapping[str, PlannerInputs], least: Mapping[str, int], budg
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentTurn:
-    """Steps of one component in a row: `num` calls of `entry`. `plan` is the one in force, with what is predicted of
-    such a step; `cold_s` are the seconds of the fills that a turn begins with."""
+    """Consecutive steps of one component.
+
+    Attributes:
+        component: its name in the pipeline.
+        entry: the method that is called, such as "forward".
+        num: the number of calls.
+        plan: its plan in force, with the times that are predicted for such a call.
+        cold_s: seconds of the first copy of the turn, which no compute hides.
+    """
 
     component: str
     entry: str
@@ -106,11 +113,15 @@ class ComponentTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(PlanReport):
-    """What one call of a pipeline takes: the turns of its components, in order, and bytes of device memory.
+    """Predicted time and device memory of one call of a pipeline.
 
-    `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what
-    libraries and the allocator keep beside weights and activations; `free_nbytes` what there is for all, 0: unknown.
-    `notes` say what is not in the plan.
+    Attributes:
+        turns: the turns of its components, in order.
+        plans: the plan in force of each component, by name.
+        block_nbytes: bytes of device memory that the components use in turn.
+        workspace_nbytes: bytes that libraries and the allocator keep besides weights and activations.
+        free_nbytes: free bytes of device memory for all of these; 0: unknown.
+        notes: parts of the call that the plan leaves out, a sentence each.
     """
 
     NUMBERS: ClassVar[tuple[str, ...]] = (

@@ -1,4 +1,4 @@
-"""The plan: where every weight lives and the schedule of a step. Immutable, printable, comparable, JSON both ways."""
+"""The plan: the home of every weight and the schedule of a step. Immutable, printable, comparable, JSON both ways."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import RingExtent, aligned, allocate, first_fills, refills
 from weightstream.plan.units import human, milliseconds, rate
 
-_LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
+_LESS = 0.9  # share of an eager step's time below which the time in a CUDA graph is printed, too
 
-# Fields that say what a step does; the others predict what that takes, or say what was asked for.
+# Fields that determine what a step does. The others are predictions, or record the request.
 ACTS = (
     *("resident", "mapped", "disk", "ring_nbytes", "extents", "first", "after"),
     *("cached", "num_slots", "slots_nbytes", "ahead"),
@@ -27,22 +27,40 @@ ACTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanReport):
-    """The schedule of a step.
+    """The homes of all weights, the schedule of a step, and its predicted time.
 
-    `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
-    link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
-    the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
-    filled before the first step, `after[p]` once position p of `manifest.order` is released. Of those `cached`, stacks
-    in host memory, the device holds `num_slots` rows each in slots, `slots_nbytes` for all units together; a step that
-    reads more of them copies the whole of a unit into the buffer, and one in a CUDA graph fetches `ahead` rows that it
-    guesses for the unit that follows.
-    `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
-    `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
+    Weights that are not resident, mapped or cached stream through the ring, from host memory or from disk. Compressed
+    weights are decompressed, before their unit computes, into one buffer that all units share.
 
-    Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, or
-    `graph_s` in a CUDA graph, where the host launches nothing, and those that compute (`decode_s` of them to decode),
-    link and disk are busy; the share of the rows of `cached` that it finds in slots, and the bytes that it fetches into
-    them, in a graph; and the bytes of activations, at most, and of the KV cache.
+    Attributes:
+        manifest: the units, which of their weights are compressed, and the order of a step.
+        resident: alias groups whose home is the device.
+        ring_nbytes: bytes of the ring.
+        extents: for each unit, the bytes of the ring that belong to it.
+        first: units that are filled before the first step.
+        after: for each position of `manifest.order`, the units that are filled once it is released.
+        budget: bytes of device memory for weights; None: the classic settings chose the placement, or all is resident.
+        slot_nbytes: extents start at multiples of this; 0: at any aligned byte.
+        by_ends: extents lie at the two ends of the ring in turn.
+        step_s: predicted seconds of an eager step.
+        graph_s: predicted seconds of a step in a CUDA graph, in which the host launches nothing.
+        compute_s: seconds of a step in which the device computes, or the host launches if that takes longer.
+        decode_s: seconds of a step in which the device decompresses; part of `compute_s`.
+        copy_s: seconds of a step in which the link is busy.
+        disk_s: seconds of a step in which the disk is busy.
+        workload: the step of a language model that is predicted; None for any other model.
+        activation_nbytes: bytes of activations at most; 0: unknown.
+        cache_nbytes: bytes of the KV cache.
+        machine: name of the machine that the prediction is for; "": its rates are assumed.
+        mapped: alias groups in host memory that kernels read over the link (zero-copy).
+        disk: alias groups that stream from files.
+        cached: alias groups of expert stacks in host memory, of which the device holds some rows in slots. A step
+            that reads more rows than there are slots copies whole stacks into the buffer.
+        num_slots: slots for each cached stack.
+        slots_nbytes: bytes of the slots of all units.
+        ahead: rows that a step in a CUDA graph prefetches for the unit that follows.
+        found_share: predicted share of a step's rows that are in slots.
+        fetched_nbytes: predicted bytes that a step in a CUDA graph fetches into slots.
     """
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
@@ -90,7 +108,7 @@ class Plan(PlanReport):
         slot_nbytes: int = 0,
         by_ends: bool = False,
     ) -> Plan:
-        """The plan that follows from a choice of residents and a ring; `schedule.allocate` explains the others."""
+        """The plan for these residents and a ring of `ring_nbytes`; for other arguments see `schedule.allocate`."""
         sizes = streamed_nbytes(manifest, resident)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes, by_ends=by_ends)
         used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
@@ -105,7 +123,7 @@ class Plan(PlanReport):
         return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
 
     def acts_as(self, other: Plan) -> bool:
-        """Whether both place every weight alike and schedule alike: all else is predicted."""
+        """Whether both plans have the same placement and the same schedule; predictions may differ."""
         mine, theirs = self.manifest, other.manifest
         if mine.units != theirs.units or any(getattr(self, name) != getattr(other, name) for name in ACTS):
             return False
@@ -122,7 +140,7 @@ class Plan(PlanReport):
         return _spread({alias: n for alias, n in aliases.items() if alias not in self.placed and n})
 
     def hosted(self, unit: int) -> dict[str, int]:
-        """Alias groups of a unit that the device copies from the host -> byte offset: as in the extent, then cached."""
+        """Alias groups of a unit in host memory or on disk -> byte offset: as in the extent, then the cached ones."""
         aliases = self.manifest.units[unit].aliases()
         return _spread(
             {alias: aliases[alias] for alias in (*self.streamed(unit), *(a for a in aliases if a in self.cached))}
@@ -132,7 +150,7 @@ class Plan(PlanReport):
         return self.extents[unit].nbytes > 0
 
     def decoded(self, unit: int) -> dict[str, int]:
-        """Alias groups of a unit that are coded, or cached -> byte offset inside the buffer."""
+        """Alias groups of a unit that are compressed or cached -> byte offset inside the buffer."""
         return _spread(self._in_buffer(unit))
 
     def _in_buffer(self, unit: int) -> dict[str, int]:
@@ -142,7 +160,7 @@ class Plan(PlanReport):
         return {alias: n for alias, n in aliases.items() if alias in self.cached} | self.manifest.decoded[unit]
 
     def opens(self, unit: int) -> bool:
-        """Whether something has to be done before the unit computes."""
+        """Whether the unit has to be opened before it computes: it streams, or uses the buffer."""
         return self.streams(unit) or bool(self._in_buffer(unit))
 
     @cached_property
@@ -152,24 +170,24 @@ class Plan(PlanReport):
 
     @cached_property
     def opened(self) -> frozenset[str]:
-        """Alias groups that show other bytes while their unit computes: they stream, are decoded, or are cached."""
+        """Alias groups whose tensors do not show their home while their unit computes: streamed, compressed, cached."""
         streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in self.placed)
         return frozenset(streamed).union(self.manifest.codes, self.cached)
 
     @property
     def moving(self) -> frozenset[str]:
-        """Alias groups that stream in several units, so that they have no fixed address."""
+        """Alias groups that stream in several units, and so have no fixed address."""
         users = self.manifest.users
         return frozenset(a for a in self.manifest.aliases if len(users[a]) > 1 and a not in self.placed)
 
     @cached_property
     def num_shown(self) -> tuple[int, ...]:
-        """Of each unit, how many tensors show other bytes while it computes: of the ring, or decoded ones."""
-        return num_shown(self.manifest, self.resident | self.mapped)  # what is cached shows the buffer
+        """For each unit, the number of tensors that show the ring or the buffer while it computes."""
+        return num_shown(self.manifest, self.resident | self.mapped)  # cached groups show the buffer
 
     @cached_property
     def buffer_nbytes(self) -> int:
-        """Bytes of the buffer that coded weights are decoded into, and cached ones copied where all are read."""
+        """Bytes of the buffer: for decompressed weights, and for whole cached stacks where a step reads all of them."""
         return max((sum(map(aligned, self._in_buffer(u).values())) for u in range(len(self.manifest.units))), default=0)
 
     @cached_property
@@ -205,7 +223,7 @@ class Plan(PlanReport):
 
     @cached_property
     def unit_disk_nbytes(self) -> tuple[int, ...]:
-        """Bytes of these that are read from disk."""
+        """Bytes that a fill of each unit reads from disk."""
         read = self.disk - self.placed
         return tuple(by_unit(self.manifest, {a: n for a, n in self.manifest.aliases.items() if a in read}))
 
@@ -216,19 +234,19 @@ class Plan(PlanReport):
 
     @cached_property
     def step_disk_nbytes(self) -> int:
-        """Bytes of these that are read from disk."""
+        """Bytes that a step in the steady state reads from disk."""
         return sum(self.unit_disk_nbytes[u] for fills in self.after for u in fills)
 
     @property
     def limit(self) -> Literal["compute", "link", "disk"]:
-        """What is busy longest in a step."""
+        """The resource that is busy longest in a step."""
         if self.disk_s > max(self.compute_s, self.copy_s):
             return "disk"
         return "link" if self.copy_s > self.compute_s else "compute"
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of all weights in plain form."""
+        """Uncompressed bytes of all weights."""
         return self.manifest.decoded_nbytes
 
     @property
@@ -296,7 +314,7 @@ class Plan(PlanReport):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read a plan back; raises `PlanError` when the text is none."""
+        """The plan in a text of `to_json`; raises `PlanError` if the text is not a plan."""
         try:
             return _adapter().validate_json(text)
         except ValidationError as error:
@@ -304,43 +322,43 @@ class Plan(PlanReport):
 
 
 def in_a_graph(graph_s: float, step_s: float) -> str:
-    """What to say behind the time of a step, where one in a CUDA graph takes less."""
+    """Text that follows the time of an eager step: the time in a CUDA graph, where that is clearly less."""
     return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 
 def _fills(order: Sequence[int], extents: tuple[RingExtent, ...]) -> dict[str, Any]:
-    """The schedule of units that lie at these extents."""
+    """The fields of a plan that follow from the extents of its units."""
     after = refills(order, extents)
     return {"extents": extents, "first": first_fills(order, extents, after), "after": after}
 
 
 def _spread(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Each at the next aligned byte."""
+    """The byte offset of each: one after another, aligned."""
     return dict(zip(sizes, accumulate(map(aligned, sizes.values()), initial=0), strict=False))
 
 
 def buffer_nbytes(manifest: Manifest) -> int:
-    """Bytes of a buffer for the coded weights of any unit, decoded."""
+    """Bytes of a buffer that holds the compressed weights of any one unit, decompressed."""
     return max((sum(map(aligned, sizes.values())) for sizes in manifest.decoded), default=0)
 
 
 def num_shown(manifest: Manifest, placed: frozenset[str]) -> tuple[int, ...]:
-    """Of each unit, how many tensors stream, where all but those `placed` do, or are decoded."""
+    """For each unit, the number of tensors that stream, as all do that are not `placed`, or are decompressed."""
     return tuple(num + sum([alias not in placed for alias in aliases]) for num, aliases in manifest.shown)
 
 
 def streamed_nbytes(manifest: Manifest, resident: frozenset[str]) -> list[int]:
-    """Bytes of ring that each unit needs: its groups that are not resident, each aligned."""
+    """Bytes of the ring that each unit needs: of its groups that are not resident, each aligned."""
     return by_unit(manifest, {a: aligned(n) for a, n in manifest.aliases.items() if a not in resident})
 
 
 def by_unit(manifest: Manifest, nbytes: Mapping[str, int]) -> list[int]:
-    """The bytes of each unit, from those of alias groups."""
-    found = [0] * len(manifest.units)
+    """The bytes of each unit, from the bytes of alias groups."""
+    totals = [0] * len(manifest.units)
     for alias, num in nbytes.items():
         for unit in manifest.users[alias]:
-            found[unit] += num
-    return found
+            totals[unit] += num
+    return totals
 
 
 @lru_cache(maxsize=1)

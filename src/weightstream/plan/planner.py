@@ -39,10 +39,19 @@ _SLACK_NBYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What weights may be placed in: bytes that are free and all that there are, of the device and of the host.
+    """The device and the host that a plan is made for.
 
-    `maps_host_memory`: kernels can read what is there; `fetches_rows`: single rows too. `can_decode`: coded weights.
-    `disk_bytes_per_s`: of the files that weights are in; None: as in the profile.
+    Attributes:
+        profile: rates and fixed costs.
+        on_cpu: the device is the CPU, so device and host memory are the same.
+        free_nbytes: free bytes of device memory, with those that the model's own weights take now.
+        total_nbytes: bytes of device memory in total; 0: unknown.
+        host_free_nbytes: bytes of host memory that this process may still take, and those of the model's own weights.
+        host_total_nbytes: bytes of host memory that this process may take in total.
+        maps_host_memory: kernels can read pinned host memory.
+        fetches_rows: kernels can read single rows there, for expert caches.
+        can_decode: compressed weights can be decompressed.
+        disk_bytes_per_s: measured bytes per second of reading the model's files; None: the profile's.
     """
 
     profile: Profile
@@ -59,9 +68,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What a planner knows of alias groups beside their bytes: all their names; those of which a step reads a few rows;
-    those that may be on disk; tensor names that the classic settings leave where they are; those whose coded form is
-    in a file, which may be on disk in no other; and of those that can be compressed the bytes that they take then."""
+    """Facts about the alias groups that the manifest does not hold.
+
+    Attributes:
+        names: all names of the tensors of each alias group.
+        by_row: alias groups of which a step reads a few rows, such as embedding tables.
+        movable: alias groups that may be on disk.
+        kept: names of tensors that the classic settings leave on the device.
+        coded_in_files: alias groups that a file holds in compressed form; only in that form may they be on disk.
+        codes: compressed bytes of each alias group that can be compressed.
+    """
 
     names: Mapping[str, tuple[str, ...]]
     by_row: frozenset[str] = frozenset()
@@ -73,10 +89,16 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What a step needs beside weights: the work of each unit by name, bytes of activations, at most, and cache.
+    """The needs of a step besides weights.
 
-    `workload`: that of a language model, None for others. Without work nothing is known. `captured`: that in a graph.
-    `states_nbytes`: what a repeated block returns, at most. `is_text`: of a model whose text comes from graphs.
+    Attributes:
+        workload: the step of a language model; None for any other model.
+        work: the ops of each unit, by the unit's name; empty: unknown.
+        captured: the same in a CUDA graph; empty: as in an eager step.
+        activation_nbytes: bytes of activations at most.
+        cache_nbytes: bytes of the KV cache.
+        states_nbytes: bytes that a repeated block returns at most.
+        is_text: the model generates text in CUDA graphs.
     """
 
     workload: Workload | None = None

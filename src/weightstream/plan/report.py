@@ -1,4 +1,4 @@
-"""What every plan shows of itself: of a model, of a model over several devices, of a pipeline. Knows no schedule."""
+"""The report of a plan: of a model, of a model over several devices, or of a pipeline. Knows no schedule."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Any, ClassVar
 
 
 class PlanReport(ABC):
-    """A plan as text and as numbers: `str(plan)` is its summary, a line for each prediction, and its notes."""
+    """A plan as text and as numbers: `str(plan)` is its summary, a line for each prediction, and its notes.
+
+    Attributes:
+        NUMBERS: names of the attributes that `numbers` returns.
+        notes: limits of the prediction, a sentence each.
+    """
 
     __slots__ = ()
 
-    NUMBERS: ClassVar[tuple[str, ...]]  # attributes that `numbers` holds under their own names
-    notes: Sequence[str] = ()  # what the plan does not cover, a sentence each
+    NUMBERS: ClassVar[tuple[str, ...]]
+    notes: Sequence[str] = ()
 
     @abstractmethod
     def summary(self) -> str:
-        """Where the weights are and how many bytes move."""
+        """The places of the weights and the bytes that a step moves, in one line or a table."""
 
     @abstractmethod
     def predictions(self) -> dict[str, str]:
-        """What is predicted, as text by label."""
+        """The predictions, as text by label."""
 
     def numbers(self) -> dict[str, Any]:
         """Bytes and predicted seconds by name, for JSON."""

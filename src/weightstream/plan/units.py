@@ -11,7 +11,7 @@ def human(nbytes: float) -> str:
 
 
 def scale(nbytes: float) -> tuple[str, int]:
-    """The unit in which an amount is one at least, and its bytes: for what has one heading."""
+    """The largest unit of which an amount is at least one, and its bytes: for a column with one heading."""
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     return next((unit for unit in units if nbytes >= unit[1]), units[-1])
 
@@ -34,5 +34,5 @@ def short(number: float) -> str:
 
 
 def rate(number: float) -> str:
-    """A number per second with three digits at least, however small: `0.0123`, `4.56`, `1,234`."""
+    """A number per second with at least three digits, however small: `0.0123`, `4.56`, `1,234`."""
     return f"{number:.3g}" if number < 1 else short(number) if number < 1000 else f"{number:,.0f}"

@@ -34,7 +34,7 @@ from weightstream import ConfigError, Plan, PlanError
 from weightstream.adapters.hf import hub, tensor_parallel
 from weightstream.adapters.hf.checkpoint_ranges import Gathered, TensorRange
 from weightstream.api.pack import pack
-from weightstream.api.plan_model import inputs_of
+from weightstream.api.plan_model import planner_inputs_of
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.store import pack as store
 from weightstream.store.checkpoint import Checkpoint
@@ -172,7 +172,7 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
 def test_the_all_reduces_of_a_step_are_predicted(name: str, tokens: int, folder: Path) -> None:
     """As many, and as large, as a step makes: which modules have one depends on the version of transformers."""
     config = weightstream.OffloadConfig(device_budget="1MiB", tokens=tokens, context=32)
-    (planner, *_) = inputs_of(folder / name, config, device="cpu", tp_size=RANKS).planners
+    (planner, *_) = planner_inputs_of(folder / name, config, device="cpu", tp_size=RANKS).planners
     ops = [op for ops in planner.demand.work.values() for op in ops if op.rate == "ranks"]
     made = all_reduces(transformers.AutoConfig.from_pretrained(folder / name), tokens)
     assert len(made) >= 2 * SHAPE["num_hidden_layers"]
@@ -180,7 +180,7 @@ def test_the_all_reduces_of_a_step_are_predicted(name: str, tokens: int, folder:
         assert len(made) == 2 * SHAPE["num_hidden_layers"] + 1
         made[0] //= 2
     assert sorted(op.nbytes for op in ops) == sorted(made)
-    (alone, *_) = inputs_of(folder / name, config, device="cpu", tp_size=1).planners
+    (alone, *_) = planner_inputs_of(folder / name, config, device="cpu", tp_size=1).planners
     assert not [op for ops in alone.demand.work.values() for op in ops if op.rate == "ranks"]
 
 
