@@ -76,9 +76,6 @@ def build(shape: str, device: torch.device) -> Any:
 
 def inputs_of(model: Any, config: OffloadConfig, machine: Any) -> dict[str, PlannerInputs]:
     """The planner's inputs of each workload."""
-
-
-
     found = {}
     for name, workload in WORKLOADS.items():
         over = {"batch": workload.batch, "tokens": workload.tokens, "context": workload.context}
