@@ -234,7 +234,7 @@ def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, 
         assert torch.equal(mine, theirs)
 
 
-def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
+def test_a_damaged_pack_is_refused_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
     source = folder("llama", "compressed")
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     file = next(tmp_path.glob("*.safetensors"))

@@ -635,7 +635,7 @@ def test_caches_of_other_kinds_are_left_alone(layers: Any) -> None:
     static_cache.tell_lengths_at(None, torch.device("meta"))
 
 
-def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: Any) -> None:
+def test_a_capture_that_fails_reports_the_first_error_and_keeps_nothing(llama: Any) -> None:
     cuda, refs = FakeCuda(refused="aten.silu"), []
 
     @contextmanager

@@ -702,7 +702,7 @@ def test_other_bits_are_not_taken(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("why", ["a CPU", "float32", "hooks", "zeros"])
 @torch.no_grad()
-def test_where_no_trial_tells_nothing_is_grouped(
+def test_without_a_valid_trial_nothing_is_grouped(
     why: str, selected: Selected, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = built(), built()

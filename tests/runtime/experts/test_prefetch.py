@@ -133,7 +133,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_who_watches_a_step_sees_no_guess_and_no_wait() -> None:
+def test_a_mode_that_watches_a_step_sees_no_guess_and_no_wait() -> None:
     """Who captures steps looks for what waits for the device: the trial of a guess does, once."""
     model, counted = built(), []
     with held(model, "cached", SLOTS, ahead=2):
@@ -196,7 +196,7 @@ def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_plan_tells_how_many(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_sets_the_number_of_prefetched_rows(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, numbers = built(), []
     guess = Lru.guess
 
@@ -283,12 +283,12 @@ def test_nothing_of_a_guess_is_kept_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        for width, is_told in ((64, True), (63, False)):
+        for width, is_guessed in ((64, True), (63, False)):
             block.gate._parameters["weight"] = torch.nn.Parameter(torch.randn(8, width, dtype=torch.bfloat16))
             states = torch.randn(3, 64, dtype=torch.bfloat16)
             kept = weakref.ref(states)
             with torch.no_grad():
-                assert (picks.guess(states) is not None) is is_told
+                assert (picks.guess(states) is not None) is is_guessed
             del states
             assert kept() is None
     finally:
