@@ -192,7 +192,7 @@ def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told
     assert coded
     assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
     assert_equal_for_a_while(model, reference, name)
-    assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nobody read them"
+    assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nothing has read them"
     update_every_other(model, reference)
     assert_equal_for_a_while(model, reference, name)
     streamer.remove()

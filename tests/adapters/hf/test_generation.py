@@ -545,7 +545,7 @@ class Whole(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["the model", "a part of it"])
 def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the second device had other memory. A launch writes to copies, and no version tells."""
+    """As if the second device had other memory. A launch writes to copies, and raises no version."""
     model = randomise(Whole().eval(), seed=3)
     reference, (x, mask) = copy.deepcopy(model), torch.randn(2, 2, 64)
     with over_lanes(model, 2) as stripes:

@@ -1,4 +1,4 @@
-"""What caches of experts counted: what a streamer tells, what a trace shows, and what the plan makes of it."""
+"""Counts of the caches of experts: in the stats of a streamer, in a trace, and in the correction of a plan."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def traffic(streamer: weightstream.Streamer) -> tuple[int, int, int]:
     return found, fetched, nbytes
 
 
-# -- what a streamer tells ---------------------------------------------------------------------------------------------
+# -- the stats of a streamer -----------------------------------------------------------------------------------------
 
 
 def test_stats_are_those_of_the_caches() -> None:
@@ -84,7 +84,7 @@ def test_without_a_cache_nothing_is_counted() -> None:
 
 
 class Told:
-    """Slots that have counted what they are told."""
+    """Slots with these counts."""
 
     def __init__(self) -> None:
         self.now: tuple[int, ...] = (0, 0)

@@ -63,7 +63,7 @@ def alike(name: str) -> Any:
 
 
 def guessing(model: Any) -> list[bool]:
-    """Of each unit that picks, whether its block told what it was given."""
+    """Of each unit that picks rows, whether its block guessed the ids of a call."""
     return [unit.picks.guesses for unit in model.weightstream._modules.units if unit.picks is not None]
 
 
@@ -111,7 +111,7 @@ def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
     for block in blocks:
         picks = adapter.picks_of(block.experts, block)
         assert picks is not None
-        assert picks.guesses is False, "nobody has seen that it is right"
+        assert picks.guesses is False, "no call has been compared yet"
         _, _, ids = block.gate(states)
         found = picks.guess(states)
         assert found is not None
@@ -328,7 +328,7 @@ def test_a_capture_that_ends_between_two_layers_is_joined(monkeypatch: pytest.Mo
 
 
 class Log(CpuBackend):
-    """A device that says what it is told, and captures."""
+    """A device that logs its calls, and captures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Log(CpuBackend):
 
 
 class Picking:
-    """A unit that picks, and names what it is told."""
+    """A unit that picks rows, and names those of its argument."""
 
     guesses = True
 
@@ -408,5 +408,5 @@ def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
     units[0].look_ahead(torch.tensor([[3, 1]]))
     ahead.drop()
     ahead.join()
-    assert log.log[-1] == ("compute", None), "what a failed capture recorded is waited for by nobody"
+    assert log.log[-1] == ("compute", None), "nothing waits for a fetch of a failed capture"
     log.close()
