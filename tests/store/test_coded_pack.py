@@ -154,7 +154,10 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (codec != "none")
     assert all(
-        re.search(rf"16 coded tensors are decoded into {tmp_path}/offload/\S+ for this process only: [\d.]+[KM]iB", m)
+        re.search(
+            rf"16 compressed tensors are decompressed into {tmp_path}/offload/\S+ for this process only: [\d.]+[KM]iB",
+            m,
+        )
         for m in messages
     )
     again = load_pretrained(out, decode=lambda dtypes: True, offload_folder=tmp_path / "offload")

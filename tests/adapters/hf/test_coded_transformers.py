@@ -192,7 +192,7 @@ def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told
     assert coded
     assert all(streamer._homes.homes[alias].coded is None for alias in coded), "it is in the file"
     assert_equal_for_a_while(model, reference, name)
-    assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nobody read them"
+    assert all(streamer._homes.homes[alias].is_undecoded for alias in coded), "nothing has read them"
     update_every_other(model, reference)
     assert_equal_for_a_while(model, reference, name)
     streamer.remove()
@@ -234,7 +234,7 @@ def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, 
         assert torch.equal(mine, theirs)
 
 
-def test_a_damaged_pack_is_told_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
+def test_a_damaged_pack_is_refused_or_gives_other_weights(folder: Any, tmp_path: Path) -> None:
     source = folder("llama", "compressed")
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     file = next(tmp_path.glob("*.safetensors"))

@@ -159,7 +159,7 @@ UPDATES: dict[str, Any] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "update"), thinned(NAMES, UPDATES), indirect=["saved"])
 def test_updates_between_steps_however_they_are_made(update: str, saved: Any) -> None:
-    """Of memory that was gathered no kernel tells which pages were written to."""
+    """The kernel does not report which pages of gathered memory were written to."""
     original, folder = saved
     expected = reference(original, folder)
     model = weightstream.from_pretrained(folder, device="cpu", device_budget=int(0.4 * model_nbytes(expected)))

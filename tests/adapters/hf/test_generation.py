@@ -547,7 +547,7 @@ class Whole(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["the model", "a part of it"])
 def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the second device had other memory. A launch writes to copies, and no version tells."""
+    """As if the second device had other memory. A launch writes to copies, and raises no version."""
     model = randomise(Whole().eval(), seed=3)
     reference, (x, mask) = copy.deepcopy(model), torch.randn(2, 2, 64)
     with over_lanes(model, 2) as stripes:
@@ -637,7 +637,7 @@ def test_caches_of_other_kinds_are_left_alone(layers: Any) -> None:
     static_cache.tell_lengths_at(None, torch.device("meta"))
 
 
-def test_a_capture_that_fails_tells_what_failed_first_and_keeps_nothing(llama: Any) -> None:
+def test_a_capture_that_fails_reports_the_first_error_and_keeps_nothing(llama: Any) -> None:
     cuda, refs = FakeCuda(refused="aten.silu"), []
 
     @contextmanager

@@ -252,15 +252,15 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
         ({"zzz": 1}, "zzz = 1: there is no such option; the options are .*quantization_config"),
         ({"variant": "fp16"}, r"variant: give the path of the file .*model\.safetensors\.index\.<variant>\.json"),
         ({"state_dict": {}}, "state_dict: weightstream decides this itself"),
-        ({"use_safetensors": False}, "use_safetensors: weightstream reads safetensors alone; leave it out"),
-        ({"output_loading_info": True}, "output_loading_info: the model alone is returned"),
-        ({"code_revision": "dev"}, "code_revision: code is of the same revision as the weights"),
-        ({"adapter_name": "x"}, r"adapter_name: load the model without it, then model\.load_adapter"),
+        ({"use_safetensors": False}, "use_safetensors: weightstream reads only safetensors; leave it out"),
+        ({"output_loading_info": True}, "output_loading_info: only the model is returned"),
+        ({"code_revision": "dev"}, "code_revision: code is loaded from the revision of the weights"),
+        ({"adapter_name": "x"}, r"adapter_name: load the model without it, then call model\.load_adapter"),
         ({"dtype": "float16", "torch_dtype": "float16"}, "are the same setting"),
         ({"config": 3}, "config is a int: an OffloadConfig is taken here"),
     ],
 )
-def test_keywords_that_nobody_takes(given: dict[str, Any], text: str, llama: Path) -> None:
+def test_unknown_keywords(given: dict[str, Any], text: str, llama: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         weightstream.from_pretrained(llama, device="cpu", device_budget="1MiB", progress=False, **given)
 
@@ -508,7 +508,7 @@ def untied(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "a.b.c."])
-def test_a_prefix_is_told_as_the_key_mapping_that_takes_it_away(prefix: str, untied: Path) -> None:
+def test_the_error_names_the_key_mapping_that_removes_a_prefix(prefix: str, untied: Path) -> None:
     expected = transformers.LlamaForCausalLM.from_pretrained(untied)
     rename(untied, lambda name: prefix + name)
     with pytest.raises(CheckpointError, match="their names differ by a prefix: pass key_mapping=") as error:
@@ -593,7 +593,7 @@ def test_an_adapter_without_peft(
     for place in ("transformers.utils", "transformers.integrations.peft"):
         monkeypatch.setattr(f"{place}.is_peft_available", lambda: False)
     assert_same(load_pretrained(untied), transformers.LlamaForCausalLM.from_pretrained(untied))
-    assert "the adapter in it is not loaded, nor is it by transformers: pip install peft" in caplog.text
+    assert "its adapter is not loaded, and transformers would not load it either: pip install peft" in caplog.text
     with pytest.raises(CheckpointError, match=rf"is an adapter of {untied}: pip install peft"):
         load_pretrained(tmp_path / "adapter")
 
@@ -922,7 +922,7 @@ def test_code_that_reads_weights_as_they_are_loaded(
     expected = kind.from_pretrained(experts)
     caplog.clear()
     loaded = load_pretrained(experts.parent / place, model_class=kind)
-    assert ("are decoded into" in caplog.text) == (place == "pack" and kind is not Quiet)
+    assert ("are decompressed into" in caplog.text) == (place == "pack" and kind is not Quiet)
     assert bool(loaded.lazy) == (kind is Quiet)
     assert_same(populated(loaded), expected)
     found = dict(loaded.model.named_buffers())

@@ -255,11 +255,11 @@ def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptur
     known = {field.name for field in fields(DistributedConfig)}  # versions of transformers differ in them
     experts = {"ep_size": 2} if "ep_size" in known else {"enable_expert_parallel": True}
     for others in ({"fsdp_size": 2}, {"pp_size": 2}, experts):
-        with pytest.raises(ConfigError, match=f"{next(iter(others))}: what streams is sharded by tp_size alone"):
+        with pytest.raises(ConfigError, match=f"{next(iter(others))}: only tp_size shards a model that streams"):
             weightstream.plan_model(folder / "mixtral", distributed_config={"tp_size": 2, **others})
     with pytest.raises(PlanError):
         weightstream.plan_model(folder / "llama", device_budget="1KiB", **about)
-    with pytest.raises(ConfigError, match=r"tp_size = 2\.5 is no number of processes"):
+    with pytest.raises(ConfigError, match=r"tp_size = 2\.5 is not a number of processes"):
         weightstream.plan_model(folder / "llama", tp_size=2.5)
     unknown = {"tp_size": 2, "tp_plan": {"nowhere": "colwise"}}
     with warnings.catch_warnings(record=True) as found:
@@ -295,9 +295,9 @@ def test_without_other_processes(folder: Path) -> None:
     for given in ({"distributed_config": {"tp_size": 2}}, {"tp_plan": "auto", "tp_size": 2}):
         with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
             weightstream.from_pretrained(folder / "llama", device="cpu", **given)
-    with pytest.raises(ConfigError, match="fsdp_size: what streams is sharded by tp_size alone"):
+    with pytest.raises(ConfigError, match="fsdp_size: only tp_size shards a model that streams"):
         weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"fsdp_size": 2})
-    with pytest.raises(ConfigError, match="tp_size beside distributed_config"):
+    with pytest.raises(ConfigError, match="tp_size as well as distributed_config"):
         weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"tp_size": 2}, tp_size=2)
     for wrong in ({"tp_sise": 2}, "auto", {"tp_size": "two"}):
         with pytest.raises(ConfigError, match="distributed_config = "):

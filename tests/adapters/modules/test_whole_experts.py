@@ -218,5 +218,5 @@ def test_the_log_says_it_once_where_weights_stream(share: float, caplog: pytest.
     with weightstream.offload(model, device="cpu", device_budget=int(share * model_nbytes(model)), codec="none"):
         for _ in range(2):
             generated(model, prompt(2), 4)
-    told = [record for record in caplog.records if "reads all experts" in record.getMessage()]
-    assert [record.levelname for record in told] == ["WARNING"] * (share < 1)
+    lines = [record for record in caplog.records if "reads all experts" in record.getMessage()]
+    assert [record.levelname for record in lines] == ["WARNING"] * (share < 1)

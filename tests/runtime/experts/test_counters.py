@@ -1,4 +1,4 @@
-"""What caches of experts counted: what a streamer tells, what a trace shows, and what the plan makes of it."""
+"""Counts of the caches of experts: in the stats of a streamer, in a trace, and in the correction of a plan."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def steps(model: Any, num: int, first: int = 0) -> None:
             model(torch.tensor([[3 + 7 * token % 120]]))
 
 
-def told(streamer: weightstream.Streamer) -> tuple[int, int, int]:
+def traffic(streamer: weightstream.Streamer) -> tuple[int, int, int]:
     found, fetched, nbytes, ahead, used = streamer.stats().experts
     assert (ahead, used) == (0, 0)
     return found, fetched, nbytes
 
 
-# -- what a streamer tells ---------------------------------------------------------------------------------------------
+# -- the stats of a streamer -----------------------------------------------------------------------------------------
 
 
 def test_stats_are_those_of_the_caches() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
-        found, fetched, nbytes = told(streamer)
+        found, fetched, nbytes = traffic(streamer)
         assert (found, fetched) == counts(streamer)
         assert found + fetched == 6 * NUM_LAYERS * TOP_K, "the first, watched step reads single rows, too"
         assert nbytes == fetched * ROW_NBYTES > 0
@@ -61,15 +61,15 @@ def test_what_was_counted_outlives_a_plan_and_the_streamer() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
-        before = told(streamer)
+        before = traffic(streamer)
         for form, more in (("cached", 3), ("coded", 0), ("cached", 6)):
             streamer.switch(plan_of(streamer, "cached", MOST + more) if form == "cached" else streamer.plan)
-            assert told(streamer) == before
+            assert traffic(streamer) == before
             steps(model, 4)
-            now = told(streamer)
+            now = traffic(streamer)
             assert sum(now[:2]) > sum(before[:2])
             before = now
-    assert told(streamer) == before
+    assert traffic(streamer) == before
 
 
 def test_without_a_cache_nothing_is_counted() -> None:
@@ -77,14 +77,14 @@ def test_without_a_cache_nothing_is_counted() -> None:
     with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model) // 2, codec="none") as streamer:
         with streamer.trace() as trace:
             steps(model, 6)
-        assert told(streamer) == (0, 0, 0)
+        assert traffic(streamer) == (0, 0, 0)
         assert trace.experts == {}
         assert streamer._installed.timeline.tally.counts() is None
         assert of_cache(streamer.plan, streamer.stats().experts, 6) is None
 
 
 class Told:
-    """Slots that have counted what they are told."""
+    """Slots with these counts."""
 
     def __init__(self) -> None:
         self.now: tuple[int, ...] = (0, 0)
@@ -130,9 +130,9 @@ def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
         by_law = streamer._installed.replanning.inputs.planners[0].priced(streamer.plan)
         steps(model, 4)
         assert streamer._installed.replanning.inputs.planners[0].counts is None
-        begun = told(streamer)
+        begun = traffic(streamer)
         steps(model, 128, 4)
-        found, fetched, nbytes = (b - a for a, b in zip(begun, told(streamer), strict=True))
+        found, fetched, nbytes = (b - a for a, b in zip(begun, traffic(streamer), strict=True))
         known = streamer._installed.replanning.inputs.planners[0].counts
         assert known == Counts(num_slots, found, fetched, streamer.plan.workload)
         assert found + fetched == 128 * NUM_LAYERS * TOP_K
@@ -185,10 +185,10 @@ def test_a_trace_has_what_was_counted_while_it_was_recorded(tmp_path: Path) -> N
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
-        before = told(streamer)
+        before = traffic(streamer)
         with streamer.trace() as trace:
             steps(model, 5, 6)
-            during = told(streamer)
+            during = traffic(streamer)
         steps(model, 5, 11)
         names = [unit.name for unit in streamer.plan.manifest.units if unit.picks]
         plan = streamer.plan
@@ -215,13 +215,13 @@ def test_a_trace_goes_on_through_a_change_of_plan_and_ends_with_the_streamer() -
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
-        before = told(streamer)
+        before = traffic(streamer)
         context = streamer.trace()
         trace = context.__enter__()
         steps(model, 4)
         streamer.switch(plan_of(streamer, "cached", MOST + 2))
         steps(model, 5)
-    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, told(streamer), strict=True))
+    assert total(trace.experts.values())[:3] == tuple(b - a for a, b in zip(before, traffic(streamer), strict=True))
     context.__exit__(None, None, None)
     assert sum(total(trace.experts.values())[:2]) > 0
 
@@ -236,7 +236,7 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
 # -- what commands tell ------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_reports_hits_and_fetched_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     from weightstream.adapters.hf.decode_steps import DecodeSteps
 
     model = built()
@@ -255,7 +255,7 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.Capt
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["cached", "coded"])
-def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
+def test_a_run_reports_hits_and_fetched_bytes(form: str) -> None:
     cli = importlib.import_module("weightstream.cli.run")
     model, tokens = built(), cli.Tokens(None)
     with held(model, form, MOST) as streamer:

@@ -283,18 +283,18 @@ class Turns:
     """When what opens a unit is found out, and when it comes to its turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.events: list[tuple[str, int]] = []
         self.fails: set[int] = set()
         find, decode = opening.unit_decoder, Binding.decode
 
         def found(unit: BufferedUnit, aliases: Collection[str]) -> Any:
-            self.told.append(("found", unit.index))
+            self.events.append(("found", unit.index))
             if unit.index in self.fails:
                 raise torch.OutOfMemoryError("no room for tables")
             return find(unit, aliases)
 
         def decoded(binding: Binding, index: int) -> None:
-            self.told.append(("turn", index))
+            self.events.append(("turn", index))
             decode(binding, index)
 
         monkeypatch.setattr(opening, "unit_decoder", found)
@@ -302,10 +302,10 @@ class Turns:
 
     def late(self) -> list[int]:
         """Units that were found out in their turn, in order; each was once."""
-        units = list(dict.fromkeys(index for what, index in self.told if what == "turn"))
+        units = list(dict.fromkeys(index for what, index in self.events if what == "turn"))
         assert len(units) >= NUM_LAYERS
-        assert all(self.told.count(("found", index)) == 1 for index in units)
-        return [u for u in units if self.told.index(("found", u)) > self.told.index(("turn", u))]
+        assert all(self.events.count(("found", index)) == 1 for index in units)
+        return [u for u in units if self.events.index(("found", u)) > self.events.index(("turn", u))]
 
 
 @pytest.mark.few(1)
@@ -316,10 +316,10 @@ def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: 
     model, plain, ids, turns = built(name), built(name), prompt(64), Turns(monkeypatch)
     with held(model, form) as streamer, torch.no_grad():
         coded = [unit.index for unit in streamer._binding.units if unit.coded]
-        turns.told.clear()
+        turns.events.clear()
         for _ in range(2):
             assert torch.equal(model(ids).logits, plain(ids).logits)
-        assert {index for what, index in turns.told if what == "turn"} <= set(coded)
+        assert {index for what, index in turns.events if what == "turn"} <= set(coded)
         assert len(turns.late()) == 1
 
 
@@ -330,19 +330,21 @@ def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
 ) -> None:
     model, plain, ids, turns = built(), built(), prompt(64), Turns(monkeypatch)
     with held(model, form), torch.no_grad():
-        turns.told.clear()
+        turns.events.clear()
         for each in (model, plain):  # before anything is found out: what opens this unit is another then
             experts_of(each)[1].down_proj.data[0] *= -1
         assert torch.equal(model(ids).logits, plain(ids).logits)
         assert len(turns.late()) == 1
-    last = [index for what, index in turns.told if what == "turn"][-1]
-    turns.told.clear()
+    last = [index for what, index in turns.events if what == "turn"][-1]
+    turns.events.clear()
     turns.fails.add(last)
     model, plain = built(), built()
     with held(model, form), torch.no_grad():
         with pytest.raises(torch.OutOfMemoryError):
             model(ids)
-        assert [what for what, index in turns.told if index == last] == ["found", "turn", "found"], "told in its turn"
+        assert [what for what, index in turns.events if index == last] == ["found", "turn", "found"], (
+            "raised when the unit opens"
+        )
         turns.fails.clear()
         assert torch.equal(model(ids).logits, plain(ids).logits)
 
@@ -464,9 +466,9 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
         assert not streamer.plan.cached
         (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.replanning.inputs.planners}
         assert fetches is (codec == "compressed")
-        told = [record.message for record in caplog.records if "without a cache" in record.message]
-        assert len(told) == (codec == "none")
-        assert all("rows of model.layers.0.mlp.experts.down_proj cannot be fetched" in text for text in told), told
+        lines = [record.message for record in caplog.records if "without a cache" in record.message]
+        assert len(lines) == (codec == "none")
+        assert all("rows of model.layers.0.mlp.experts.down_proj cannot be fetched" in text for text in lines), lines
         with torch.no_grad():
             for each in (model, plain):
                 experts_of(each)[0].gate_up_proj.mul_(1 if codec == "compressed" else -1)
@@ -702,7 +704,7 @@ def test_other_bits_are_not_taken(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("why", ["a CPU", "float32", "hooks", "zeros"])
 @torch.no_grad()
-def test_where_no_trial_tells_nothing_is_grouped(
+def test_without_a_valid_trial_nothing_is_grouped(
     why: str, selected: Selected, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = built(), built()

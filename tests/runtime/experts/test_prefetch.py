@@ -63,7 +63,7 @@ def alike(name: str) -> Any:
 
 
 def guessing(model: Any) -> list[bool]:
-    """Of each unit that picks, whether its block told what it was given."""
+    """Of each unit that picks rows, whether its block guessed the ids of a call."""
     return [unit.picks.guesses for unit in model.weightstream._modules.units if unit.picks is not None]
 
 
@@ -111,7 +111,7 @@ def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
     for block in blocks:
         picks = adapter.picks_of(block.experts, block)
         assert picks is not None
-        assert picks.guesses is False, "nobody has seen that it is right"
+        assert picks.guesses is False, "no call has been compared yet"
         _, _, ids = block.gate(states)
         found = picks.guess(states)
         assert found is not None
@@ -133,7 +133,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_who_watches_a_step_sees_no_guess_and_no_wait() -> None:
+def test_a_mode_that_watches_a_step_sees_no_guess_and_no_wait() -> None:
     """Who captures steps looks for what waits for the device: the trial of a guess does, once."""
     model, counted = built(), []
     with held(model, "cached", SLOTS, ahead=2):
@@ -196,7 +196,7 @@ def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_plan_tells_how_many(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_sets_the_number_of_prefetched_rows(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, numbers = built(), []
     guess = Lru.guess
 
@@ -283,12 +283,12 @@ def test_nothing_of_a_guess_is_kept_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        for width, is_told in ((64, True), (63, False)):
+        for width, is_guessed in ((64, True), (63, False)):
             block.gate._parameters["weight"] = torch.nn.Parameter(torch.randn(8, width, dtype=torch.bfloat16))
             states = torch.randn(3, 64, dtype=torch.bfloat16)
             kept = weakref.ref(states)
             with torch.no_grad():
-                assert (picks.guess(states) is not None) is is_told
+                assert (picks.guess(states) is not None) is is_guessed
             del states
             assert kept() is None
     finally:
@@ -328,7 +328,7 @@ def test_a_capture_that_ends_between_two_layers_is_joined(monkeypatch: pytest.Mo
 
 
 class Log(CpuBackend):
-    """A device that says what it is told, and captures."""
+    """A device that logs its calls, and captures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Log(CpuBackend):
 
 
 class Picking:
-    """A unit that picks, and names what it is told."""
+    """A unit that picks rows, and names those of its argument."""
 
     guesses = True
 
@@ -408,5 +408,5 @@ def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
     units[0].look_ahead(torch.tensor([[3, 1]]))
     ahead.drop()
     ahead.join()
-    assert log.log[-1] == ("compute", None), "what a failed capture recorded is waited for by nobody"
+    assert log.log[-1] == ("compute", None), "nothing waits for a fetch of a failed capture"
     log.close()

@@ -71,7 +71,7 @@ class Model:
         self.slot_of, self.guessed = {}, []
 
     def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """In free slots, of which this may not take one in the first step, or in those of rows that nobody asked for
+        """In free slots, of which this may not take one in the first step, or in those of rows that were not named
         in the last. What was guessed since then was wrong."""
         fetched: list[tuple[int, int]] = []
         self.judge(set())
@@ -186,7 +186,7 @@ def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int,
         assert table.used > 0.5 * table.ahead > 500
     if recall == 0.0 and num_rows == 128:
         assert off > 1000, "wrong guesses go on"
-        assert table.ahead > 100, "and nobody looks whether they are right again"
+        assert table.ahead > 100, "and they are not tried again"
 
 
 def test_a_wrong_guess_is_the_next_to_go_and_takes_nothing_from_the_last_step() -> None:

@@ -161,28 +161,28 @@ def test_a_device_is_asked_once_for_each_window(tmp_path: Path, cache: PageCache
     assert len(device.asked) == 3
 
 
-def told(stack: Stack, device: Device | None = None, *, waits: bool = True) -> str:
+def reason(stack: Stack, device: Device | None = None, *, waits: bool = True) -> str:
     alias = stack.home.group.alias
     return unread([alias], {alias: stack.home}, device or Device(), waits=waits) or ""
 
 
-def test_of_rows_that_begin_at_no_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+def test_rows_that_do_not_begin_at_a_word_are_refused(tmp_path: Path, cache: PageCache) -> None:
     stack = stack_in(shards(tmp_path, data_of(), 2, before=4098), cache)
     assert stack.pieces(Device()) == []
-    assert re.search(r"rows of w .* in .*/0 it does not begin and end at multiples of 8 bytes", told(stack))
+    assert re.search(r"rows of w .* in .*/0 it does not begin and end at multiples of 8 bytes", reason(stack))
 
 
-def test_of_a_row_that_is_cut_inside_of_a_word_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+def test_a_row_that_is_cut_inside_a_word_is_refused(tmp_path: Path, cache: PageCache) -> None:
     path, data = tmp_path / "0", data_of()
     path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
     mapping, cut = FileMapping(path), len(data) - 4
     stack = stack_in([FileSlice(mapping, 0, cut), FileSlice(mapping, cut + 12, cut + 16)], cache)
     assert stack.pieces(Device()) == []
-    assert "multiples of 8 bytes" in told(stack)
+    assert "multiples of 8 bytes" in reason(stack)
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> None:
+def test_pages_that_are_not_pinned_are_refused(num: int, tmp_path: Path) -> None:
     """Of the first window, or from the third on."""
     windows: list[torch.Tensor] = []
 
@@ -193,13 +193,15 @@ def test_of_pages_that_are_not_pinned_it_is_told(num: int, tmp_path: Path) -> No
 
     cache = PageCache(refuse, lambda memory: None, show=lambda memory: memory)
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
-    assert "host memory that the device does not read" in told(stack)
+    assert "host memory that the device cannot read" in reason(stack)
     assert stack.pieces(Device()) == []
     cache.close()
 
 
 @pytest.mark.parametrize("refused", [None, 1, 3])
-def test_nobody_waits_for_pages_before_it_is_to_or_asks_the_device(refused: int | None, tmp_path: Path) -> None:
+def test_without_waits_there_is_no_wait_for_pages_and_no_question_to_the_device(
+    refused: int | None, tmp_path: Path
+) -> None:
     """But for who pins: each question to the driver would wait for that, and of 400 windows that takes seconds."""
     let, windows, asking = threading.Event(), list[torch.Tensor](), set[str]()
 
@@ -215,35 +217,35 @@ def test_nobody_waits_for_pages_before_it_is_to_or_asks_the_device(refused: int 
 
     cache, device = PageCache(pin, lambda memory: None, show=show), Device()
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
-    assert told(stack, device, waits=False) == "", "they are on their way"
+    assert reason(stack, device, waits=False) == "", "they are on their way"
     let.set()
     for each in stack.home.source.pages:
         assert each.done.wait(30)
-    assert bool(told(stack, device, waits=False)) is (refused is not None)
-    assert bool(told(stack, device)) is (refused is not None)
+    assert bool(reason(stack, device, waits=False)) is (refused is not None)
+    assert bool(reason(stack, device)) is (refused is not None)
     assert not device.asked
     assert asking <= {"weightstream-pages"}
     assert bool(asking) is (refused != 1)
     cache.close()
 
 
-def test_of_columns_of_files_it_is_told_at_once(tmp_path: Path, cache: PageCache) -> None:
+def test_columns_of_files_are_refused_at_once(tmp_path: Path, cache: PageCache) -> None:
     (tmp_path / "0").write_bytes(bytes(4 * NUM_ROWS * ROW))
     columns = FileSlice(FileMapping(tmp_path / "0"), 0, 2 * NUM_ROWS * ROW - ROW // 2, pitch=ROW, width=ROW // 2)
     stack, device = stack_in([columns], cache), Device()
     for waits in (False, True):
-        assert "it is columns of what is in files" in told(stack, device, waits=waits)
+        assert "it is columns of tensors in files" in reason(stack, device, waits=waits)
     assert not device.asked
 
 
-def test_of_what_is_on_disk_it_is_told(tmp_path: Path, cache: PageCache) -> None:
+def test_a_stack_on_disk_is_refused(tmp_path: Path, cache: PageCache) -> None:
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
-    assert told(stack) == ""
+    assert reason(stack) == ""
     stack.home.source = in_file(stack.home.group.home, stack.home.source.lazy)
-    assert "disk memory that the device does not read" in told(stack)
+    assert "disk memory that the device cannot read" in reason(stack)
 
 
-def test_of_what_is_no_stack_it_is_told() -> None:
+def test_a_weight_that_is_no_stack_is_refused() -> None:
     (group,) = groups(torch.nn.Linear(64, 64, bias=False)).values()
     home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
     assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")

@@ -1,8 +1,8 @@
-"""Ranges: of which bytes of a checkpoint a tensor consists that transformers stacks, joins or splits as it loads.
+"""The bytes of a checkpoint that form a tensor which transformers stacks, joins or splits while it loads.
 
-transformers' own code is run on tokens in place of weights: each row of a tensor is as many 64-bit numbers as tell it
-from any other row, and a result tells by its numbers where its rows come from. Computed values are no tokens, another
-order within a row or another length of it does not fit: such a tensor has no ranges. It reads no weight.
+transformers' own code runs on tokens instead of weights: each row of a tensor is replaced by a few 64-bit numbers that
+no other row has, so the numbers in a result show where its rows come from. A result of computed values, or of rows in
+another order or of another length inside, has no valid tokens, and then no ranges. No weight is read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from weightstream.adapters.hf import private
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.header import torch_dtype
 
-_WIDTH = 3  # tokens of a row: odd, so that halves of a row do not fit
-# Odd: multiplying by it is a bijection of 64-bit numbers, and spreads them over both signs.
+_WIDTH = 3  # tokens of a row: odd, so that half a row has no valid tokens
+# Odd: to multiply by it is a bijection of 64-bit numbers, and spreads them over both signs.
 _FACTOR = 0x1E3779B97F4A7C15
 _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
-_MAX_RANGES = 4096  # more are rows in another order, and single rows are slower to read than to convert
+_MAX_RANGES = 4096  # more would be rows in another order, and single rows are slower to read than to convert
 
 
 class TensorRange(NamedTuple):
@@ -39,11 +39,14 @@ class TensorRange(NamedTuple):
 
 
 class Gathered:
-    """A tensor of a model, like `made`, of ranges of a checkpoint's tensors, as transformers takes it."""
+    """A tensor of a model that consists of ranges of a checkpoint's tensors, in the form that transformers takes.
 
-    def __init__(self, name: str, ranges: Sequence[TensorRange], made: torch.Tensor, checkpoint: Checkpoint) -> None:
-        self.shape = made.shape
-        self.dtype = made.dtype
+    It has the shape and the dtype of `like`.
+    """
+
+    def __init__(self, name: str, ranges: Sequence[TensorRange], like: torch.Tensor, checkpoint: Checkpoint) -> None:
+        self.shape = like.shape
+        self.dtype = like.dtype
         self._name = name
         self._ranges = ranges
         self._checkpoint = checkpoint
@@ -52,7 +55,7 @@ class Gathered:
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """By `[...]` all of it, which holds nothing until it is read; else what is read now."""
+        """`[...]` is the whole tensor, which holds nothing until it is read; any other index is read now."""
         whole = self._of(self._ranges)
         if index is Ellipsis:
             return whole.view(self.shape)
@@ -62,15 +65,17 @@ class Gathered:
         return whole.view(self.shape)[index].clone()
 
     def shard(self, cut: Callable[[torch.Tensor], torch.Tensor], dims: Collection[int]) -> torch.Tensor | None:
-        """What `cut` takes of a tensor of this shape, in pieces along these dimensions, from where it lies; None where
-        that is nothing, or no run of columns of some rows."""
+        """The part that `cut` takes of a tensor of this shape, which it cuts along `dims`, read from its own ranges.
+
+        None where the part is empty, or more than a run of columns of some rows.
+        """
         if not self.shape or 0 in self.shape:
             return None
         is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
         rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
         is_cut = not is_flat and len(self.shape) - 1 in dims
         nbytes = width * self.dtype.itemsize
-        rows = cut(rows.expand(self.shape) if is_cut else rows)  # a view: nothing of that size is made
+        rows = cut(rows.expand(self.shape) if is_cut else rows)  # of a view, which takes no memory of that size
         if not rows.numel():
             return None
         if is_cut:
@@ -81,7 +86,7 @@ class Gathered:
         return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
 
     def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[TensorRange]:
-        """Where the rows of these numbers lie."""
+        """The ranges of the rows with these numbers."""
         bounds = [0, *(numbers.diff() != 1).nonzero().flatten().add(1).tolist(), len(numbers)]
         firsts = list(accumulate(((part.end - part.begin) // nbytes for part in self._ranges), initial=0))
         found: list[TensorRange] = []
@@ -100,7 +105,7 @@ class Gathered:
 
 
 class Decoded:
-    """A coded tensor as transformers shards it: decoded while it is indexed, and in memory no longer."""
+    """A compressed tensor for transformers to shard: decompressed in memory only while it is indexed."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._tensor = checkpoint.tensor(name)
@@ -118,7 +123,7 @@ class Decoded:
 
 
 class GatheredTensors(NamedTuple):
-    """Tensors of a model, by name, and the names in the checkpoint that are of no use for any other tensor."""
+    """Tensors of a model, by name, and the names in the checkpoint that no other tensor needs."""
 
     tensors: dict[str, Gathered]
     used: set[str]
@@ -130,10 +135,9 @@ def gather(
     places: Mapping[str, private.LoadTarget],
     mapping: Mapping[str, str] | None = None,
 ) -> GatheredTensors:
-    """The tensors of a model on meta that transformers would convert, of whole rows of plain tensors of a checkpoint,
-    gathered from there.
+    """The tensors of a model on meta that transformers would make of whole rows of a checkpoint's uncompressed tensors.
 
-    What is made of the same tensors is gathered together, and only if that takes all of their bytes.
+    Tensors that are made of the same ones are gathered together, and only if they take all of their bytes.
     """
     converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
     plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
@@ -156,8 +160,10 @@ def gather(
 def as_they_are(
     model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, private.LoadTarget]
 ) -> dict[str, Gathered]:
-    """Likewise, by their names in the checkpoint, those that transformers takes as they are. Those that it may compare,
-    as they are given for the same parameter, are not among them."""
+    """The tensors that transformers takes unchanged, by their names in the checkpoint.
+
+    Tensors for the same parameter are left out, as transformers may compare them.
+    """
     found, state = {}, model.state_dict(keep_vars=True)
     sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
     for name, (place, is_converted) in places.items():
@@ -174,11 +180,11 @@ def as_they_are(
 def byte_ranges(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None = None
 ) -> dict[str, tuple[TensorRange, ...]]:
-    """Of every tensor of the model that is whole rows of a checkpoint's tensors, their bytes in order.
+    """The bytes, in order, of every tensor of the model that consists of whole rows of a checkpoint's tensors.
 
     Args:
-        model: of transformers, on meta, in the dtypes that it will have.
-        tensors: those of the checkpoint by name; only their shapes and dtypes are looked at.
+        model: a transformers model on meta, in the dtypes that it will have.
+        tensors: the tensors of the checkpoint by name; only their shapes and dtypes are used.
         mapping: the `key_mapping` of the load.
     """
     sources = _Sources(tensors)
@@ -186,14 +192,14 @@ def byte_ranges(
     for module in tokens.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                made = torch.empty(_token_shape(param.shape), dtype=torch.int64, device="meta")
-                module._parameters[name] = nn.Parameter(made, requires_grad=False)
+                empty = torch.empty(_token_shape(param.shape), dtype=torch.int64, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
     names = {id(module): name for name, module in tokens.named_modules()}
     wanted = model.state_dict()
     found: dict[str, tuple[TensorRange, ...]] = {}
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        """Looks at what was made at once, so that tokens of one parameter are in memory at a time."""
+        """Read the tokens of a parameter at once, so that those of one parameter are in memory at a time."""
         if param is None or param.is_meta or id(module) not in names:
             return None
         full = f"{names[id(module)]}.{name}".lstrip(".")
@@ -206,64 +212,67 @@ def byte_ranges(
     return found
 
 
-class _Made(NamedTuple):
-    """What is converted together: the numbers in the name of what it becomes, and its tensors' names by their own
-    without these numbers."""
+class _Conversion(NamedTuple):
+    """Tensors of a checkpoint that are converted together."""
 
-    numbers: tuple[str, ...]
-    names: dict[str, str]
+    numbers: tuple[str, ...]  # in the name of the result: those of blocks
+    names: dict[str, str]  # of the tensors, by their names without these numbers
 
 
 def _by_kinds(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], mapping: Mapping[str, str] | None
 ) -> dict[str, tuple[TensorRange, ...]]:
-    """As `byte_ranges`, of tensors that go to these places. Of many that differ by the numbers of their blocks alone,
-    the first and the last are converted; where these two are alike, those between them are taken to be so, too."""
-    if mapping:  # which may tell blocks apart
+    """As `byte_ranges`, for tensors that go to these places.
+
+    Of conversions that differ only by the numbers of their blocks, the first and the last are tried. If these two are
+    alike, all between them count as alike.
+    """
+    if mapping:  # it may treat blocks differently
         return byte_ranges(model, tensors, mapping)
     kinds = _kinds(tensors, places)
-    tried = [made for kind in kinds for made in (kind[0], kind[-1])]
-    found = byte_ranges(model, {name: tensors[name] for made in tried for name in made.names.values()})
-    owners = {name: (made, alike) for made in tried for alike, name in made.names.items()}
-    told: dict[int, dict[str, list[TensorRange]]] = {id(made): {} for made in tried}
+    tried = [conversion for kind in kinds for conversion in (kind[0], kind[-1])]
+    found = byte_ranges(model, {name: tensors[name] for conversion in tried for name in conversion.names.values()})
+    owners = {name: (conversion, alike) for conversion in tried for alike, name in conversion.names.items()}
+    by_pattern: dict[int, dict[str, list[TensorRange]]] = {id(conversion): {} for conversion in tried}
     for full, ranges in found.items():
-        made, _ = owners[ranges[0].name]
-        pattern, whose = _without(full, made.numbers), [owners[part.name] for part in ranges]
-        if pattern is None or any(other is not made for other, _ in whose):
+        conversion, _ = owners[ranges[0].name]
+        pattern, owned = _without(full, conversion.numbers), [owners[part.name] for part in ranges]
+        if pattern is None or any(other is not conversion for other, _ in owned):
             return byte_ranges(model, tensors)
-        told[id(made)][pattern] = [part._replace(name=alike) for part, (_, alike) in zip(ranges, whose, strict=True)]
+        parts = [part._replace(name=alike) for part, (_, alike) in zip(ranges, owned, strict=True)]
+        by_pattern[id(conversion)][pattern] = parts
     state = model.state_dict()
     for kind in (kind for kind in kinds if kind[2:]):
-        first, last = told[id(kind[0])], told[id(kind[-1])]
-        for made, (pattern, parts) in product(kind[1:-1], first.items()):
-            full, example = (_with(pattern, numbers) for numbers in (made.numbers, kind[0].numbers))
+        first, last = by_pattern[id(kind[0])], by_pattern[id(kind[-1])]
+        for conversion, (pattern, parts) in product(kind[1:-1], first.items()):
+            full, example = (_with(pattern, numbers) for numbers in (conversion.numbers, kind[0].numbers))
             if first != last or full not in state or not _is_like(state[full], state[example]):
                 return byte_ranges(model, tensors)
-            found[full] = tuple(part._replace(name=made.names[part.name]) for part in parts)
+            found[full] = tuple(part._replace(name=conversion.names[part.name]) for part in parts)
     return found
 
 
-def _kinds(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> list[list[_Made]]:
-    """Those that are converted together, in lists of which each has the same but for numbers of blocks."""
+def _kinds(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> list[list[_Conversion]]:
+    """The conversions, in lists whose members differ only by the numbers of their blocks."""
     names: dict[str, list[str]] = {}
     for name, place in places.items():
         names.setdefault(place, []).append(name)
-    kinds: dict[tuple[object, ...], list[_Made]] = {}
+    kinds: dict[tuple[object, ...], list[_Conversion]] = {}
     for place, of_place in names.items():
         numbers = tuple(part for part in place.split(".") if part.isdigit())
         named = {_without(name, numbers): name for name in of_place}
         if None in named:
             numbers, named = (), {name: name for name in of_place}
-        about = (
+        kind = (
             _without(place, numbers),
             *((alike, tensors[name].shape, tensors[name].dtype) for alike, name in named.items()),
         )
-        kinds.setdefault(about, []).append(_Made(numbers, named))  # type: ignore[arg-type]
+        kinds.setdefault(kind, []).append(_Conversion(numbers, named))  # type: ignore[arg-type]
     return list(kinds.values())
 
 
 def _without(name: str, numbers: tuple[str, ...]) -> str | None:
-    """A name with stars in place of its first numbers; None where it has others."""
+    """A name with stars in place of its first numbers; None where it has other numbers."""
     parts = name.split(".")
     at = [index for index, part in enumerate(parts) if part.isdigit()][: len(numbers)]
     if tuple(parts[index] for index in at) != numbers:
@@ -274,9 +283,9 @@ def _without(name: str, numbers: tuple[str, ...]) -> str | None:
 
 
 def _with(pattern: str, numbers: tuple[str, ...]) -> str:
-    """The name of which it is the pattern."""
-    left = iter(numbers)
-    return ".".join(next(left) if part == "*" else part for part in pattern.split("."))
+    """The name whose pattern and numbers these are."""
+    remaining = iter(numbers)
+    return ".".join(next(remaining) if part == "*" else part for part in pattern.split("."))
 
 
 def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -284,7 +293,7 @@ def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Sources:
-    """The tensors of a checkpoint as tokens, and how tokens are read."""
+    """The tensors of a checkpoint as tokens, and the way back from tokens to ranges."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = list(tensors.items())
@@ -294,10 +303,10 @@ class _Sources:
         for name, tensor in self._tensors:
             self._firsts.append(end)
             self.tokens[name] = _Tokens(end, _token_shape(tensor.shape))
-            end += prod(self.tokens[name].shape) + 1  # a gap: no range goes over the end of a tensor
+            end += prod(self.tokens[name].shape) + 1  # a gap, so that no range crosses the end of a tensor
 
     def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[TensorRange, ...]:
-        """What these tokens stand for in a tensor like `wanted`; nothing where that is not whole rows."""
+        """The ranges that these tokens mean in a tensor like `wanted`; none where they are not of whole rows."""
         if made.dtype is not torch.int64 or made.shape != _token_shape(wanted.shape) or not made.numel():
             return ()
         numbers = made.detach().reshape(-1) * _INVERSE
@@ -309,7 +318,7 @@ class _Sources:
         return tuple(ranges) if len(ranges) == len(bounds) - 1 else ()
 
     def _range(self, number: int, length: int, wanted: torch.Tensor) -> TensorRange | None:
-        """What a run of consecutive tokens stands for; None where no tensor has them, or its rows are other ones."""
+        """The range of a run of consecutive tokens; None where they are of no tensor, or of one with other rows."""
         at = bisect(self._firsts, number) - 1
         if at < 0:
             return None
@@ -325,7 +334,7 @@ class _Sources:
 
 
 class _Tokens:
-    """A tensor of tokens, made as transformers takes it."""
+    """A tensor of tokens, made when transformers takes it."""
 
     def __init__(self, first: int, shape: torch.Size) -> None:
         self.shape = shape

@@ -1,8 +1,8 @@
-"""What a path or a repository on the hub is: its folder, its config, the class of the model, and its skeleton.
+"""The model at a path or in a repository on the hub: its folder, its config, its class, and its skeleton.
 
-A skeleton is a transformers model without weights, told from config.json and the headers of shards. Each tensor has the
-shape, strides, dtype and ties that it would have once loaded: a plan of the skeleton is a plan of the model. Reads no
-tensor.
+A skeleton is a transformers model without weights, made from config.json and the headers of shards. Each tensor has the
+shape, strides, dtype and ties that it would have once loaded, so a plan of the skeleton is a plan of the model. No
+tensor is read.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ _LOGGER = logging.getLogger("weightstream")
 _INDEX = "model.safetensors.index.json"
 PIPELINE = "model_index.json"
 ADAPTER = "adapter_config.json"
-# what it says, and what the library below it says where there is no network, which is no OSError
+# errors of the hub, and that of the HTTP library where there is no network, which is no OSError
 _HUB_ERRORS: tuple[type[Exception], ...] = (*huggingface_hub.errors.HfHubHTTPError.__bases__, OSError, ValueError)
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "tokenizer*")
 DESCRIBING = ("*.json",)
-# methods whose weights stream as they are
+# methods of quantisation whose weights stream as they are
 QUANTISED = frozenset(("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"))
-_LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # as transformers asks for
-_NOT_OF_CONFIGS = frozenset(("attn_implementation", "experts_implementation", "quantization_config"))  # for the load
+_LIBRARIES = MappingProxyType({"awq": ("gptqmodel",), "gptq": ("gptqmodel", "optimum")})  # that transformers needs
+_NOT_OF_CONFIGS = frozenset(
+    ("attn_implementation", "experts_implementation", "quantization_config")
+)  # options of the load
 _SPARED = ("*/*.safetensors", "consolidated*.safetensors")  # second copies of the same weights
 
 
 def check_dtype(dtype: str | torch.dtype) -> None:
-    """Raises `ConfigError` for what names no dtype that a model can be cast to."""
+    """Raise `ConfigError` for a dtype that a model cannot be cast to."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ConfigError(
@@ -69,7 +71,7 @@ class _Download(NamedTuple):
 
 
 class WeightFiles(NamedTuple):
-    """What a config says of the files of weights: the name of one that has no usual name, and of more of them."""
+    """The files of weights that a config names: one with an unusual name, and additional ones."""
 
     named: str | None
     extra: tuple[str, ...]
@@ -78,10 +80,10 @@ class WeightFiles(NamedTuple):
 def local_path(
     name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
 ) -> LocalFiles:
-    """The files of a checkpoint, got from the hub where `name` is no path.
+    """The files of a checkpoint, downloaded from the hub where `name` is no path.
 
-    Raises `CheckpointError`. Of `files` only those whose names are like one of these are got. Without a network the
-    snapshot in the hub's cache is taken, if there is one.
+    Only files whose names match one of the patterns in `files` are downloaded. Without a network the snapshot in the
+    hub's cache is used, if there is one. Raises `CheckpointError`.
     """
     path = _got(name, remote_code, files, subfolder, hub).path
     return LocalFiles(path, path if path.is_dir() else path.parent)
@@ -115,9 +117,11 @@ def _got(
 
 
 def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any]) -> Path | None:
-    """The snapshot in the cache, where an error is that the hub is out of reach. It may lack files, as those were got
-    that somebody needed."""
-    if isinstance(error, huggingface_hub.errors.HfHubHTTPError | ValueError):  # the hub has answered, or is not asked
+    """The snapshot in the hub's cache, if the error means that the hub is out of reach.
+
+    It may lack files, as the cache has only those that were needed before.
+    """
+    if isinstance(error, huggingface_hub.errors.HfHubHTTPError | ValueError):  # the hub has answered, or was not asked
         return None
     place = {key: hub.get(key) for key in ("cache_dir", "revision")}
     for file in ("config.json", ADAPTER, PIPELINE):
@@ -130,32 +134,32 @@ def _cached(name: str, subfolder: str, error: Exception, hub: Mapping[str, Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model is: what transformers is told, and what is on this machine."""
+    """A model as transformers finds it, and its files on this machine."""
 
     name: str  # a folder, or a repository on the hub
-    hub: Mapping[str, Any]  # keywords of `from_pretrained` that go with it
-    base: str  # the same name, or that of the model that an adapter in a folder of its own belongs to
+    hub: Mapping[str, Any]  # keywords of `from_pretrained` for this name
+    base: str  # the same name; for a folder with an adapter only, the name of the adapter's model
     path: Path  # the folder or file of the weights
     folder: Path  # of config.json
     adapter: Path | None  # the folder of an adapter that is loaded with the model
 
     @property
     def subfolder(self) -> str:
-        """That of the repository or folder which all of it is in."""
+        """The folder inside of the repository or folder that has all of the model."""
         return str(self.hub.get("subfolder") or "")
 
     @property
     def code(self) -> private.CodeSource:
-        """Where transformers finds code that comes with the model."""
+        """The source of the code that comes with the model."""
         return private.CodeSource(self.base, self.hub)
 
     def files_of(self, config: Any) -> WeightFiles:
-        """What a config, or config.json for None, says of the files of weights."""
+        """The files of weights that a config names, or config.json for None."""
         extra = getattr(type(config), "extra_files", ()) if self.path.is_dir() else ()
         return WeightFiles(weights_named(self.path, config), tuple(extra))
 
     def checkpoint(self, config: Any) -> Checkpoint:
-        """The files of the weights that transformers takes; says what they have that an index does not say."""
+        """Open the files of weights that transformers would load; logs where their index is wrong."""
         files = self.files_of(config)
         found = Checkpoint.open(self.path, files.named, files.extra)
         for note in found.notes:
@@ -166,19 +170,19 @@ class ModelSource:
 def find(
     name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
 ) -> ModelSource:
-    """A model, and the adapter in its folder, or whose folder it is, if transformers would load that.
+    """A model, with the adapter in its folder if transformers would load that; or the model of an adapter's folder.
 
     Arguments as of `local_path`. Raises `CheckpointError`.
     """
     path, is_cached = _got(name, remote_code, files, subfolder, hub)
-    folder, given = path if path.is_dir() else path.parent, Path(name).expanduser()
-    passed = {} if given.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that has been done
+    folder, local = path if path.is_dir() else path.parent, Path(name).expanduser()
+    passed = {} if local.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that is done now
     passed |= {"subfolder": subfolder} if subfolder else {}
     passed |= {"local_files_only": True} if is_cached else {}
-    if given.is_file():
-        name = given.parent
-    elif given.is_dir() and not os.path.isdir(name):  # it begins with ~
-        name = given
+    if local.is_file():
+        name = local.parent
+    elif local.is_dir() and not os.path.isdir(name):  # it begins with ~
+        name = local
     found = ModelSource(name=str(name), base=str(name), hub=passed, path=path, folder=folder, adapter=None)
     if not (folder / ADAPTER).is_file():
         return found
@@ -194,7 +198,9 @@ def find(
     if not transformers.utils.is_peft_available():
         if is_alone:
             raise CheckpointError(f"{folder} is an adapter of {base}: pip install peft loads that model with it")
-        _LOGGER.warning("%s: the adapter in it is not loaded, nor is it by transformers: pip install peft", folder)
+        _LOGGER.warning(
+            "%s: its adapter is not loaded, and transformers would not load it either: pip install peft", folder
+        )
         return found
     if not is_alone:
         return replace(found, adapter=folder)
@@ -205,18 +211,18 @@ def find(
 
 
 def _base_of(folder: Path) -> str | None:
-    """The model that the adapter in a folder belongs to."""
+    """The name of the model that the adapter in a folder is for, if the adapter names it."""
     base = _facts(folder / ADAPTER).get("base_model_name_or_path")
     return base if isinstance(base, str) else None
 
 
 def _is_of_model(file: str) -> bool:
-    """Whether a file, by its name, is of the weights of a model, and not of an adapter."""
+    """Whether a file, by its name, has weights of a model, not of an adapter."""
     return file.endswith(SUFFIXES) and not file.startswith("adapter_model.")
 
 
 def weights_named(path: Path, config: Any) -> str | None:
-    """The file of weights that the config of a folder names, if it names one; that of config.json for None.
+    """The file of weights that a config names, or config.json for None; None where it names none.
 
     Raises `CheckpointError`.
     """
@@ -234,7 +240,7 @@ def weights_named(path: Path, config: Any) -> str | None:
 
 
 def _inside(folder: Path, subfolder: str) -> Path:
-    """A folder in a folder, and nowhere else. Raises `CheckpointError`."""
+    """A folder inside of a folder. Raises `CheckpointError` where it is elsewhere."""
     path = folder / subfolder
     if subfolder and (not path.is_dir() or not path.resolve().is_relative_to(folder.resolve())):
         raise CheckpointError(f"{folder}: no folder {subfolder!r} in it")
@@ -244,9 +250,9 @@ def _inside(folder: Path, subfolder: str) -> Path:
 def config_and_class(
     source: ModelSource, model_class: Any, remote_code: bool, given: Any = None, options: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:
-    """The config of a model, or the one `given`, and the class of the model that it describes.
+    """The config of a model, or the one that is given, and the class of the model that it describes.
 
-    What the config has of `options` is taken out of these and set there, as transformers does. Raises as
+    Options that the config has are taken out of `options` and set in the config, as transformers does. Raises as
     `load_pretrained`.
     """
     folder = source.folder
@@ -264,8 +270,8 @@ def config_and_class(
     if not isinstance(config, kind):
         whole, config = config, config.get_text_config()
         if (quantization := getattr(whole, "quantization_config", None)) is not None:
-            config.quantization_config = quantization  # as transformers' Auto classes hand it on
-    config.name_or_path = source.base  # a class may look there for files, as it is made
+            config.quantization_config = quantization  # as transformers' Auto classes do
+    config.name_or_path = source.base  # a class may look for files there when it is constructed
     return config, cls
 
 
@@ -278,18 +284,18 @@ def names_pipeline(path_or_repo_id: str | Path) -> bool:
         if isinstance(huggingface_hub.try_to_load_from_cache(str(path_or_repo_id), PIPELINE), str):
             return True
         return huggingface_hub.file_exists(str(path_or_repo_id), PIPELINE)
-    except _HUB_ERRORS:  # who gets its files next says what is wrong
+    except _HUB_ERRORS:  # the download that follows raises a better error
         return False
 
 
 def is_quantised(folder: Path) -> bool:
-    """Whether config.json says so."""
+    """Whether the config.json of a folder has a quantization_config."""
     facts = _facts(folder / "config.json")
     return bool(facts.get("quantization_config") or facts.get("compression_config"))
 
 
 def _override(config: Any, options: dict[str, Any]) -> None:
-    """Set what the config has of these, and take it out of them; a dict of a part goes into that part."""
+    """Move the options that the config has into it; a dict for a sub-config is merged into that."""
     for name in [name for name in options if hasattr(config, name) and name not in _NOT_OF_CONFIGS]:
         value, part = options.pop(name), getattr(config, name)
         if isinstance(value, dict) and isinstance(part, transformers.PreTrainedConfig):
@@ -307,7 +313,7 @@ def _read_config(source: ModelSource, remote_code: bool) -> Any:
 
 
 def _elsewhere(folder: Path) -> str:
-    """Who loads it, if it is of diffusers, or may be."""
+    """Advice for a folder that is, or may be, of diffusers; empty for any other."""
     try:
         kind = json.loads((folder / "config.json").read_bytes()).get("_class_name")
     except FileNotFoundError:
@@ -324,7 +330,7 @@ def _elsewhere(folder: Path) -> str:
 
 
 def _checked(folder: Path, config: Any) -> Any:
-    """The config, unless it is of a method of quantisation that is not supported."""
+    """The config; raises `UnsupportedError` for a method of quantisation that is not supported."""
     quantization = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if quantization:
         config.quantization_config = quantization
@@ -333,7 +339,7 @@ def _checked(folder: Path, config: Any) -> Any:
 
 
 def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
-    """Raise `UnsupportedError` unless its method is one of these, and the libraries that it needs are there."""
+    """Raise `UnsupportedError` unless the method is one of these and the libraries that it needs are installed."""
     facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
     found = facts.get("quant_method", "unknown")
     method = str(getattr(found, "value", found))
@@ -355,25 +361,25 @@ def _class_of(config: Any, model_class: Any, remote_code: bool, source: ModelSou
 
 
 def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
-    """The class, or the Auto class that stands for it, of the first architecture that is known."""
+    """The class of the first architecture that is known, or the Auto class through which its code is loaded."""
     names = config.architectures or []
     if not names:
         raise CheckpointError(f"{folder}: config.json names no architectures; pass model_class=")
     code = {auto: str(ref) for auto, ref in (getattr(config, "auto_map", None) or {}).items() if "AutoModel" in auto}
-    brought = {ref.rpartition(".")[2]: auto for auto, ref in reversed(code.items())}
+    of_code = {ref.rpartition(".")[2]: auto for auto, ref in reversed(code.items())}
     for name in names if remote_code else ():
-        if name in brought:
-            return getattr(transformers, brought[name])
+        if name in of_code:
+            return getattr(transformers, of_code[name])
     for name in names:
         kind = getattr(transformers, name, None)
         is_of_a_kind = getattr(kind, "config_class", None) is not None  # the base of all classes is not
         if isinstance(kind, type) and (is_of_a_kind or hasattr(kind, "_model_mapping")):
             return kind
-    if remote_code and len(brought) == 1:  # under another name than the config's
-        return getattr(transformers, *brought.values())
+    if remote_code and len(of_code) == 1:  # under another name than the config's
+        return getattr(transformers, *of_code.values())
     remedy = "pass model_class=transformers.AutoModelForCausalLM, or whichever class it is"
     if code and not remote_code:
-        remedy = f"pass trust_remote_code=True to run the code with it that has {', '.join(brought)}, or model_class="
+        remedy = f"pass trust_remote_code=True to run the code with it that has {', '.join(of_code)}, or model_class="
     raise CheckpointError(
         f"{folder}: config.json names the architecture {', '.join(map(repr, names))}, and transformers "
         f"{transformers.__version__} has no class of this name; {remedy}"
@@ -382,7 +388,7 @@ def _named_class(config: Any, remote_code: bool, folder: Path) -> Any:
 
 @contextlib.contextmanager
 def refused_as_checkpoint(name: object, verb: str, library: str = "transformers") -> Iterator[None]:
-    """Whatever a library makes of a config or a keyword that it cannot use is a `CheckpointError`."""
+    """Inside, any error of a library about a config or a keyword is raised as `CheckpointError`."""
     try:
         yield
     except (WeightstreamError, MemoryError):
@@ -400,11 +406,11 @@ def skeleton(
     model_config: Any = None,
     distributed_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
-    """Builds the model that `load_pretrained` would load, with shapes in place of weights, in evaluation mode.
+    """Build the model that `load_pretrained` would load, on the meta device and in evaluation mode.
 
-    The checkpoint is None where its weights are not all on this machine: a folder needs no more than its config.json,
-    and of a repository on the hub only JSON files are got. So it is where a `distributed_config` leaves shards of them,
-    which are in no file as they are. Raises `CheckpointError`, `UnsupportedError`, `ConfigError`.
+    A folder needs no more than its config.json, and of a repository on the hub only JSON files are downloaded. The
+    checkpoint is None where not all of its weights are on this machine, and with a `distributed_config`, as shards are
+    not in the files as they are. Raises `CheckpointError`, `UnsupportedError`, `ConfigError`.
     """
     check_dtype(dtype)
     source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
@@ -421,24 +427,26 @@ def skeleton(
 
 
 def is_whole(path: Path, config: Any = None) -> bool:
-    """Whether the weights of a folder or file are all there; those that its config.json names for None."""
+    """Whether all files of the weights of a folder are there, as named by `config`, or by config.json for None."""
     names, name = os.listdir(path) if path.is_dir() else [path.name], weights_named(path, config)
     index = name or _INDEX
     if name is not None and not (path / name).is_file():
         return False
     if path.is_dir() and index.endswith(".json") and index in names and (name or "model.safetensors" not in names):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # `open` says what is wrong
+        with contextlib.suppress(
+            OSError, ValueError, TypeError, KeyError, AttributeError
+        ):  # `Checkpoint.open` raises a better error
             return set(json.loads((path / index).read_bytes())["weight_map"].values()) <= set(names)
     return name is not None or not path.is_dir() or any(_is_of_model(file) for file in names)
 
 
 def dtype_of(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | None, path: Path) -> torch.dtype:
-    """The dtype that transformers would load: of "auto" the config's, else that which an index tells, else that of the
-    first floats in the first file, by their names."""
+    """The dtype that transformers would load. For "auto" it is the config's, else that in an index, else that of the
+    first floating point tensor, by name, of the first file."""
     first: dict[str, torch.dtype] = {}
     if checkpoint is not None:
         index: Any = checkpoint.index
-        entries = read_header(checkpoint.mappings[0])[0]  # also those that another file has again
+        entries = read_header(checkpoint.mappings[0])[0]  # also those that a later file replaces
         first = {name: torch_dtype(entries[name].dtype) for name in sorted(entries)}
     else:  # the index may be here without the files
         index = _facts(path / _INDEX)
@@ -447,7 +455,7 @@ def dtype_of(dtype: str | torch.dtype, config: Any, checkpoint: Checkpoint | Non
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """A JSON file, or nothing where it cannot be read: who needs it next says what is wrong."""
+    """A JSON file, or nothing where it cannot be read: code that needs it raises a better error later."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
         return found if isinstance(found, dict) else {}
@@ -455,16 +463,16 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def build(cls: Any, config: Any, dtype: torch.dtype, distributed_config: Any = None) -> Any:
-    """A model on meta, whose tensors have the dtypes and strides that they would have once loaded in `dtype`; with a
-    `distributed_config` its shards."""
+    """A model on meta whose tensors have the dtypes and strides that they would have once loaded in `dtype`; with a
+    `distributed_config` it has the first rank's shards."""
     model = private.build_on_meta(cls, config, dtype)
     kept = private.kept_dtype(model, dtype)
-    made: dict[int, nn.Parameter] = {}
+    empty: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is not None:
                 wanted = kept(f"{prefix}.{name}") or param.dtype
-                module._parameters[name] = made.setdefault(id(param), _loaded(param, wanted))
+                module._parameters[name] = empty.setdefault(id(param), _loaded(param, wanted))
         for name, buffer in module._buffers.items():
             if buffer is not None and name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
@@ -483,7 +491,7 @@ def _loaded(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
-    """Warns where the headers hold another number of weights than the model: dtypes may differ, and names."""
+    """Warn where the headers have another number of weights than the model. Dtypes and names may differ."""
     once: set[int] = set()
     wanted = 0
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -491,13 +499,13 @@ def _compare(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
             wanted += tensor.numel()
         once.add(id(tensor))
     sizes = {name: prod(entry.shape) for name, entry in checkpoint.entries.items()}
-    held = sum(sizes.values())
-    if held != wanted:
-        held -= sum(sizes[name] for name in private.unused_names(model, sizes))
+    num_in_files = sum(sizes.values())
+    if num_in_files != wanted:
+        num_in_files -= sum(sizes[name] for name in private.unused_names(model, sizes))
         if layers := surplus.layers(model.state_dict(), private.unexpected_names(model, sizes)):
             _LOGGER.warning("%s: %s", folder, layers)
-    if held != wanted:
+    if num_in_files != wanted:
         _LOGGER.warning(
             "%s: the headers hold %d weights that %s takes, and by config.json it has %d: the plan is of the latter",
-            *(folder, held, type(model).__name__, wanted),
+            *(folder, num_in_files, type(model).__name__, wanted),
         )

@@ -1,12 +1,14 @@
-"""LoadedModel: a transformers model whose parameters view mapped files. It knows transformers, not plans or devices.
+"""Loading of a transformers model whose parameters view mapped files. Knows transformers, not plans or devices.
 
-transformers loads the model by its own `from_pretrained`, with the name that the caller gave; mapped tensors stand in
-for those that it would read from files. So everything else that it does with a folder is done: generation settings,
-adapters, a class's own `from_pretrained`. Tensors that it keeps as they are stay views of the checkpoint. Those it
-would stack or join from whole parts of files (experts fused) are made ready for it: as memory that holds nothing until
-it is read, and whose bytes have a known place in the files. Those it makes all the same (projections transposed,
-another dtype) are caught one by one, as it registers them: each is written to the offload folder and replaced by a view
-of that file, one at a time in memory.
+transformers loads the model by its own `from_pretrained`, with the name that the caller gave, but gets mapped tensors
+instead of reading files. So it does all else that it does with a folder: generation settings, adapters, a class's own
+`from_pretrained`. There are three kinds of tensors:
+
+- Those that transformers keeps unchanged stay views of the checkpoint.
+- Those that it would stack or join from whole parts of files (fused experts) are passed to it joined: as memory that
+  holds nothing until it is read, and whose bytes have a known place in the files.
+- Those that it makes anyway (transposed projections, another dtype) are caught one by one as it registers them. Each is
+  written to the offload folder and replaced by a view of that file, so that one at a time is in memory.
 """
 
 from __future__ import annotations
@@ -55,25 +57,26 @@ from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping, Memory
 
 _LOGGER = logging.getLogger("weightstream")
-# The hook, and what transformers is told for a load, are of the process. Code of a model may load another one.
+# Reentrant, as code of a model may load another one. The registration hook and the replaced functions of transformers
+# are global to the process.
 _LOADING = threading.RLock()
 _OF_THE_HUB = ("revision", "local_files_only", "token", "cache_dir", "force_download", "subfolder")
 _CPU = torch.device("cpu")
 _ON_THE_FLY = frozenset(("bitsandbytes", "torchao"))
 _DECIDED = "weightstream decides this itself; leave it out"
-_ADAPTER = "load the model without it, then model.load_adapter(folder), which takes it"
+_ADAPTER = "load the model without it, then call model.load_adapter(folder), which takes it"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("state_dict", "device_map", "max_memory", "tp_plan", "tp_size"), _DECIDED)
     | dict.fromkeys(("adapter_name", "adapter_kwargs"), _ADAPTER)
     | {
-        "gguf_file": "weightstream reads safetensors alone; leave it out",
-        "variant": "give the path of the file in place of the folder's: model.<variant>.safetensors, or its index, "
+        "gguf_file": "weightstream reads only safetensors; leave it out",
+        "variant": "give the path of the file instead of the folder's: model.<variant>.safetensors, or its index, "
         "model.safetensors.index.<variant>.json",
-        "output_loading_info": "the model alone is returned, and weights that are missing are an error; leave it out",
-        "code_revision": "code is of the same revision as the weights: leave it out, or give a folder",
+        "output_loading_info": "only the model is returned, and missing weights are an error; leave it out",
+        "code_revision": "code is loaded from the revision of the weights: leave it out, or give a folder",
     }
 )
-_PASSED_ON = frozenset(  # keywords of transformers that mean here what they mean there
+_PASSED_ON = frozenset(  # keywords of transformers that mean the same here
     (
         *("attn_implementation", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
         *("key_mapping", "kernel_config", "low_cpu_mem_usage", "quantization_config", "use_kernels", "use_safetensors"),
@@ -84,9 +87,10 @@ _PASSED_ON = frozenset(  # keywords of transformers that mean here what they mea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in evaluation mode, the files its parameters view, and the folder that must outlive it.
+    """A model in evaluation mode, the files that its parameters view, and the folder that must outlive it.
 
-    Parameters that are coded in the file, or lie in it in parts, view `lazy`, and hold zeros until that is populated.
+    Parameters that are compressed in the file, or lie in several parts of it, view `lazy`, and hold zeros until that is
+    populated.
     """
 
     model: Any
@@ -114,16 +118,21 @@ def load_pretrained(
     distributed_config: Any = None,
     **kwargs: Any,
 ) -> LoadedModel:
-    """Loads a transformers model without a second copy of its weights in memory.
+    """Load a transformers model without a second copy of its weights in memory.
 
-    `expect` is called with the model's dtype and bytes before any is read. Weights that transformers converts are
-    written to a folder in `offload_folder`; None: where temporary files go. So are those that the file holds
-    compressed, if `decode` says so of their dtypes, and those that a `quantization_config` quantises, one by one on
-    `device`. Without `may_write` a model that needs that is refused. `model_config` stands in
-    place of config.json. With `allow_missing` weights that the checkpoint lacks are random. With a `distributed_config`
-    the model has this process's shards. Other keywords go to the hub, to the config or to transformers.
+    Args:
+        expect: called with the model's dtype and bytes before any weight is read.
+        offload_folder: where a folder is made for weights that transformers converts, that are decompressed, or that a
+            `quantization_config` quantises, one by one on `device`; None: the directory of temporary files.
+        decode: called with the dtypes of compressed weights; whether these are written decompressed to the folder.
+        may_write: without it a model that needs the folder is refused.
+        model_config: used instead of config.json.
+        allow_missing: weights that the checkpoint lacks get random values.
+        distributed_config: the model has the shards of this process.
+        kwargs: for the hub, the config or transformers.
 
-    Raises `CheckpointError`, `UnsupportedError`, `StoreError`.
+    Raises:
+        CheckpointError, UnsupportedError, StoreError.
     """
     check_dtype(dtype)
     _refuse(kwargs)
@@ -134,7 +143,7 @@ def load_pretrained(
     path = source.path
     if path.is_dir() and names_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
-    checkpoint = source.checkpoint(model_config)  # what is wrong with it is told before anything of the config
+    checkpoint = source.checkpoint(model_config)  # its errors are raised before those of the config
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
         given = dict(kwargs)
@@ -149,7 +158,7 @@ def load_pretrained(
         options = {"config": config, "dtype": loaded, **kwargs, **source.hub}
         options |= {} if distributed_config is None else {"distributed_config": distributed_config}
         options |= {"trust_remote_code": True} if trust_remote_code else {}
-        # a class reads its own config, and all keywords are of generation, too; an Auto class drops those of the config
+        # a concrete class passes all keywords on to the generation settings; an Auto class drops those of the config
         is_concrete = model_config is None and hasattr(model_class, "config_class")
         of_generation = {key: given[key] for key in given.keys() - kwargs.keys()} if is_concrete else {}
         load = _Load(
@@ -184,10 +193,10 @@ def described(
     model_config: Any = None,
     distributed_config: Any = None,
 ) -> tuple[Any, Checkpoint | None]:
-    """What `hub.skeleton` gives; of a quantised checkpoint the model itself, whose tensors view files that nobody has
-    read: what is made of its tensors its library alone knows.
+    """The result of `hub.skeleton`; for a quantised checkpoint the loaded model, whose files are not read.
 
-    Raises what both of them do, and `UnsupportedError` where a quantised one is not on this machine.
+    Only the library of a quantised checkpoint knows the tensors that it makes. Raises as `hub.skeleton` and
+    `load_pretrained`, and `UnsupportedError` where a quantised checkpoint is not on this machine.
     """
     source = find(path_or_repo_id, trust_remote_code, files=DESCRIBING)
     if not is_quantised(source.folder):
@@ -210,28 +219,28 @@ def described(
         verify_checksums=False,
         may_write=False,
     ).model
-    unpack_late(model, torch.device("meta"))  # for no device: nothing is brought in another order
+    unpack_late(model, torch.device("meta"))  # meta: no tensor is brought into the order of a device
     return model, None
 
 
 def _refuse_shards(where: object, is_sharded: bool) -> None:
-    """Raises `UnsupportedError` for shards of a quantised model."""
+    """Raise `UnsupportedError` for shards of a quantised model."""
     if is_sharded:
         raise UnsupportedError(f"{where}: a quantised model is not sharded: leave out distributed_config")
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for keywords of transformers that are not taken here, and says why."""
+    """Raise `ConfigError` for keywords of transformers that are not supported, with the reason and the remedy."""
     reasons = {name: _REFUSED[name] for name in sorted(given.keys() & _REFUSED.keys())}
     if given.get("use_safetensors") is False:
-        reasons["use_safetensors"] = "weightstream reads safetensors alone; leave it out"
+        reasons["use_safetensors"] = "weightstream reads only safetensors; leave it out"
     if reasons:
         named = {reason: [name for name in reasons if reasons[name] == reason] for reason in reasons.values()}
         raise ConfigError("; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items()))
 
 
 def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for keywords that neither transformers nor the model's class takes."""
+    """Raise `ConfigError` for keywords that neither transformers nor the model's class takes."""
     parameters = inspect.signature(cls.__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -248,7 +257,7 @@ _INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread
 
 
 class _ReadEarly(Exception):
-    """Code read weights that have no values yet."""
+    """Code read weights that had no values yet."""
 
 
 class _GatheredExperts(NamedTuple):
@@ -259,7 +268,7 @@ class _GatheredExperts(NamedTuple):
 
 
 class _Load:
-    """One load: what transformers makes goes to the folder."""
+    """One load, in which tensors that transformers makes go to the folder."""
 
     def __init__(
         self,
@@ -280,18 +289,18 @@ class _Load:
         self._options = options
         self._for_generation = for_generation
         self._allow_missing = allow_missing
-        # an adapter that is put in, or a class's own load, may read weights
+        # weights may be read during the load, by an adapter that is injected or by a class's own `from_pretrained`
         self._is_read = source.adapter is not None or private.has_own_load(cls)
         self._reading: private.StandInLoad | None = None
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
         self._homing = Homing(self._where, self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
-        """The model; what the file holds coded is written to the folder in plain form where that is wanted, or where
-        code reads weights as the model is made."""
+        """The model. Compressed weights are written decompressed to the folder where `wants_plain` says so of their
+        dtypes, or where code reads weights while the model is made."""
         try:
             return self._make(wants_plain, device)
-        except _ReadEarly:  # zeros: all of it is made again, of weights that have their values
+        except _ReadEarly:  # it read zeros: the model is made again, of weights that have their values
             self._is_read = True
             self._checkpoint.lazy.clear()
         return self._make(wants_plain, device)
@@ -312,7 +321,7 @@ class _Load:
         gathered, used = self._gather(skeleton, targets.by_name)
         stacks = {name: gathered[name][...] for name in skeleton.state_dict() if name in gathered}
         if decode:
-            self._tell_of_decoding()
+            self._warn_of_decompression()
         elif self._coded:
             self._populate_what_is_read(skeleton, targets.by_name)
         sources = {name: self._tensor(name, decode=decode) for name in checkpoint.entries if name not in used}
@@ -336,8 +345,11 @@ class _Load:
         return model
 
     def _sharded(self) -> Any:
-        """The model with one rank's shards: rows and columns stay in the file, also those that are joined of several
-        tensors; what was coded, or is another computation, is written to the folder, one by one."""
+        """The model with the shards of one rank.
+
+        Rows and columns stay in the file, also those of joined tensors. Shards of compressed tensors, or of any other
+        computation, are written to the folder one by one.
+        """
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
@@ -367,12 +379,11 @@ class _Load:
         return model
 
     def _quantised(self, device: torch.device) -> Any:
-        """The model of a quantised checkpoint: its library makes tensors of those in the file, which these view.
-
-        Of one that is not, the library quantises each weight on the device.
+        """The model of a quantised checkpoint, whose library makes its tensors of views of the file; or of one that is
+        not quantised, of which the library quantises each weight on the device.
         """
         if self._coded:
-            raise CheckpointError(f"{self._where}: a quantised checkpoint that is coded, too, is not supported")
+            raise CheckpointError(f"{self._where}: a quantised checkpoint that is compressed as well is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
         experts = self._gathered_fp8()
         names = sorted(self._checkpoint.entries.keys() - experts.gathered.used)
@@ -390,18 +401,18 @@ class _Load:
             private.remember_conversions(model, experts.conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
-                "%d tensors were quantised, or brought in the order of a kernel: %s written to %s for this "
+                "%d tensors were quantised, or brought into the order of a kernel: %s written to %s for this "
                 "process only; save_pretrained keeps them",
                 *(num, human(self._folder.nbytes), self._folder.path),
             )
         return model
 
     def _gathered_fp8(self) -> _GatheredExperts:
-        """As `gather`, of a checkpoint in fine-grained float8: its experts, one by one, and their scales; and what
-        transformers converts."""
+        """As `gather`, for the experts of a checkpoint in fine-grained float8, which are single matrices in the file,
+        and for their scales."""
         config = copy.deepcopy(self._options["config"])
-        given = self._options.get("quantization_config")
-        if given or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
+        requantises = self._options.get("quantization_config")
+        if requantises or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
             return _GatheredExperts(GatheredTensors({}, set()), [])
         skeleton = build(self._cls, config, self._options["dtype"])
         with private.keeping_quantised(self._checkpoint.metadata):
@@ -411,23 +422,23 @@ class _Load:
         return _GatheredExperts(self._gather(skeleton, targets.by_name), targets.conversions)
 
     def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> GatheredTensors:
-        """As `gather`; nothing where weights may be read before they are gathered."""
+        """As `gather`; nothing is gathered where weights may be read during the load."""
         if self._is_read:
             return GatheredTensors({}, set())
         return gather(skeleton, self._checkpoint, places, self._options.get("key_mapping"))
 
     def _tensor(self, name: str, *, decode: bool) -> torch.Tensor:
-        """What transformers is given as a tensor of the checkpoint."""
+        """A tensor of the checkpoint for transformers."""
         tensor = self._checkpoint.tensor(name)
         if decode and name in self._coded:
-            memory = self._checkpoint.lazy.pop(name)  # it goes with the tensor
+            memory = self._checkpoint.lazy.pop(name)  # it is freed with the tensor
             memory.populate(0, memory.nbytes)
         return self._homing.home(name, tensor)
 
-    def _tell_of_decoding(self) -> None:
+    def _warn_of_decompression(self) -> None:
         _LOGGER.warning(
-            "%s: %d coded tensors are decoded into %s for this process only: %s on disk and on every way from "
-            "there in place of %s, since %s",
+            "%s: %d compressed tensors are decompressed into %s for this process only: %s are stored and moved instead "
+            "of %s, since %s",
             *(self._where, len(self._coded), self._folder.path),
             human(sum(layout.raw_nbytes for layout in self._coded.values())),
             human(sum(layout.nbytes for layout in self._coded.values())),
@@ -435,12 +446,13 @@ class _Load:
             if self._source.adapter is not None
             else "code of the model may read them while it is loaded"
             if self._is_read
-            else "they cannot be decoded as they are needed (that takes a CUDA GPU with Triton, or on the CPU "
+            else "they cannot be decompressed when they are needed (that takes a CUDA GPU with Triton, or on the CPU "
             "codec='compressed'; and neither codec='none' nor uva)",
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> None:
-        """What transformers casts, makes something of, or compares with what it may be tied to must hold its values."""
+        """Populate compressed tensors that transformers casts, converts, or compares with others for the same
+        parameter."""
         state = skeleton.state_dict(keep_vars=True)
         sources = Counter(id(state[place]) for place, _ in places.values() if place is not None)
         for name, layout in self._coded.items():
@@ -453,7 +465,7 @@ class _Load:
                     memory.populate(0, memory.nbytes)
 
     def _build(self, tensors: dict[str, Any]) -> Any:
-        """Has transformers make the model of these; the dict is empty then."""
+        """Have transformers make the model of these tensors; the dict is empty afterwards."""
         allowed = self._options.get("ignore_mismatched_sizes", False)
         index = self._checkpoint.index
         self._reading = reading = private.StandInLoad(
@@ -471,8 +483,8 @@ class _Load:
             raise
         self._refuse_zeros()
         named = [*model.named_parameters(), *model.named_buffers()]
-        if left := [name for name, tensor in named if tensor.is_meta]:
-            raise CheckpointError(f"{self._where}: {len(left)} tensors got no value, such as {', '.join(left[:4])}")
+        if empty := [name for name, tensor in named if tensor.is_meta]:
+            raise CheckpointError(f"{self._where}: {len(empty)} tensors got no value, such as {', '.join(empty[:4])}")
         info = reading.info
         if info is None:  # the class reads its files itself
             return model
@@ -497,7 +509,7 @@ class _Load:
         return model
 
     def _loaded(self, reading: private.StandInLoad) -> Any:
-        """What the class's `from_pretrained` returns."""
+        """The return value of the class's `from_pretrained`."""
         with (
             private.sequential_loading(),
             private.warnings_of_transformers() as report,
@@ -514,7 +526,7 @@ class _Load:
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
 
     def _refuse_zeros(self, error: Exception | None = None) -> None:
-        """Raise `_ReadEarly` where code read weights that have no values yet, or wrote to them."""
+        """Raise `_ReadEarly` where code read weights that had no values yet, or wrote to them."""
         if not self._is_read and any(memory.was_read_early for memory in self._checkpoint.lazy.values()):
             raise _ReadEarly from error
 

@@ -1,7 +1,7 @@
-"""Every name of transformers that it does not promise to keep, and no other file spells one. Knows no weights or plans.
+"""All names of transformers that it does not promise to keep; no other file spells one. Knows no weights or plans.
 
-A test of each (tests/adapters/hf/test_private.py) says which one a new version has lost. transformers is imported where
-it is called: that takes seconds.
+A test of each name (tests/adapters/hf/test_private.py) fails where a new version has lost it. transformers is imported
+inside of functions, as the import takes seconds.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from weightstream.adapters.hf import gptq
 from weightstream.runtime.tensors.undo import Undo
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
-LOADED = "_is_hf_initialized"  # of a parameter that has its values from the file
+LOADED = "_is_hf_initialized"  # an attribute of a parameter that has its values from the file
 GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
-WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; of a static one, a tensor
-STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same of a static cache: all that one keeps in Python
+WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; a tensor if it is static
+STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same number: all that a static layer keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
-_MXFP4 = "_weightstream_mxfp4"  # on experts: the dtype of each weight
+_MXFP4 = "_weightstream_mxfp4"  # an attribute of packed experts: the dtype of each weight
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
 class LoadTarget(NamedTuple):
-    """Where a tensor of a checkpoint goes: the model's tensor, if any, and whether it is converted for that."""
+    """The place of a checkpoint's tensor in a model: the name of the model's tensor, if any, and whether transformers
+    converts it."""
 
     place: str | None
     is_converted: bool
 
 
 class LoadTargets(NamedTuple):
-    """The targets of the tensors of a checkpoint, by name, and what transformers converts or renames for them."""
+    """The targets of a checkpoint's tensors, by name, and the conversions and renamings of transformers that apply."""
 
     by_name: dict[str, LoadTarget]
     conversions: list[Any]
 
 
 class CodeSource(NamedTuple):
-    """Where code that comes with a model is: a folder or a repository, and the keywords that find it on the hub.
+    """The folder or repository with the code of a model, and keywords of the hub for it.
 
     transformers names the modules of its classes after the folder or the repository.
     """
@@ -66,13 +67,13 @@ class Fp8Use(NamedTuple):
 
 
 def is_loaded(param: torch.nn.Parameter) -> bool:
-    """Whether this parameter has its values; those that are missing in the file are yet to get random ones."""
+    """Whether a parameter has its values from the file; one that the file lacks gets random values later."""
     return bool(getattr(param, LOADED, False))
 
 
 @contextlib.contextmanager
 def undone() -> Iterator[Undo]:
-    """At the end what was added has undone its changes, though an interrupt cuts that short."""
+    """Yields an `Undo` that runs at the end, to its own end even if an interrupt cuts it short."""
     undo = Undo()
     try:
         try:
@@ -80,12 +81,12 @@ def undone() -> Iterator[Undo]:
         finally:
             undo()
     finally:
-        undo()  # what is left of it
+        undo()  # the rest, if an interrupt came
 
 
 @contextlib.contextmanager
 def sequential_loading() -> Iterator[None]:
-    """Without it transformers makes tensors ahead of the one that it registers, in threads, without bound."""
+    """Inside, transformers makes one tensor at a time; by default threads make any number of tensors ahead."""
     before = {key: value for key, value in os.environ.items() if key == SEQUENTIAL}
     with undone() as undo:
         undo.add(os.environ.update, before)
@@ -96,7 +97,7 @@ def sequential_loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_of_transformers() -> Iterator[list[str]]:
-    """Collects what transformers logs: its load report alone names the keys it could not convert."""
+    """Collects the warnings of transformers: only its load report names the keys that it could not convert."""
     report: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
@@ -105,14 +106,14 @@ def warnings_of_transformers() -> Iterator[list[str]]:
     with undone() as undo:
         undo.add(setattr, logger, "handlers", handlers)
         undo.add(logger.setLevel, level)
-        logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # silenced stays silent
+        logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # a silenced log stays silent
         logger.setLevel(min(level, logging.WARNING))
         yield report
 
 
 @contextlib.contextmanager
 def progress_bar(wanted: bool | None) -> Iterator[None]:
-    """Whether transformers draws a bar; None: as it is set."""
+    """Inside, transformers draws progress bars or does not; None: as it is set."""
     from transformers.utils import logging as control
 
     shown = control.is_progress_bar_enabled()
@@ -141,7 +142,7 @@ def places(model: Any, names: Iterable[str], mapping: Mapping[str, str] | None =
 
 
 def remember_conversions(model: Any, conversions: list[Any]) -> None:
-    """Have the model saved as one that transformers has loaded, converting what it converts."""
+    """Have `save_pretrained` undo these conversions, as for a model that transformers has loaded itself."""
     model._weight_conversions = conversions
 
 
@@ -154,7 +155,7 @@ def _conversions(model: Any, mapping: Mapping[str, str] | None = None) -> list[A
 
 
 def fp8_quantizer(quantization: Any) -> Any | None:
-    """What loads a checkpoint of this `quantization_config`, if that is in fine-grained float8 and stays so."""
+    """The quantizer of transformers for a checkpoint in fine-grained float8 that is not dequantised; else None."""
     from transformers.quantizers import AutoHfQuantizer
 
     config = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
@@ -163,22 +164,22 @@ def fp8_quantizer(quantization: Any) -> Any | None:
 
 
 def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
-    """Give a plain model on meta the modules that a quantised checkpoint is loaded into."""
+    """Replace modules of an unquantised model on meta by those that a quantised checkpoint is loaded into."""
     quantizer.preprocess_model(model=model, dtype=dtype)
     model.hf_quantizer = quantizer
 
 
 @contextlib.contextmanager
 def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
-    """Inside, float8 and mxfp4 are loaded as they are, kernels or not, and torchao finds what the header of a file says
-    of its tensors: transformers reads that from files alone."""
+    """Inside, float8 and mxfp4 are loaded packed, with or without kernels, and torchao finds the metadata of its
+    tensors, which transformers would read from the header of a file."""
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
     def without_kernels(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.quantization_config.dequantize = True  # as modules of the plain model are wanted
+        self.quantization_config.dequantize = True  # the modules of the unquantised model are wanted
 
     def packed(self: Any, model: Any, **kwargs: Any) -> Any:
         self.quantization_config.dequantize = False
@@ -216,7 +217,7 @@ def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _keep_mxfp4(
     op: Any, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **kwargs: Any
 ) -> dict[str, Any]:
-    """In place of what unpacks experts: their module gets the packed tensors, under their names in the file."""
+    """Replaces the function that unpacks experts: their module gets the packed tensors, by their names in the file."""
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     module, name = get_module_from_name(model, full_layer_name)
@@ -233,12 +234,12 @@ def _keep_mxfp4(
 
 
 def has_mxfp4(module: torch.nn.Module) -> bool:
-    """Whether they are experts that were loaded packed."""
+    """Whether a module has experts that were loaded packed in mxfp4."""
     return _MXFP4 in module.__dict__
 
 
 def mxfp4_unpacked(module: Any) -> dict[str, torch.Tensor]:
-    """Their weights as transformers would have unpacked them."""
+    """The weights of packed experts as transformers would have unpacked them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return {
@@ -251,7 +252,7 @@ def mxfp4_unpacked(module: Any) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Inside, what transformers quantises is on this device meanwhile; `then` is called with each module."""
+    """Inside, transformers quantises weights on this device; `then` is called with each module afterwards."""
     from transformers.core_model_loading import ConversionOps
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -261,19 +262,19 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
             self.op = op
 
         def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-            made: dict[str, Any] = self.op.convert(
+            converted: dict[str, Any] = self.op.convert(
                 tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), input_dict), **kwargs
             )
-            if not made:  # it is set already
+            if not converted:  # the operation has set the module's tensors itself
                 then(get_module_from_name(kwargs["model"], kwargs["full_layer_name"])[0])
-            return made
+            return converted
 
         @property
         def reverse_op(self) -> Any:
             return self.op.reverse_op
 
-    def get(given: Any) -> Callable[[Any], Any]:
-        return lambda quantizer: There(given(quantizer))
+    def get(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda quantizer: There(plain(quantizer))
 
     kinds = {
         kind: kind.__dict__["get_quantize_ops"]
@@ -281,44 +282,46 @@ def quantising_on(device: torch.device, then: Callable[[torch.nn.Module], None])
         if "get_quantize_ops" in kind.__dict__
     }
     with contextlib.ExitStack() as stack:
-        for kind, given in kinds.items():
-            stack.enter_context(set_inside(kind, "get_quantize_ops", get(given)))
+        for kind, plain in kinds.items():
+            stack.enter_context(set_inside(kind, "get_quantize_ops", get(plain)))
         yield
 
 
 @contextlib.contextmanager
 def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Inside, gptqmodel takes its kernels for this device, though the weights are loaded on the CPU. Each module whose
-    kernel wants its tensors in another order brings them into it on the device; `then` is called with it."""
+    """Inside, gptqmodel chooses its kernels for this device, though the weights are loaded on the CPU.
+
+    A module whose kernel needs its tensors in another order reorders them on the device; `then` is called with it.
+    """
     from transformers.quantizers.quantizer_awq import AwqQuantizer
     from transformers.quantizers.quantizer_gptq import GptqHfQuantizer
 
     before, after = "_process_model_before_weight_loading", "_process_model_after_weight_loading"
 
-    def choosing(given: Any) -> Callable[..., Any]:
+    def choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
         def process(self: Any, model: Any, **kwargs: Any) -> Any:
-            own = self.__dict__.get("optimum_quantizer", self.quantization_config)
+            settings = self.__dict__.get("optimum_quantizer", self.quantization_config)
             with contextlib.ExitStack() as stack:
-                if device.type == "cpu" and own.backend in ("auto", None):
-                    stack.enter_context(set_inside(own, "backend", "torch"))
-                made = given(self, model, **kwargs | {"device_map": {"": device}})
+                if device.type == "cpu" and settings.backend in ("auto", None):
+                    stack.enter_context(set_inside(settings, "backend", "torch"))
+                result = plain(self, model, **kwargs | {"device_map": {"": device}})
             gptq.refuse_kernels(model, device)
-            return made
+            return result
 
         return process
 
-    def ordering(given: Any) -> Callable[..., Any]:
+    def ordering(plain: Callable[..., Any]) -> Callable[..., Any]:
         def process(self: Any, model: Any, **kwargs: Any) -> Any:
             modules = [module for module in model.modules() if gptq.is_of_gptqmodel(module)]
             loaded = {m: {name: t for name, t in m._buffers.items() if t is not None} for m in modules}
             for module in modules:
-                if "qzeros" in loaded[module]:  # it may add to them in place, and so to pages of a file
+                if "qzeros" in loaded[module]:  # post_init may add to them in place, and so write to pages of a file
                     module._buffers["qzeros"] = loaded[module]["qzeros"].clone()
             with contextlib.ExitStack() as stack:
                 for kind in {type(module) for module in modules}:
                     there = gptq.ordered_on(device, kind.post_init, loaded, then)
                     stack.enter_context(set_inside(kind, "post_init", there))
-                return given(self, model, **kwargs)
+                return plain(self, model, **kwargs)
 
         return process
 
@@ -330,19 +333,19 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
 
 
 def is_loaded_quantised(model: Any) -> bool:
-    """Whether transformers has loaded it so."""
+    """Whether transformers has loaded the model quantised."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
 def fp8_use(module: Any) -> Fp8Use:
-    """What a module computes with weights of fine-grained float8, which takes kernels."""
+    """The use that a module makes of weights in fine-grained float8, which takes kernels."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
     is_linear = "FP8Linear" in names and module.weight.element_size() == 1
     return Fp8Use(is_linear=is_linear, are_experts="FP8Experts" in names)
 
 
 def has_fp8_kernels(device: torch.device) -> bool:
-    """Whether transformers finds what computes with it on a device; it may ask the hub."""
+    """Whether transformers finds kernels for fine-grained float8 on a device; it may ask the hub."""
     from transformers.integrations.finegrained_fp8 import load_finegrained_fp8_kernel
 
     if device.type != "cuda" or torch.get_device_module(device).get_device_capability(device) < (8, 9):
@@ -355,7 +358,7 @@ def has_fp8_kernels(device: torch.device) -> bool:
 
 
 def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weight as transformers would have unpacked it."""
+    """The weight of a linear layer in fine-grained float8 as transformers would have unpacked it."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     found: torch.Tensor = Fp8Dequantize(None)._dequantize_one(module.weight, module.weight_scale_inv, dtype)
@@ -363,12 +366,12 @@ def fp8_unpacked(module: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unused_names(model: Any, names: Iterable[str]) -> list[str]:
-    """Those names of a checkpoint, sorted, that transformers gives no place in the model."""
+    """The names of a checkpoint, sorted, that have no place in the model."""
     return [name for name, target in places(model, names).by_name.items() if target.place is None]
 
 
 def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
-    """Those of them that transformers reports as unexpected: a class knows of some that it leaves out."""
+    """The unused names that transformers reports as unexpected: a class may know names that it leaves out."""
     known = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     return [name for name in unused_names(model, names) if not any(pattern.search(name) for pattern in known)]
 
@@ -376,9 +379,10 @@ def unexpected_names(model: Any, names: Iterable[str]) -> list[str]:
 def convert_into(
     model: Any, tensors: Mapping[str, Any], dtype: torch.dtype, mapping: Mapping[str, str] | None = None
 ) -> None:
-    """Have transformers set these tensors of a checkpoint, or what it makes of them, in a model on meta.
+    """Have transformers set these tensors of a checkpoint in a model on meta, converted where it converts them.
 
-    A tensor may be anything that gives one by `[...]`. What cannot be made, or is of another shape, stays as it was.
+    A tensor may be any object that returns one for `[...]`. A parameter whose tensor cannot be made, or has another
+    shape, stays as it was.
     """
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -386,13 +390,13 @@ def convert_into(
     config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model, mapping))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
-    # it copies a converter for each tensor and keeps one for each parameter: of 18,432 matrices 96
+    # it copies a converter for each tensor and keeps one for each parameter: 96 of 18,432 matrices
     with sequential_loading(), progress_bar(False), set_inside(WeightConverter, "__deepcopy__", _sparing()):
         convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
 
 
 def _sparing() -> Callable[[Any, Any], Any]:
-    """How a converter is copied: a copy that has collected nothing was not kept, and is as good as another."""
+    """A cheap copy function for converters: reuses a copy that was not kept, as it has collected no tensors."""
     spares: dict[int, Any] = {}
 
     def copied(converter: Any, memo: Any) -> Any:
@@ -407,7 +411,7 @@ def _sparing() -> Callable[[Any, Any], Any]:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    """The model as `from_pretrained` builds it before it loads a tensor."""
+    """The model on meta, as `from_pretrained` builds it before it loads tensors."""
     from transformers.utils import ContextManagers
 
     config.dtype = dtype
@@ -421,8 +425,11 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype) -> Any:
 def loaded_dtype(
     dtype: str | torch.dtype, config: Any, index: Mapping[str, Any] | None, first: Mapping[str, torch.dtype]
 ) -> torch.dtype:
-    """The dtype that `from_pretrained` loads: `index` is the metadata of an index, if there is one, and `first` has the
-    dtypes of the first file, in the order in which it is read."""
+    """The dtype in which `from_pretrained` loads a model.
+
+    `index`: the metadata of an index, if there is one. `first`: the dtypes of the first file, in the order in which
+    transformers reads it.
+    """
     from transformers.modeling_utils import _get_dtype
 
     tensors = {name: torch.empty(0, dtype=kind, device="meta") for name, kind in first.items()}
@@ -431,7 +438,7 @@ def loaded_dtype(
 
 
 def class_behind(auto: Any, config: Any, code: CodeSource | None) -> Any:
-    """The class that an Auto class loads for a config. `code` is trusted; None: none is."""
+    """The class that an Auto class loads for a config. `code`: the code that is trusted; None: none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto import auto_factory
 
@@ -446,12 +453,12 @@ def class_behind(auto: Any, config: Any, code: CodeSource | None) -> Any:
         return auto_factory.add_generation_mixin_to_remote_model(cls)
     if own is not None:
         return own
-    with torch.device("meta"):  # says what it does not know, or that it is not trusted
+    with torch.device("meta"):  # raises for a config that is unknown, or whose code is not trusted
         return type(auto.from_config(config, trust_remote_code=code is not None))
 
 
 def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
-    """Give a model on meta the modules that an adapter in a folder adds as it is loaded, in this dtype."""
+    """Add to a model on meta, in this dtype, the modules of the adapter in a folder."""
     from peft import PeftConfig, inject_adapter_in_model
 
     before = {id(param) for param in model.parameters()}
@@ -461,16 +468,16 @@ def add_adapter(model: Any, folder: Any, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in before:
-                made = torch.empty(param.shape, dtype=dtype, device="meta")
-                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+                cast = torch.empty(param.shape, dtype=dtype, device="meta")
+                module._parameters[name] = torch.nn.Parameter(cast, requires_grad=False)
 
 
 class StandInLoad:
-    """One load of transformers by this thread, in which `tensors` stand in for the files of a checkpoint.
+    """One load of transformers by this thread that gets `tensors` instead of reading the files of a checkpoint.
 
-    transformers looks for the files of `name`, in `subfolder`, or of the file there that the config names: it gets
-    `files`, and with them `index`, the metadata of their index. `info` tells of the load once it is done; it is None
-    where a class reads its files itself. `is_elsewhere` while it loads other files, such as those of an adapter.
+    Where transformers looks for the files of `name`, in `subfolder`, or for the file `named` by the config, it gets
+    `files` and `index`, the metadata of their index. `info` is transformers' report of the load, and None where a class
+    reads its files itself. `is_elsewhere` is true while other files are loaded, such as those of an adapter.
     """
 
     def __init__(
@@ -493,7 +500,7 @@ class StandInLoad:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, transformers loads so."""
+        """Inside, transformers gets the tensors."""
         from transformers import modeling_utils
 
         thread, kind = threading.get_ident(), modeling_utils.PreTrainedModel
@@ -509,7 +516,7 @@ class StandInLoad:
                 (kwargs.get("download_kwargs") or {}).get("subfolder") or "",
             )
             is_same = folder == self._folder and kwargs.get("transformers_explicit_filename") == self._named
-            # a class's own load may ask for other files of the folder
+            # a class's own `from_pretrained` may load other files of the folder
             is_other = kwargs.get("variant") or kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False
             is_ours = threading.get_ident() == thread and is_same and not is_other
             return (self._files, self._index) if is_ours else find(*args, **kwargs)
@@ -540,25 +547,25 @@ class StandInLoad:
             try:
                 yield
             finally:
-                # An exception that a library keeps, such as one of an import that failed, keeps the frames that lead to
-                # it, and what they know.
+                # A library may keep an exception, such as that of a failed import, with the frames that led to it. They
+                # hold this object.
                 self._tensors.clear()
                 self._model = None
 
 
 def _folder(name: str, subfolder: str) -> str:
-    """A folder, however it is spelled, or a repository's name."""
+    """The resolved path of a folder, or the name of a repository."""
     path = os.path.join(name, subfolder)
     return os.path.realpath(path) if os.path.isdir(path) else path
 
 
 def _reporting(load_config: Any) -> Any:
-    """Shapes that differ are reported, not raised: an error of ours names all of them."""
+    """The config with mismatched shapes reported, not raised: our own error names all of them."""
     return dataclasses.replace(load_config, ignore_mismatched_sizes=True)
 
 
 def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """Tells of a parameter's name the dtype that transformers loads it in whatever it is told; None: it has none."""
+    """A function from a parameter's name to the dtype in which transformers always loads it, or None."""
     from transformers.core_model_loading import build_glob_alternation
 
     kept: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
@@ -566,11 +573,11 @@ def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | 
         return lambda name: None
     pattern, _, of_group = build_glob_alternation(list(kept))
 
-    def told(name: str) -> torch.dtype | None:
+    def dtype_of_name(name: str) -> torch.dtype | None:
         match = pattern.search(name)
         return kept[of_group[match.lastgroup]] if match else None
 
-    return told
+    return dtype_of_name
 
 
 def has_own_load(cls: Any) -> bool:
@@ -581,32 +588,32 @@ def has_own_load(cls: Any) -> bool:
 
 
 @contextlib.contextmanager
-def set_generation(cls: Any, given: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, a model of this class that is loaded has these keywords for its generation settings, too."""
+def set_generation(cls: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a model of this class that is loaded gets these options in its generation settings, too."""
     adjust = getattr(cls, "adjust_generation_fn", None)
-    if not given or adjust is None:
+    if not options or adjust is None:
         yield
         return
 
     def adjusted(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return adjust(model, *args, **{**given, **kwargs})
+        return adjust(model, *args, **{**options, **kwargs})
 
     with set_inside(cls, "adjust_generation_fn", adjusted):
         yield
 
 
 def tie(model: Any) -> None:
-    """Make tied parameters one, as at the end of a load."""
+    """Make tied parameters one object, as at the end of a load."""
     model.tie_weights(recompute_mapping=False)
 
 
 def decode_step(model: Any, num_tokens: int) -> AbstractContextManager[None]:
-    """What `generate` runs a step of so many new tokens in: experts compute one token by another function."""
+    """The context in which `generate` runs a step of `num_tokens`: experts compute one token by another function."""
     enter = getattr(model, "_optimize_model_for_decode", nullcontext) if num_tokens == 1 else nullcontext
     found: AbstractContextManager[None] = enter()
     return found
 
 
 def forget_hooks(module: torch.nn.Module) -> None:
-    """Of a copy without hooks: transformers is to put there again those by which it gathers hidden states."""
+    """Have transformers install its hooks for hidden states again, on a copy of a module without hooks."""
     vars(module).pop("_output_capturing_hooks_installed", None)

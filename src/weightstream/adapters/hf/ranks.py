@@ -1,7 +1,8 @@
-"""Ranks: the processes that share one model by tensor parallelism, and what they agree on.
+"""Ranks: the processes that share one model by tensor parallelism, and their agreements.
 
-Their plans need not be equal to be right. But the slowest rank sets the step, and one that refuses would leave the
-others waiting in a collective. So all plan with the least that any of them has, and a refusal is told to all.
+Their plans need not be equal for correct results. But the slowest rank sets the time of a step, and a rank that refuses
+would leave the others waiting in a collective. So all ranks plan with the least memory and the slowest link of any of
+them, and a refusal is sent to all.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from weightstream.errors import ConfigError, OffloadError
 from weightstream.plan.planner import Machine
 from weightstream.settings.config import OffloadConfig
 
-NAMES = ("distributed_config", "tp_plan", "tp_size")  # of keywords that ask for tensor parallelism
-_IMAGINING = threading.RLock()  # the group is of the process
-_PATIENCE = timedelta(hours=2)  # as transformers has it: one rank may load for minutes longer than another
+NAMES = ("distributed_config", "tp_plan", "tp_size")  # keywords that ask for tensor parallelism
+_IMAGINING = threading.RLock()  # torch has one default group in a process
+_TIMEOUT = timedelta(hours=2)  # as in transformers: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
 _EXPERTS = "enable_expert_parallel"  # without a size of its own up to transformers 5.17
-_TOLD = "_weightstream_is_told"  # to all ranks
+_SHARED = "_weightstream_is_shared"  # of an error that all ranks know
 _RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
 
@@ -35,15 +36,22 @@ T = TypeVar("T")
 
 
 class _Refusal(NamedTuple):
-    """What a rank tells in place of what it was asked for."""
+    """The answer of a rank that raised an error."""
 
     rank: int
     kind: str
     text: str
 
 
+class Agreement(NamedTuple):
+    """The settings and the machine that all ranks plan with."""
+
+    config: OffloadConfig
+    machine: Machine
+
+
 class Ranks:
-    """The processes of a group; `num_here` processes of the job are on this machine, whose memory they share."""
+    """The processes of a group. `num_here` processes of the job are on this machine and share its memory."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         self._group = group
@@ -52,45 +60,45 @@ class Ranks:
         self.num_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.num))
 
     def gather(self, value: T) -> list[T]:
-        """What each rank gives here, in their order; raises the error of one that refused in place of that."""
+        """The values of all ranks, in their order; raises the error of the first rank that refused."""
         found: list[Any] = [None] * self.num
         distributed.all_gather_object(found, value, group=self._group)
-        refusals = (given for given in found if isinstance(given, _Refusal))
+        refusals = (answer for answer in found if isinstance(answer, _Refusal))
         if not isinstance(value, _Refusal) and (refusal := next(refusals, None)) is not None:
             kind = getattr(errors, refusal.kind, OffloadError)
-            raise _told(kind(f"rank {refusal.rank} refused: {refusal.text}"))
+            raise _mark_shared(kind(f"rank {refusal.rank} refused: {refusal.text}"))
         return found
 
     def least(self, number: int) -> int:
-        """The least that any rank gives here. Cheap enough for each step."""
+        """The smallest number of any rank. Cheap enough for each step."""
         on_host = "cpu:" in distributed.get_backend_config(self._group)
         found = torch.tensor(int(number), device="cpu" if on_host else torch.accelerator.current_accelerator())
         distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
         return int(found)
 
     def common(self, reason: str | None) -> str | None:
-        """Why not all ranks can: what the first of them says that cannot, with its name if not all say so."""
+        """The reason of the first rank that has one, with its number unless all ranks have the same; None: none has."""
         reasons = self.gather(reason)
-        told = (f"on rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None)
-        return reason if len(set(reasons)) == 1 else next(told)
+        numbered = (f"on rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None)
+        return reason if len(set(reasons)) == 1 else next(numbered)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What raises inside on one rank raises on all that `gather` or `confirm` inside."""
+        """An error inside on one rank is raised on all ranks that `gather` or `confirm` inside."""
         try:
             yield
         except Exception as error:
-            if not _is_told(error):
-                _told(error).add_note(f"on rank {self.rank} of {self.num}")
+            if not _is_shared(error):
+                _mark_shared(error).add_note(f"on rank {self.rank} of {self.num}")
                 self.gather(_Refusal(self.rank, type(error).__name__, str(error)))
             raise
 
     def confirm(self) -> None:
-        """Come to this point with all ranks; raises where one of them refused before."""
+        """Wait for all ranks here; raises where one of them refused before."""
         self.gather(None)
 
     def apart(self, uuid: str, device: object) -> None:
-        """Come to this point with all ranks; raises `ConfigError` on all of them where any two have one device."""
+        """Wait for all ranks here; raises `ConfigError` on all of them where any two have the same device."""
         every = self.gather(uuid)
         shared = [str(rank) for rank, found in enumerate(every) if every.count(found) > 1]
         if shared:
@@ -99,12 +107,15 @@ class Ranks:
             )
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Put the sum of what each rank gives here in place of it."""
+        """Replace the tensor by its sum over all ranks."""
         distributed.all_reduce(tensor, group=self._group)
 
-    def agreed(self, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
-        """Settings and a machine that all plan with: the least that any has, the slowest link and sums, other speeds as
-        the first measured them, and an equal share of the host's memory."""
+    def agreed(self, config: OffloadConfig, machine: Machine) -> Agreement:
+        """The agreement of all ranks.
+
+        It has the least memory and the slowest link and all-reduce of any rank, other speeds as the first rank
+        measured them, and an equal share of the host's memory.
+        """
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
         least = {name: min(getattr(found, name) for found in machines) for name in _FACTS}
@@ -115,42 +126,42 @@ class Ranks:
         return _divided(config.within(min(budgets, default=None)), agreed, self.num_here)
 
 
-def alike(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
-    """What so many processes would agree on, all of them on one such machine."""
+def alike(config: OffloadConfig, machine: Machine, num: int) -> Agreement:
+    """The agreement of `num` processes that all run on one such machine."""
     budget = config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu)
     return _divided(config.within(budget), machine, num)
 
 
-def _divided(config: OffloadConfig, machine: Machine, num: int) -> tuple[OffloadConfig, Machine]:
-    """For each of so many processes an equal share of the host's memory, which may be the device's."""
+def _divided(config: OffloadConfig, machine: Machine, num: int) -> Agreement:
+    """An agreement on one of `num` equal shares of the host's memory, which may be the device's."""
     names = ("host_free_nbytes", *(("free_nbytes", "total_nbytes") if machine.on_cpu else ()))
     shares = {name: getattr(machine, name) // num for name in names}
-    return config.within(config.device_budget, 1 / num), replace(machine, **shares)
+    return Agreement(config.within(config.device_budget, 1 / num), replace(machine, **shares))
 
 
-def _told(error: Exception) -> Exception:
-    """The error, marked as one that all ranks know of."""
-    vars(error)[_TOLD] = True
+def _mark_shared(error: Exception) -> Exception:
+    """Mark an error as known to all ranks, and return it."""
+    vars(error)[_SHARED] = True
     return error
 
 
-def _is_told(error: BaseException | None) -> bool:
-    """Whether all ranks know of it, or of one that led to it."""
-    return error is not None and (_TOLD in vars(error) or _is_told(error.__cause__ or error.__context__))
+def _is_shared(error: BaseException | None) -> bool:
+    """Whether all ranks know an error, or one that led to it."""
+    return error is not None and (_SHARED in vars(error) or _is_shared(error.__cause__ or error.__context__))
 
 
 @contextmanager
-def untold() -> Iterator[None]:
-    """Inside, other ranks wait for what this one computes and could not hear of an error: `together` passes it on."""
+def errors_stay_local() -> Iterator[None]:
+    """Inside, `together` sends no error to other ranks: they wait in a collective, and could not receive it."""
     try:
         yield
     except Exception as error:
-        _told(error)
+        _mark_shared(error)
         raise
 
 
 def ranks_together(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """As `Ranks.together`; nothing for one process."""
+    """As `Ranks.together`; does nothing for one process."""
     return nullcontext() if ranks is None else ranks.together()
 
 
@@ -165,12 +176,12 @@ def common(ranks: Ranks | None, reason: str | None) -> str | None:
 
 
 def num_processes() -> int:
-    """Of this job."""
+    """Number of processes of this job."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """Those that hold a model's shards; None: it has none."""
+    """The ranks that hold the shards of a model; None: it has no shards."""
     if num_processes() == 1:
         return None
     from torch.distributed.tensor import DTensor  # half a second
@@ -183,14 +194,15 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
-    """Whether a `distributed_config` wants several processes. Raises `ConfigError` for what none of them can do."""
+    """Whether a `distributed_config` asks for several processes. Raises `ConfigError` for options that are not
+    supported."""
     if wanted is None:
         return False
     others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
     if not others and getattr(wanted, _EXPERTS, False):
         others = [_EXPERTS]
     if others:
-        raise ConfigError(f"distributed_config: {', '.join(others)}: what streams is sharded by tp_size alone")
+        raise ConfigError(f"distributed_config: {', '.join(others)}: only tp_size shards a model that streams")
     if wanted.tp_size == 1:
         return False
     if config.stripes:
@@ -200,10 +212,10 @@ def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
 
 @contextmanager
 def imagined(num: int) -> Iterator[bool]:
-    """Inside, this process is the first of so many; none of the others runs, and nothing is exchanged. Where the
-    processes of a job talk to each other already, which it tells, these are they.
+    """Inside, this process is the first of `num`, of which no other runs; nothing is exchanged. Yields whether the
+    processes of a job have a group already, which is used then.
 
-    Raises `ConfigError` where they are not so many.
+    Raises `ConfigError` where that group has another number of processes.
     """
     with _IMAGINING:
         if (of_job := num_processes()) not in (1, num):
@@ -219,17 +231,17 @@ def imagined(num: int) -> Iterator[bool]:
 
 
 def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
-    """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None:
-    it wants one process.
+    """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None
+    where it asks for one process.
 
-    Where nobody has, it lets them talk to each other, of tensors in host memory, too: what streams is there between
-    steps. Raises `ConfigError`.
+    If they have no group yet, it makes one that also exchanges tensors in host memory, where streamed weights are
+    between steps. Raises `ConfigError`.
     """
     if not is_wanted(wanted, config):
         return None
     assert wanted is not None
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is not None and "LOCAL_RANK" in os.environ:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     if not distributed.is_initialized():
         if "RANK" not in os.environ:
@@ -237,8 +249,11 @@ def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
                 f"distributed_config: tp_size = {wanted.tp_size} needs as many processes: start them with "
                 f"torchrun --nproc-per-node {wanted.tp_size} script.py"
             )
-        named = "gloo" if kind is None else f"cpu:gloo,{kind.type}:{distributed.get_default_backend_for_device(kind)}"
-        distributed.init_process_group(named, timeout=_PATIENCE)
+        backends = "gloo"
+        if accelerator is not None:
+            of_accelerator = distributed.get_default_backend_for_device(accelerator)
+            backends = f"cpu:gloo,{accelerator.type}:{of_accelerator}"
+        distributed.init_process_group(backends, timeout=_TIMEOUT)
     if distributed.get_world_size() != wanted.tp_size:
         raise ConfigError(
             f"distributed_config: tp_size = {wanted.tp_size}, and {distributed.get_world_size()} processes run"

@@ -1,6 +1,6 @@
-"""What the names of weights mean that only the checkpoint or only its model has.
+"""Explanations, by their names, of weights that only the checkpoint or only its model has.
 
-It knows only names: transformers reports unexpected keys of the files and missing keys of the model.
+Knows only names: transformers reports unexpected keys of the files and missing keys of the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Names of transformers' tensor parallelism that it does not promise to keep, and no other file spells one.
+"""All names of transformers' tensor parallelism that it does not promise to keep; no other file spells one.
 
-A test of each (tests/adapters/hf/test_tensor_parallel.py) says which one a new version has lost.
+A test of each name (tests/adapters/hf/test_tensor_parallel.py) fails where a new version has lost it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from weightstream.errors import ConfigError
 from weightstream.runtime.tensors.leaves import rewrapped
 
 _LIKE, _EQUAL = "_dtensor_from_local_like", "_tied_params_are_equal"
-_OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # where their code is
+_OF_TORCH, _OF_TRANSFORMERS = "torch.distributed.", "transformers.distributed."  # modules of their code
 
 
 def wanted(kwargs: dict[str, Any]) -> Any | None:
-    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by one of `ranks.NAMES`; None: one process.
+    """The `DistributedConfig` that keywords of `from_pretrained` ask for, by any of `ranks.NAMES`; None: one process.
 
-    They have it by the first of these alone from then on, if it wants several. Raises `ConfigError`.
+    Takes these keywords out of `kwargs`, and puts it back as `distributed_config` if it asks for several processes.
+    Raises `ConfigError`.
     """
     given = kwargs.pop("distributed_config", None)
     older = {name: kwargs.pop(name, None) for name in NAMES[1:]}
@@ -36,7 +37,7 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
     from transformers.distributed import DistributedConfig
 
     if given is not None and older:
-        raise ConfigError(f"{', '.join(older)} beside distributed_config: name it in that alone")
+        raise ConfigError(f"{', '.join(older)} as well as distributed_config: give one of them")
     try:
         found = (
             given if isinstance(given, DistributedConfig) else DistributedConfig(**(older if given is None else given))
@@ -44,7 +45,7 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"distributed_config = {given or older}: {error}") from error
     if type(found.tp_size) is not int:
-        raise ConfigError(f"distributed_config: tp_size = {found.tp_size!r} is no number of processes")
+        raise ConfigError(f"distributed_config: tp_size = {found.tp_size!r} is not a number of processes")
     if found.tp_size != 1:
         kwargs["distributed_config"] = found
     return found
@@ -52,8 +53,10 @@ def wanted(kwargs: dict[str, Any]) -> Any | None:
 
 @contextmanager
 def on_host(kind: Any) -> Iterator[None]:
-    """Inside, `from_pretrained` of this class leaves each rank's shards where they are: views of files, which no device
-    has seen. transformers would bring each to the device of its rank, and copy columns."""
+    """Inside, `from_pretrained` of this class leaves the shards of each rank on the host, as views of files.
+
+    transformers would move each shard to the device of its rank, and copy columns.
+    """
     from transformers import core_model_loading, modeling_utils
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
@@ -64,7 +67,7 @@ def on_host(kind: Any) -> Iterator[None]:
         return config, device_map and torch.device("cpu"), *others
 
     def sharded(self: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        is_piece = kwargs.get("tensor_idx") is not None  # of what a conversion joins
+        is_piece = kwargs.get("tensor_idx") is not None  # of a tensor that a conversion joins
         if not isinstance(source, Gathered) or is_piece or kwargs.get("dtype") not in (None, source.dtype):
             return shard(self, source, *args, **kwargs)
         cuts = [placement for placement in self.placements if not placement.is_replicate()]
@@ -76,7 +79,7 @@ def on_host(kind: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(set_inside(DtensorShardOperation, "shard_tensor", sharded))
         stack.enter_context(set_inside(kind, "prepare_distribute_model", staticmethod(prepared)))
-        stack.enter_context(set_inside(modeling_utils, _EQUAL, torch.equal))  # as transformers had up to 5.22
+        stack.enter_context(set_inside(modeling_utils, _EQUAL, torch.equal))  # as in transformers up to 5.22
         stack.enter_context(_Asking())
         for module in (core_model_loading, modeling_utils):
             stack.enter_context(set_inside(module, _LIKE, _like))
@@ -84,9 +87,9 @@ def on_host(kind: Any) -> Iterator[None]:
 
 
 def shard(model: Any, wanted: Any) -> None:
-    """Leave of a model on meta, not yet tied, what the first of so many processes would have of it.
+    """Replace the weights of a model on meta, not yet tied, by the shards of the first of `wanted.tp_size` processes.
 
-    Raises `ConfigError`, and as `ranks.imagined`. A GPU is neither needed nor woken.
+    Raises `ConfigError`, also as `ranks.imagined`. No GPU is needed or initialised.
     """
     with ExitStack() as stack:
         if not stack.enter_context(imagined(wanted.tp_size)):
@@ -99,18 +102,21 @@ def shard(model: Any, wanted: Any) -> None:
 
 
 def is_of_shard(forward: Any) -> bool:
-    """Whether it is what transformers runs around the forward of a module with shards."""
+    """Whether a function is the wrapper of transformers around the forward of a module with shards."""
     return str(getattr(forward, "__module__", "")).startswith(_OF_TRANSFORMERS)
 
 
 def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether it is a `DTensor`."""
+    """Whether a tensor is a `DTensor`."""
     return any(kind.__module__.startswith(_OF_TORCH) for kind in type(tensor).__mro__)
 
 
 def adds_up(module: torch.nn.Module, weights: Iterable[Any]) -> bool:
-    """Whether the ranks add up what a module gives that has these weights, as each has a part of what a linear layer
-    multiplies, of the rows of an embedding, or of every expert. What they join end to end is not told."""
+    """Whether the output of a module with these weights is all-reduced.
+
+    It is where each rank has a part of the inputs of a linear layer, of the rows of an embedding, or of every expert.
+    Outputs that the ranks concatenate do not count.
+    """
     cuts = [
         (weight.dim(), placement.dim % weight.dim())
         for weight in weights
@@ -124,12 +130,12 @@ def adds_up(module: torch.nn.Module, weights: Iterable[Any]) -> bool:
 
 
 def is_of_processes(value: Any) -> bool:
-    """Whether it is a mesh of processes, which have no copies."""
+    """Whether a value is a mesh of processes, which cannot be copied."""
     return type(value).__module__.startswith((_OF_TORCH, _OF_TRANSFORMERS))
 
 
 class _Asking(TorchFunctionMode):
-    """Asks all ranks whether shards are equal, where a rank that refused is heard: nobody waits in a sum for it."""
+    """Compares shards by `Ranks.gather`, which receives the error of a rank that refused; an all-reduce would hang."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.equal or len(args) != 2 or not any(map(is_shard, args)):
@@ -140,5 +146,5 @@ class _Asking(TorchFunctionMode):
 
 
 def _like(local: torch.Tensor, reference: Any) -> Any:
-    """A shard as a `DTensor` of the same mesh and placements as this one; neither moved nor copied."""
+    """A shard as a `DTensor` with the mesh and placements of `reference`; neither moved nor copied."""
     return rewrapped(reference, type(reference), _local_tensor=local)

@@ -3,7 +3,7 @@
 They are found by structure. transformers' own functions compute, on a substitute for the module or on the module
 itself, so the bits are those of transformers.
 
-[Note: grouped in place of batched]
+[Note: grouped instead of batched]
 `generate()` decodes with batched_mm, which copies the matrices of each id: for a few sequences that is most of a step.
 grouped_mm reads matrices in place, so it runs instead once all matrices that a call uses are in their places, on a
 device where both give the same bits. No library promises equal bits. So the first call of each shape runs both on
@@ -36,7 +36,7 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _BY_ROW = "batched_mm"  # the implementation that copies the matrices which it uses; generate() decodes with it
 _IN_PLACE = "grouped_mm"  # the implementation that reads matrices in place, and only those which it uses
 _FUSED = "w13_weight"  # of vLLM's experts
-_EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped in place of batched]
+_EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped instead of batched]
 _ROUNDS = 8
 _WAYS = ("forward", "_compiled_call_impl")  # functions that an instance may have besides those of its class
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -212,7 +212,7 @@ class ExpertForward:
 
 
 def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], inputs: _ExpertInputs) -> bool:
-    """Whether both give the same bits, of random states: [Note: grouped in place of batched]."""
+    """Whether both give the same bits, of random states: [Note: grouped instead of batched]."""
     hidden, ids, scores = inputs
     generator = torch.Generator(hidden.device).manual_seed(len(ids))
     try:

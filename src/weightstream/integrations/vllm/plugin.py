@@ -32,7 +32,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.offloader import base as theirs
 
 import weightstream
-from weightstream.adapters.hf.ranks import Ranks, ranks_together, untold
+from weightstream.adapters.hf.ranks import Ranks, errors_stay_local, ranks_together
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.integrations.vllm.experts import enter_by_forward
@@ -338,7 +338,7 @@ class VllmWorker:
         runner = self._worker.model_runner
         drafts = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
         models = [runner.get_model(), *(draft for draft in drafts if isinstance(draft, nn.Module))]
-        with untold(), _uncompiled(models), torch.inference_mode():
+        with errors_stay_local(), _uncompiled(models), torch.inference_mode():
             runner.profile_run()
 
     def _guess(self) -> int:

@@ -46,7 +46,7 @@ class Rows:
     num_rows: int  # of each stack
     capturing: Callable[[], bool]
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
-    cache: SlotCache | None = None  # None: the stacks are compressed, and on the device as a whole
+    cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
     rest: Callable[[], None] | None = None  # brings the weights of the unit that are no stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0  # ids in the last call

@@ -112,10 +112,10 @@ class Stack:
         if any(number % WORD for _, *span in extents for number in span):
             return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
         if any(extent.pitch for extent in extents):
-            return "it is columns of what is in files"
+            return "it is columns of tensors in files"
         if not waits and isinstance(source, PageWindow) and not source.is_refused:
             return None
-        return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device does not read"
+        return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device cannot read"
 
     def pieces(self, backend: Backend) -> list[RowPiece]:
         """The pieces of the rows, in host memory that the device reads; none where it cannot read that memory."""

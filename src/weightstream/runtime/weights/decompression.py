@@ -91,7 +91,9 @@ def unit_decoder(unit: BufferedUnit, aliases: Collection[str]) -> Callable[[], N
 
     def decode() -> None:
         if updated and capturing():
-            raise OffloadError(f"{updated[0][0].group.alias} was updated since it was compressed: offload again")
+            raise OffloadError(
+                f"{updated[0][0].group.alias} was updated since it was compressed: offload the model again"
+            )
         for home, target in updated:
             home.source.plain_into(target)
         if decompress is not None:
