@@ -58,9 +58,12 @@ class Stripes(StreamerGroup):
     """
 
     def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
-        self.model, self.backends, self.devices = model, backends, tuple(backend.device for backend in backends)
+        self.model = model
+        self.backends = backends
+        self.devices = tuple(backend.device for backend in backends)
         self.parts: dict[str, Streamer] = {}
-        self._gate, self._capturing = Gate(), backends[0].capturing
+        self._gate = Gate()
+        self._capturing = backends[0].capturing
         self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
         self.places = _places(model)
         self._ways = [DeviceCrossing(self.devices[0], device) for device in self.devices]
@@ -116,9 +119,8 @@ class Stripes(StreamerGroup):
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
         with self._turn():
-            if (
-                self._gate.is_running or self._gate.mode is StepState.REMOVED
-            ):  # the model calls itself; or it was let go
+            # the model calls itself; or it was let go
+            if self._gate.is_running or self._gate.mode is StepState.REMOVED:
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
             step, is_fixed = partial(forward, *args, **kwargs), self._gate.is_fixed
@@ -343,8 +345,10 @@ def _dealt_anew(
         sketch = planner_inputs.sketch_of(shares.roots[lane], None, uncoded, machine, shares.hosted(lane, model))
         prospect = sketch.prospect
         if example is not None:
-            about = sketch.by_alias, sketch.grains, model, stripes.backends[lane]
-            prospect = planner_inputs.foreseen(prospect, *about, *example) or prospect
+            foreseen = planner_inputs.foreseen(
+                prospect, sketch.by_alias, sketch.grains, model, stripes.backends[lane], *example
+            )
+            prospect = foreseen or prospect
         planners = (replace(planner, config=own, weights=weights) for planner in prospect.planners)
         found[name] = replace(prospect, planners=tuple(planners))
     return found
@@ -377,7 +381,7 @@ def sketch_striped(
         return found
 
     _, planned = multi_device.fastest_deal(map(known, deals), places := _places(model))
-    return multi_device.predicted_lanes({name: lane for name, (_, lane) in planned.items()}, places)
+    return multi_device.predicted_lanes({name: planned_lane.lane for name, planned_lane in planned.items()}, places)
 
 
 def _places(model: nn.Module) -> dict[str, int]:

@@ -325,7 +325,10 @@ class PipelineStreamer(StreamerGroup):
         names: Sequence[str],
         budget: int,
     ) -> None:
-        self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
+        self._pipe = pipe
+        self._backend = backend
+        self._config = config
+        self._block = block
         self._folders = folders  # with weights that no file holds as they are needed
         self._names = names  # in the order in which components are expected to run
         self._parts: dict[str, _Part] = {}

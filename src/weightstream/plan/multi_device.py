@@ -20,7 +20,7 @@ from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan import cost
@@ -175,7 +175,8 @@ class _State:
     """A lane while its steps are simulated: when it is free, its link is, and its units are filled."""
 
     def __init__(self, lane: Lane, *, captured: bool = False) -> None:
-        self.plan, self.profile = plan, profile = lane.simulated, lane.profile
+        self.plan = plan = lane.simulated
+        self.profile = profile = lane.profile
         times, units = cost.times_s(plan, profile, captured=captured), plan.manifest.units
         self.decodes = [profile.decode_s(u, unit) for u, unit in enumerate(units)]
         self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
@@ -208,7 +209,7 @@ class StripedPlan(PlanReport):
     """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
     in a CUDA graph."""
 
-    NUMBERS: ClassVar[tuple[str, ...]] = ("step_s", "graph_s", "step_nbytes")
+    NUMBERS = ("step_s", "graph_s", "step_nbytes")
 
     plans: Mapping[str, Plan]
     step_s: float
@@ -262,11 +263,10 @@ class StripedPlan(PlanReport):
             "streamed": f"{human(self.step_nbytes)} per step over {num} links",
         }
 
-    def numbers(self) -> dict[str, Any]:
+    def _more_numbers(self) -> dict[str, Any]:
         return {
             "machine": self.every[0].machine or None,
             "nbytes": self.decoded_nbytes,
-            **super().numbers(),
             "devices": {name: plan.numbers() for name, plan in self.plans.items()},
         }
 
@@ -286,7 +286,14 @@ def _times_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> tuple[floa
     return step_s(found, turns), step_s(found, turns, captured=True)
 
 
-Planned = dict[str, tuple[Prospect, Lane]]
+class PlannedLane(NamedTuple):
+    """The plan of a device, and the prospect that it was made with."""
+
+    prospect: Prospect
+    lane: Lane
+
+
+Planned = dict[str, PlannedLane]  # by the name of the device
 
 
 def chosen(prospects: Mapping[str, Prospect], places: Mapping[str, int]) -> Planned:
@@ -326,7 +333,7 @@ def fastest_deal(deals: Iterable[Mapping[str, Prospect]], places: Mapping[str, i
 
 
 def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
-    step_s, graph_s = _times_s(lanes := {name: lane for name, (_, lane) in planned.items()}, places)
+    step_s, graph_s = _times_s(lanes := {name: planned_lane.lane for name, planned_lane in planned.items()}, places)
     host_share = max(lane.profile.host_share for lane in lanes.values())
     return graph_s + host_share * max(0.0, step_s - graph_s)
 
@@ -339,11 +346,11 @@ def _one_turn_s(lane: Lane) -> float:
     return max(computes_s, over / lane.profile.link_bytes_per_s)
 
 
-def _ways(whole: Prospect) -> list[tuple[Prospect, Lane]]:
+def _ways(whole: Prospect) -> list[PlannedLane]:
     coarse, found = whole.coarse(), []
     for prospect in (coarse,) if coarse is whole else (coarse, whole):
         index, plan = prospect.plan()
-        found.append((prospect, Lane.of(plan, prospect.planners[index])))
+        found.append(PlannedLane(prospect, Lane.of(plan, prospect.planners[index])))
     return found
 
 

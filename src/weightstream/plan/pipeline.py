@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share, aligned_nbytes
@@ -113,7 +113,7 @@ class PipelinePlan(PlanReport):
     `notes` say what is not in the plan.
     """
 
-    NUMBERS: ClassVar[tuple[str, ...]] = (
+    NUMBERS = (
         *("seconds", "bound_s", "copied_s", "computed_s", "copied_nbytes", "device_nbytes", "block_nbytes"),
         *("activation_nbytes", "workspace_nbytes", "peak_nbytes", "shortage"),
     )
@@ -176,8 +176,7 @@ class PipelinePlan(PlanReport):
         """Seconds that a call computes if it never waits for a copy."""
         return sum(turn.num * turn.plan.compute_s for turn in self.turns)
 
-    def numbers(self) -> dict[str, Any]:
-        """Those of a call, and of each of its turns."""
+    def _more_numbers(self) -> dict[str, Any]:
         turns = [
             {
                 "component": turn.component,
@@ -188,7 +187,7 @@ class PipelinePlan(PlanReport):
             }
             for turn in joined(self.turns)
         ]
-        return {**super().numbers(), "notes": list(self.notes), "turns": turns}
+        return {"notes": list(self.notes), "turns": turns}
 
     @property
     def beside(self) -> str:

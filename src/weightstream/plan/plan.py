@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
@@ -45,7 +45,7 @@ class Plan(PlanReport):
     them, in a graph; and the bytes of activations, at most, and of the KV cache.
     """
 
-    NUMBERS: ClassVar[tuple[str, ...]] = (
+    NUMBERS = (
         *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
         *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
         *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
@@ -281,9 +281,8 @@ class Plan(PlanReport):
             lines["limit"] = f"{self.limit}, busy {milliseconds(busy[self.limit])} of a step; {others}"
         return lines
 
-    def numbers(self) -> dict[str, Any]:
+    def _more_numbers(self) -> dict[str, Any]:
         return {
-            **super().numbers(),
             "nbytes": self.manifest.decoded_nbytes,
             "held_nbytes": self.manifest.nbytes,
             "machine": self.machine or None,

@@ -25,7 +25,11 @@ class PlanReport(ABC):
 
     def numbers(self) -> dict[str, Any]:
         """Bytes and predicted seconds by name, for JSON."""
-        return {name: getattr(self, name) for name in self.NUMBERS}
+        return {name: getattr(self, name) for name in self.NUMBERS} | self._more_numbers()
+
+    @abstractmethod
+    def _more_numbers(self) -> dict[str, Any]:
+        """Numbers that are no attributes."""
 
     def __str__(self) -> str:
         predicted = (f"{label}: {value}" for label, value in self.predictions().items())

@@ -48,7 +48,7 @@ from weightstream.runtime.experts import unit_decode
 from weightstream.runtime.experts.prefetch import Ahead
 from weightstream.runtime.ring.engine import Counters, Engine, State
 from weightstream.runtime.ring.shared_memory import SharedMemory
-from weightstream.runtime.ring.tensor_views import BoundUnit, StreamedTensor, UnitTensors, noticed
+from weightstream.runtime.ring.tensor_views import BoundUnit, CountedStorage, StreamedTensor, UnitTensors, noticed
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.tensors.thread_state import unseen
@@ -70,15 +70,16 @@ class Binding:
         block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
-        self.plan, self.memory = plan, memory  # the ring, the buffer and slots
+        self.plan = plan
+        self.memory = memory
         self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
         self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
         self.open_units: list[BoundUnit] = []  # the innermost last
         self.is_awake = False  # from `wake` until `rest` is through
-        self._served: list[
-            StreamedTensor
-        ] = []  # those that show the true bytes outside of their unit until a watched step ends
-        self._homes, self._backend = homes, backend
+        # those that show the true bytes outside of their unit until a watched step ends
+        self._served: list[StreamedTensor] = []
+        self._homes = homes
+        self._backend = backend
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory[0])
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
@@ -383,7 +384,7 @@ class Binding:
             index=index,
             streams=plan.streams(index),
             faces=faces,
-            storages=tuple((storage, owners(storage)) for storage in storages.values()),
+            storages=tuple(CountedStorage(storage, owners(storage)) for storage in storages.values()),
             coded=coded,
             opening=unit_decode.Opening(plan, index, self._homes.homes, self.memory, self._backend),
             has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),

@@ -8,6 +8,7 @@ what is due, a recording looks at what the plan has in the ring at the end of th
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.plan.schedule import Cursor
@@ -37,6 +38,13 @@ from weightstream.runtime.ring.engine import Engine, GraphOutcome
 # released in a later one is in use at the start of that, read there without a wait, and nothing is filled over it.
 
 
+class DeferredFill(NamedTuple):
+    """A fill that each launch leaves due: its copy follows the event of the last read, or the end of the graph."""
+
+    unit: int
+    read: Event | None
+
+
 class Recording:
     """Stands in for the engine during one capture. `before`: the piece of the step that precedes this one."""
 
@@ -61,9 +69,7 @@ class Recording:
         self.filled: list[int] = []
         self.due: list[int] = []  # units that belong in the ring at the end and are not there
         self._outcome = GraphOutcome()
-        self._behind: list[
-            tuple[int, Event | None]
-        ] = []  # those, each with the event that its copy follows: None: the end
+        self._deferred_fills: list[DeferredFill] = []
         fork = backend.edge()  # what comes first on the copy stream joins the capture by it
         backend.record(Side.COMPUTE, fork)
         backend.wait(Side.COPY, fork)
@@ -138,7 +144,10 @@ class Recording:
         # A launch looks at this alone: what the recording says is worked out once.
         self.due = due
         readers = map(self._last_reader, due)  # of an edge nothing outside can wait
-        self._behind = [(u, None if r is None else self._external.get(r)) for u, r in zip(due, readers, strict=True)]
+        self._deferred_fills = [
+            DeferredFill(unit, None if reader is None else self._external.get(reader))
+            for unit, reader in zip(due, readers, strict=True)
+        ]
         filled, sharing = set(self.filled), self._engine.sharing
         self._outcome = GraphOutcome(
             num_fills=len(self.filled),
@@ -151,7 +160,7 @@ class Recording:
     def after_launch(self) -> None:
         """Tell the engine what is in the ring now, and queue the fills that are due."""
         end = self._engine.after_graph(self._outcome)
-        for unit, read in self._behind:
+        for unit, read in self._deferred_fills:
             if not self._engine.is_in_ring(unit):
                 self._engine.fill(unit, after=end if read is None else read)
 

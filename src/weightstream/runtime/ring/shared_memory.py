@@ -33,7 +33,8 @@ class Tenure:
     """The steps of one model until another one has the memory; it is taken to have as many as the last time."""
 
     def __init__(self) -> None:
-        self._steps, self._usual = 0, -1
+        self._steps = 0
+        self._usual = -1  # how many there were the last time; -1: this is the first
 
     @property
     def is_last_step(self) -> bool:

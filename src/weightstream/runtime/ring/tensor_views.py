@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -246,20 +246,26 @@ def moving(faces: Sequence[StreamedTensor]) -> list[str]:
     return sorted({face.member.names[0] for face in faces if len(places[id(face.member.tensor)]) > 1})
 
 
+class CountedStorage(NamedTuple):
+    """A storage, and the number of its owners while no tensor of the model shows it."""
+
+    storage: torch.UntypedStorage
+    num_owners: int
+
+
 @dataclass(eq=False, slots=True)
 class BoundUnit:
     """A unit bound to memory.
 
-    `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
-    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
-    are in use at fixed addresses; `is_picked`: its forward reads rows of them alone; `borrowed` are views of memory
-    that it has until it closes; `is_kept`: a view of the bytes outlived a forward.
+    `storages` are its own over its bytes in the ring and the buffer. `opened` counts how often the unit is open;
+    `in_buffer` how often its decoded weights are in use at fixed addresses; `is_picked`: its forward reads rows of them
+    alone; `borrowed` are views of memory until it closes; `is_kept`: a view of the bytes outlived a forward.
     """
 
     index: int
     streams: bool
     faces: UnitTensors
-    storages: tuple[tuple[torch.UntypedStorage, int], ...]
+    storages: tuple[CountedStorage, ...]
     coded: frozenset[str]
     opening: Opening
     has_buffers: bool
@@ -276,6 +282,6 @@ class BoundUnit:
     def num_views(self) -> int:
         """How many tensors of the model, and of whoever else, show the bytes."""
         found = 0
-        for storage, least in self.storages:
-            found += owners(storage) - least
+        for storage, num_owners in self.storages:
+            found += owners(storage) - num_owners
         return found

@@ -95,6 +95,23 @@ class Mark:
     planned: bool = True
 
 
+class MarkTimes(NamedTuple):
+    """A mark, and the seconds from the begin of its step to its own begin and end."""
+
+    mark: Mark
+    begin_s: float
+    end_s: float
+
+
+class TracedMark(NamedTuple):
+    """A mark of a trace, and what its span says besides the times."""
+
+    mark: Mark
+    name: str
+    step: int
+    nbytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """Seconds of one step, of the host and of all waits in it, and by unit the mean of its fills, waits and compute."""
@@ -118,12 +135,12 @@ class TimedStep:
 
     def sample(self, seconds: Callable[[Stamp, Stamp], float | None]) -> Sample | None:
         """What the marks say; None until the device has passed them all. The last is asked for first."""
-        timed: list[tuple[Mark, float, float]] = []
+        timed: list[MarkTimes] = []
         for mark in reversed(self.marks):
             begin_s, end_s = seconds(self.begin, mark.begin), seconds(self.begin, mark.end)
             if begin_s is None or end_s is None:
                 return None
-            timed.append((mark, begin_s, end_s))
+            timed.append(MarkTimes(mark, begin_s, end_s))
         *units, (_, _, step_s) = reversed(timed)
         found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
         for mark, begin_s, end_s in units:
@@ -140,7 +157,7 @@ class TimedStep:
 
 @dataclass(eq=False, slots=True)
 class Tracing:
-    """A trace that is being recorded: its marks, each with what its span says beside the times."""
+    """A trace that is being recorded."""
 
     trace: Trace
     origin: Stamp
@@ -148,13 +165,12 @@ class Tracing:
     experts: Mapping[str, ExpertTraffic]  # as they were counted before
     num_steps: int = 0
     step: int = 0  # the one under way; 0 between two
-    marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
+    marks: list[TracedMark] = field(default_factory=list)
 
     def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
         """Take in a mark, as long as there is room."""
         if len(self.marks) <= self.trace.limit:
-            about = {"kind": mark.kind, "name": name, "step": self.step, "nbytes": nbytes, "planned": mark.planned}
-            self.marks.append((mark, about))
+            self.marks.append(TracedMark(mark, name, self.step, nbytes))
 
     def add_step(self, mark: Mark, what: str, host_begin_s: float) -> None:
         """Take in a step's mark, and what the host took for it."""
@@ -166,14 +182,25 @@ class Tracing:
     def finish(self, seconds: Callable[[Stamp, Stamp], float | None]) -> None:
         """Make spans of the marks, which the device has passed. A unit computes from the end of its wait."""
         resumed: dict[int, Stamp] = {}
-        for mark, about in self.marks:
+        for mark, name, step, nbytes in self.marks:
             if mark.kind == "wait":
                 resumed[mark.unit] = mark.end
             begin = resumed.get(mark.unit, mark.end) if mark.kind == "unit" else mark.begin
             begin_s, end_s = seconds(self.origin, begin), seconds(self.origin, mark.end)
             if begin is not mark.end and begin_s is not None and end_s is not None:
                 row: Row = "copy" if mark.kind == "fill" else "compute"
-                self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
+                self.trace.spans.append(
+                    Span(
+                        row=row,
+                        kind=mark.kind,
+                        name=name,
+                        begin_s=begin_s,
+                        end_s=end_s,
+                        step=step,
+                        nbytes=nbytes,
+                        planned=mark.planned,
+                    )
+                )
         self.trace.spans.sort(key=lambda span: span.begin_s)
         if max(len(self.marks), len(self.trace.spans)) > self.trace.limit:  # waits for nothing are marks, not spans
             logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
@@ -208,7 +235,9 @@ class Timeline:
     def bind(self, plan: Plan) -> None:
         """Another plan comes into force: what was measured under the one before says nothing of it."""
         with self._reading:
-            self._plan, self._num_steps, self._in_a_row = plan, 0, 0
+            self._plan = plan
+            self._num_steps = 0
+            self._in_a_row = 0
             self._samples.clear()
 
     @property

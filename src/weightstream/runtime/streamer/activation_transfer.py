@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,7 +27,8 @@ class DeviceCrossing:
     """The way from the first device to another and back. What several blocks are given goes once."""
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
-        self.home, self.device = home, device
+        self.home = home
+        self.device = device
         self.is_open = True
         self._sent = WeakIdKeyDictionary()  # a tensor -> its version, and the copy there
 
@@ -68,14 +69,36 @@ class DeviceCrossing:
         return tensor.to(device, non_blocking=True)
 
 
+class SentTensor(NamedTuple):
+    """A tensor of the first device, its copy on the other, and the copy's version when it was sent."""
+
+    source: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class CopiedContainer(NamedTuple):
+    """A list, dict or object that was passed to the block, and its copy that holds tensors of the block's device."""
+
+    original: Any
+    copy: Any
+
+
+class BroughtTensor(NamedTuple):
+    """A tensor that the block returned, and the one of the first device in its place."""
+
+    tensor: torch.Tensor
+    copy: torch.Tensor
+
+
 class TransferredCall:
     """What one call of a block is given on its device, and what comes back of that."""
 
     def __init__(self, way: DeviceCrossing) -> None:
         self._way = way
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # a source's id -> it, its copy, its version
-        self._containers: list[tuple[Any, Any]] = []
-        self._brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the block made, and its copy
+        self._sent: dict[int, SentTensor] = {}  # by the id of the source
+        self._containers: list[CopiedContainer] = []
+        self._brought: dict[int, BroughtTensor] = {}  # by the id of the tensor that the block returned
 
     def there(self, value: Any) -> Any:
         """The same arguments on the device."""
@@ -84,15 +107,15 @@ class TransferredCall:
             for group in _overlapping(list(given.values())):
                 self._send_together(group)
             for tensor in given.values():
-                if id(tensor) not in self._made:
+                if id(tensor) not in self._sent:
                     self._send(tensor, self._way.sent(tensor))
-        return with_tensors(value, self._there, {}, lambda *both: self._containers.append(both))
+        return with_tensors(value, self._there, {}, lambda *both: self._containers.append(CopiedContainer(*both)))
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._made[id(tensor)][1] if id(tensor) in self._made else tensor
+        return self._sent[id(tensor)].copy if id(tensor) in self._sent else tensor
 
     def _send(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        self._made[id(tensor)] = tensor, copy, copy._version
+        self._sent[id(tensor)] = SentTensor(tensor, copy, copy._version)
 
     def _send_together(self, tensors: list[torch.Tensor]) -> None:
         """Tensors that show the same memory, by one copy of it."""
@@ -107,7 +130,7 @@ class TransferredCall:
 
     def back(self, value: Any) -> Any:
         """The same output on the first device; what the block wrote into its arguments is written there, too."""
-        for source, copy, version in self._made.values():
+        for source, copy, version in self._sent.values():
             if copy._version != version:
                 source.copy_(copy)
                 self._way.forget(source)
@@ -124,16 +147,17 @@ class TransferredCall:
             return tensor
         if id(tensor) not in self._brought:
             found = self._shown(tensor)
-            self._brought[id(tensor)] = tensor, self._way.copied(tensor, self._way.home) if found is None else found
-        return self._brought[id(tensor)][1]
+            copy = self._way.copied(tensor, self._way.home) if found is None else found
+            self._brought[id(tensor)] = BroughtTensor(tensor, copy)
+        return self._brought[id(tensor)].copy
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same of an argument, where it shows memory of that one's copy."""
         memory = tensor.untyped_storage()._cdata
-        given = next((source for source, copy, _ in self._made.values() if copy is tensor), None)
+        given = next((source for source, copy, _ in self._sent.values() if copy is tensor), None)
         if given is not None:
             return given
-        for source, copy, _ in self._made.values():
+        for source, copy, _ in self._sent.values():
             is_alike = copy.stride() == source.stride() and copy.dtype is source.dtype is tensor.dtype
             if is_alike and copy.untyped_storage()._cdata == memory:
                 at = source.storage_offset() + tensor.storage_offset() - copy.storage_offset()

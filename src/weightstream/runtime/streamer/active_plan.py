@@ -114,7 +114,8 @@ class Installation:
         with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():
             if reason := self._why_not_switched():
                 raise OffloadError(f"the plan cannot change now: {reason}")
-            before, held = (self.plan, self.modules.units), self.modules.hold(self.gate.turn)
+            plan_before, units_before = self.plan, self.modules.units
+            end_hold = self.modules.hold(self.gate.turn)
             try:
                 self._detach()
                 if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
@@ -122,11 +123,11 @@ class Installation:
                 self._bind(plan)
             except BaseException:
                 self._detach()
-                plan, self.modules.units = before
-                self._bind_again(plan)
+                self.modules.units = units_before
+                self._bind_again(plan_before)
                 raise
             finally:
-                held()
+                end_hold()
 
     def _why_not_switched(self) -> str | None:
         if self.gate.mode is StepState.HELD:
@@ -143,8 +144,9 @@ class Installation:
             plan = self._settled(plan)
             block = self.gate.block
             memory = buffers(plan, self.backend) if block is None else block.parts(plan)
-            counts, picks = (self.counters, self.timeline), self._picks()
-            self.binding = Binding(plan, memory, self.homes, self.backend, *counts, block, picks)
+            self.binding = Binding(
+                plan, memory, self.homes, self.backend, self.counters, self.timeline, block, self._picks()
+            )
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)
         except torch.OutOfMemoryError as error:

@@ -296,7 +296,8 @@ class _StandsIn:
     """Stands in for a method of a module, as an attribute of the instance; `given` is what was there."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
+        self.module = module
+        self.name = name
         self.given = module.__dict__.get(name)
         self._users: set[object] = set()
 

@@ -291,7 +291,8 @@ class Learning:
         self._installed.switch(plan)
         self._orders.forget()
         if self._installed.modules.units is not units:
-            self._seen, self.outside = frozenset(), {}
+            self._seen = frozenset()
+            self.outside = {}
             self.watching = True
 
     def rebudget(self, device_budget: int) -> None:

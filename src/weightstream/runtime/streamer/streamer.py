@@ -36,7 +36,7 @@ from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.streamer.stats import Stats, stats_of
 from weightstream.runtime.tensors.pytree import moved
-from weightstream.runtime.tensors.thread_state import ThreadState
+from weightstream.runtime.tensors.thread_state import restored_block, restoring
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
@@ -72,10 +72,13 @@ class Streamer(BaseStreamer):
         self._backend = backend
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
         self._compiled = Compiled(model, blocks)
-        made = self._compiled, homes, backend, replanning, grains, on_close, block
-        self._installed = Installation(self._modules, *made)
+        self._homes = homes
+        self._installed = Installation(
+            self._modules, self._compiled, homes, backend, replanning, grains, on_close, block
+        )
+        self._gate = self._installed.gate
+        self.graphs = self._installed.graphs
         self._learning = Learning(self._installed)
-        self._gate, self.graphs, self._homes = self._installed.gate, self._installed.graphs, homes
         self._installed.start(plan)
 
     # -- what it tells ---------------------------------------------------------------------------------------------
@@ -240,15 +243,11 @@ class Streamer(BaseStreamer):
         return self._gate.turn.run(partial(self._healed, work), progress)
 
     def _healed(self, work: Callable[[], Any], is_first: bool) -> Any:
-        if not is_first:
-            return work()
-        state = ThreadState(self.device)
-        try:
+        def healed() -> Any:
             self._heal_if_cut()
             return work()
-        except BaseException:
-            state.restore()
-            raise
+
+        return restoring(healed, self.device) if is_first else work()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -257,13 +256,9 @@ class Streamer(BaseStreamer):
             if not is_first:
                 yield
                 return
-            state = ThreadState(self.device)
-            try:
+            with restored_block(self.device):
                 self._heal_if_cut()
                 yield
-            except BaseException:
-                state.restore()
-                raise
 
     def _awake(self, work: Callable[[], Any], mode: StepState) -> Any:
         """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""

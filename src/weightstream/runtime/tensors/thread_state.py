@@ -7,8 +7,9 @@ update of a weight between steps would not be seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 _without_classes: Any = torch._C._disabled_torch_function_impl
 
@@ -46,9 +48,11 @@ class ThreadState:
     __slots__ = ("_grad", "_hooks", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._grad, self._keeps_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._keeps_casts = torch.is_autocast_cache_enabled()
         self._hooks = _hooks()
-        self._num_function, self._num_dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
+        self._num_function = _len_torch_function_stack()
+        self._num_dispatch = _len_torch_dispatch_stack()
         has_streams = device is not None and device.type != "cpu"
         self._index = torch.accelerator.current_device_index() if has_streams else None
         self._stream = torch.accelerator.current_stream(device) if has_streams else None
@@ -81,16 +85,32 @@ def _leave(mode: Any, pop: Callable[[], Any]) -> None:
         pop()
 
 
+def restoring(work: Callable[[], _Result], device: torch.device | None = None) -> _Result:
+    """Run it; where it fails, the thread's state is as before."""
+    state = ThreadState(device)
+    try:
+        return work()
+    except BaseException:
+        state.restore()
+        raise
+
+
 def restored(method: _Method) -> _Method:
-    """A function that leaves the thread's state as it was where it fails."""
+    """A function that is always run so."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        state = ThreadState()
-        try:
-            return method(*args, **kwargs)
-        except BaseException:
-            state.restore()
-            raise
+        return restoring(partial(method, *args, **kwargs))
 
     return cast(_Method, call)
+
+
+@contextmanager
+def restored_block(device: torch.device | None = None) -> Iterator[None]:
+    """The same for a block that fails inside; an interrupt between its last line and its exit is not seen."""
+    state = ThreadState(device)
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise

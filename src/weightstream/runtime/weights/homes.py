@@ -22,7 +22,7 @@ from weightstream.runtime.devices.backend import Backend, Copy
 from weightstream.runtime.tensors.guarded import Access
 from weightstream.runtime.weights.alias_groups import Group, Member
 from weightstream.runtime.weights.home import Home
-from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, CodeOverflow, Goal, Moves
+from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, BlockPart, CodeOverflow, Goal, Moves
 from weightstream.runtime.weights.sources import (
     Mapped,
     Pageable,
@@ -61,7 +61,10 @@ class Homes:
         self.by_row = by_row  # alias groups of which a step reads a few rows
         self.can_map = True  # until pinning is refused
         self.sources_changed = False  # graphs that were captured before read old ones
-        self._backend, self._arena, self._pages, self._can_spill = backend, arena, pages, spill is not None
+        self._backend = backend
+        self._arena = arena
+        self._pages = pages
+        self._can_spill = spill is not None
         self._moves = Moves(backend, arena, spill)
         self._empty = [(tensor, tensor.device) for tensor in empty]
         self._memories = tuple(mappings)
@@ -179,7 +182,7 @@ class Homes:
 
     def _is_given(self, source: WeightSource) -> bool:
         """Whether the view is in a file that weights came from; the offload folder goes with the homes."""
-        return source.place is not None and source.is_in_file and source.place[0] in self._memories
+        return source.place is not None and source.is_in_file and source.place.memory in self._memories
 
     def _see_writes(self) -> None:
         """What was written to since it was last looked at is in no file any more, however it was written to."""
@@ -272,7 +275,7 @@ class Homes:
                 if not home.source.is_in_file or home.is_coded != (spec is not None):
                     self._moves.to_folder(home)
             elif home.is_coded != (spec is not None) or not self._streams(home):
-                waiting.append((home, spec, offset, goal.plan.manifest.aliases[alias]))
+                waiting.append(BlockPart(home, spec, offset, goal.plan.manifest.aliases[alias]))
         if waiting and self._moves.pins:
             self._moves.to_block(waiting)
             return
@@ -387,7 +390,9 @@ class UnitCopies(dict[int, list[Copy]]):
     """The copies of every unit of a plan, made when the first fill of the unit needs them."""
 
     def __init__(self, homes: Homes, plan: Plan, ring: torch.Tensor) -> None:
-        self._homes, self._plan, self._ring = homes, plan, ring
+        self._homes = homes
+        self._plan = plan
+        self._ring = ring
 
     def __missing__(self, unit: int) -> list[Copy]:
         self[unit] = made = self._homes.copies(self._plan, unit, self._ring)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from weightstream.runtime.devices.host_stream import STAGING_NBYTES
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import (
     Mapped,
+    MemoryPlace,
     Pageable,
     PageWindow,
     Pinned,
@@ -70,11 +72,22 @@ class Goal:
         return is_same and self.plan.manifest.units == other.manifest.units
 
 
+class BlockPart(NamedTuple):
+    """The place of a group in a block of memory, in bytes; `spec` is a tensor of it where it is to be compressed."""
+
+    home: Home
+    spec: TensorSpec | None
+    begin: int
+    nbytes: int
+
+
 class Moves:
     """What moves homes on one backend."""
 
     def __init__(self, backend: Backend, arena: Arena | None, folder: OffloadFolder | None) -> None:
-        self._backend, self._arena, self._folder = backend, arena, folder
+        self._backend = backend
+        self._arena = arena
+        self._folder = folder
         self._alignment = CPU_ALIGNMENT if backend.device.type == "cpu" else ALIGN_NBYTES
         self._told = False
         self.too_large: dict[str, int] = {}  # alias group -> bytes, where more than planned for
@@ -126,26 +139,26 @@ class Moves:
         else:
             self.move(home, Pageable(view=_host_memory(home.group.nbytes) if memory is None else memory))
 
-    def to_block(self, parts: Sequence[tuple[Home, TensorSpec | None, int, int]]) -> None:
-        """Hold groups, each in plain form or coded as its tensor says, in one block of pinned memory, so that one copy
-        moves them all: from so many bytes on, so many bytes."""
+    def to_block(self, parts: Sequence[BlockPart]) -> None:
+        """Hold groups in one block of pinned memory, so that one copy moves them all."""
         if self._arena is None:
             raise StoreError("no memory is pinned here")
-        block = self._arena.take(max(start + nbytes for _, _, start, nbytes in parts))
-        if any(spec is not None for _, spec, _, _ in parts):
+        block = self._arena.take(max(part.begin + part.nbytes for part in parts))
+        if any(part.spec is not None for part in parts):
             block.zero_()  # all cores touch it, where a copy from the device would page by page
-        for home, spec, start, nbytes in parts:
+        for home, spec, begin, nbytes in parts:
             if spec is None:
-                self.to_host(home, block[start : start + nbytes])
+                self.to_host(home, block[begin : begin + nbytes])
             else:
-                self.to_code(home, spec, Pageable, block[start : start + nbytes])
+                self.to_code(home, spec, Pageable, block[begin : begin + nbytes])
         try:
             self._arena.pin(block)
         except StoreError as error:
             self.tell(error)
             self.pins = False
             return
-        for source, home in ((home.source, home) for home, _, _, _ in parts):
+        for part in parts:
+            home, source = part.home, part.home.source
             if isinstance(source, Pageable) and source.data.untyped_storage().data_ptr() == block.data_ptr():
                 home.source = source.pinned()
 
@@ -167,7 +180,7 @@ class Moves:
         lazy = home.source.lazy
         if place is None or (lazy is not None and lazy.is_filled and home.layout != layout):
             made = DecodedMemory(spec.name, Path(spec.name), layout, source, decode=self.decode)
-            view, place = made.bytes(0, made.nbytes), (made, 0, made.nbytes)
+            view, place = made.bytes(0, made.nbytes), MemoryPlace(made, 0, made.nbytes)
         elif isinstance(lazy, DecodedMemory) and not lazy.extents:
             lazy.hold(source, layout)
         home.show(kind(view=view, place=place, layout=layout, coded=memory))

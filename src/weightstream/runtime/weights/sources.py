@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -55,7 +55,12 @@ class Tier(Enum):
     DISK = "disk"  # a file of which nothing is meant to be in RAM
 
 
-MemoryPlace = tuple[Memory, int, int]  # where in it
+class MemoryPlace(NamedTuple):
+    """Bytes [begin, end) of a memory."""
+
+    memory: Memory
+    begin: int
+    end: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,12 +82,13 @@ class WeightSource:
     @property
     def lazy(self) -> LazyMemory | None:
         """The memory of the view, if it is filled by the first read."""
-        return self.place[0] if self.place is not None and isinstance(self.place[0], LazyMemory) else None
+        memory = None if self.place is None else self.place.memory
+        return memory if isinstance(memory, LazyMemory) else None
 
     @property
     def is_unread(self) -> bool:
         """Whether the view holds nothing yet."""
-        return self.place is not None and not self.place[0].is_filled
+        return self.place is not None and not self.place.memory.is_filled
 
     @property
     def was_read_early(self) -> bool:
@@ -114,8 +120,7 @@ class WeightSource:
     def check(self) -> None:
         """Make sure that the view can be read here and now; raises `StoreError`."""
         if self.place is not None:
-            memory, begin, end = self.place
-            memory.populate(begin, end)
+            self.place.memory.populate(self.place.begin, self.place.end)
 
     def plain_into(self, target: torch.Tensor) -> None:
         """Copy the plain bytes, to any device; what was not read yet is not kept for it on the host."""
@@ -135,8 +140,9 @@ class WeightSource:
 
     def of_view(self) -> WeightSource:
         """The view itself as the source, once `check` has returned."""
-        if self.place is not None and isinstance(mapping := self.place[0], FileMapping):
-            return Mapped(view=self.view, place=self.place, extents=(FileSlice(mapping, *self.place[1:]),))
+        if self.place is not None and isinstance(mapping := self.place.memory, FileMapping):
+            extent = FileSlice(mapping, self.place.begin, self.place.end)
+            return Mapped(view=self.view, place=self.place, extents=(extent,))
         return Pageable(view=self.view)
 
 
@@ -303,10 +309,11 @@ def in_file(view: torch.Tensor, memory: Memory) -> OnDisk | None:
     begin = memory.locate(view.data_ptr())
     if begin is not None and isinstance(memory, FileMapping):
         end = begin + view.numel()
-        return OnDisk(view=view, place=(memory, begin, end), extents=(FileSlice(memory, begin, end),))
+        return OnDisk(view=view, place=MemoryPlace(memory, begin, end), extents=(FileSlice(memory, begin, end),))
     if not isinstance(memory, LazyMemory) or memory.is_filled or memory.nbytes != view.numel() or not memory.extents:
         return None
-    return OnDisk(view=view, place=(memory, 0, memory.nbytes), layout=memory.layout, extents=memory.extents)
+    place = MemoryPlace(memory, 0, memory.nbytes)
+    return OnDisk(view=view, place=place, layout=memory.layout, extents=memory.extents)
 
 
 def written(places: Mapping[str, MemoryPlace | None]) -> set[str]:
@@ -314,12 +321,11 @@ def written(places: Mapping[str, MemoryPlace | None]) -> set[str]:
     ranges: dict[FileMapping, list[tuple[int, int]] | None] = {}
     found: set[str] = set()
     for alias, place in places.items():
-        if place is None or not isinstance(mapping := place[0], FileMapping):
+        if place is None or not isinstance(mapping := place.memory, FileMapping):
             continue
         if mapping not in ranges:
             ranges[mapping] = mapping.written()
-        _, begin, end = place
         where = ranges[mapping]
-        if where is None or any(start < end and begin < stop for start, stop in where):
+        if where is None or any(start < place.end and place.begin < stop for start, stop in where):
             found.add(alias)
     return found
