@@ -206,14 +206,13 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripedPlan(PlanReport):
-    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
-    in a CUDA graph."""
+    """The plans of one model over several devices, and the predicted seconds of a step."""
 
     NUMBERS = ("step_s", "graph_s", "step_nbytes")
 
-    plans: Mapping[str, Plan]
-    step_s: float
-    graph_s: float
+    plans: Mapping[str, Plan]  # by the name of the device
+    step_s: float  # of an eager step
+    graph_s: float  # of a step in a CUDA graph
 
     @property
     def every(self) -> tuple[Plan, ...]:
@@ -232,7 +231,7 @@ class StripedPlan(PlanReport):
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of all weights in plain form."""
+        """Bytes of all weights, uncompressed."""
         return sum(plan.decoded_nbytes for plan in self.every)
 
     @property
@@ -242,7 +241,7 @@ class StripedPlan(PlanReport):
 
     @property
     def num_slots(self) -> int:
-        """Of each layer that has a cache, the least."""
+        """The least number of slots of a layer that has a cache."""
         return min((plan.num_slots for plan in self.every if plan.cached), default=0)
 
     @property

@@ -90,14 +90,13 @@ def _no_room(prospects: Mapping[str, Prospect], least: Mapping[str, int], budget
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentTurn:
-    """Steps of one component in a row: `num` calls of `entry`. `plan` is the one in force, with what is predicted of
-    such a step; `cold_s` are the seconds of the fills that a turn begins with."""
+    """Steps of one component in a row."""
 
     component: str
-    entry: str
-    num: int
-    plan: Plan
-    cold_s: float
+    entry: str  # the method that is called
+    num: int  # of calls
+    plan: Plan  # the one in force, with the predictions of such a step
+    cold_s: float  # seconds of the fills that the turn begins with
 
     @property
     def seconds(self) -> float:
@@ -106,12 +105,7 @@ class ComponentTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(PlanReport):
-    """What one call of a pipeline takes: the turns of its components, in order, and bytes of device memory.
-
-    `block_nbytes` is the memory that they have in turn; `plans` are those in force. `workspace_nbytes` is what
-    libraries and the allocator keep beside weights and activations; `free_nbytes` what there is for all, 0: unknown.
-    `notes` say what is not in the plan.
-    """
+    """The prediction of one call of a pipeline: the turns of its components, in order, and bytes of device memory."""
 
     NUMBERS = (
         *("seconds", "bound_s", "copied_s", "computed_s", "copied_nbytes", "device_nbytes", "block_nbytes"),
@@ -119,20 +113,20 @@ class PipelinePlan(PlanReport):
     )
 
     turns: tuple[ComponentTurn, ...]
-    plans: Mapping[str, Plan]
-    block_nbytes: int
-    workspace_nbytes: int = 0
-    free_nbytes: int = 0
-    notes: tuple[str, ...] = ()
+    plans: Mapping[str, Plan]  # those in force, by component
+    block_nbytes: int  # memory that the components have in turn
+    workspace_nbytes: int = 0  # memory of libraries and the allocator, besides weights and activations
+    free_nbytes: int = 0  # memory of the device for all of these; 0: unknown
+    notes: tuple[str, ...] = ()  # what the plan does not cover
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a call, without what the pipeline itself computes."""
+        """Predicted seconds of a call, without the pipeline's own code."""
         return sum(turn.seconds for turn in self.turns)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of weights on the device: those that stay, and the block."""
+        """Bytes of weights on the device: those that stay, and the memory that components have in turn."""
         return self.block_nbytes + sum(plan.resident_nbytes for plan in self.plans.values())
 
     @property
@@ -147,7 +141,7 @@ class PipelinePlan(PlanReport):
 
     @property
     def shortage(self) -> str | None:
-        """In words, where that is more than the device has free; None: it fits, or nobody knows."""
+        """The arithmetic, where a call takes more than the device has free; None: it fits, or this is unknown."""
         if not self.free_nbytes or self.peak_nbytes <= self.free_nbytes:
             return None
         return (
@@ -163,7 +157,7 @@ class PipelinePlan(PlanReport):
 
     @property
     def bound_s(self) -> float:
-        """No schedule of these plans takes less: the sum over turns of what is busy longest."""
+        """A lower bound of the seconds of these plans: the sum over turns of compute or link, whichever is longer."""
         return sum(turn.num * max(turn.plan.compute_s, turn.plan.copy_s) for turn in self.turns)
 
     @property
@@ -191,7 +185,7 @@ class PipelinePlan(PlanReport):
 
     @property
     def beside(self) -> str:
-        """In words, what a call takes beside weights."""
+        """The memory of a call besides weights, as text."""
         workspace = f" and {human(self.workspace_nbytes)} of workspace" if self.workspace_nbytes else ""
         return f"{human(self.activation_nbytes)} of activations at most{workspace}"
 

@@ -18,7 +18,7 @@ from weightstream.plan.units import human, milliseconds, rate
 
 _LESS = 0.9  # of a step's time: one that a graph makes so much shorter is worth a word
 
-# Fields that say what a step does; the others predict what that takes, or say what was asked for.
+# Fields that determine a step; the others predict it, or record the request.
 ACTS = (
     *("resident", "mapped", "disk", "ring_nbytes", "extents", "first", "after"),
     *("cached", "num_slots", "slots_nbytes", "ahead"),
@@ -27,22 +27,11 @@ ACTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanReport):
-    """The schedule of a step.
+    """The homes of all weights and the schedule of a step.
 
-    `resident` holds alias groups whose home is the device; `mapped` those that kernels read from host memory over the
-    link (zero-copy). The others stream, from host memory or, those in `disk`, from files: unit u owns `extents[u]` of
-    the ring; what is coded is decoded, before its unit computes, into a buffer that all units share; `first` are
-    filled before the first step, `after[p]` once position p of `manifest.order` is released. Of those `cached`, stacks
-    in host memory, the device holds `num_slots` rows each in slots, `slots_nbytes` for all units together; a step that
-    reads more of them copies the whole of a unit into the buffer, and one in a CUDA graph fetches `ahead` rows that it
-    guesses for the unit that follows.
-    `budget` is in bytes, None when a placement was asked for by other means; extents start at multiples of
-    `slot_nbytes` unless that is 0, or lie `by_ends` of the ring, at one and the other in turn.
-
-    Predicted for a step of `workload` on `machine` ("" if its bandwidths are assumed): its seconds, `step_s`, or
-    `graph_s` in a CUDA graph, where the host launches nothing, and those that compute (`decode_s` of them to decode),
-    link and disk are busy; the share of the rows of `cached` that it finds in slots, and the bytes that it fetches into
-    them, in a graph; and the bytes of activations, at most, and of the KV cache.
+    An alias group is resident, zero-copy or cached, or it streams through the ring. Compressed weights are decoded into
+    a buffer that all units share, before their unit computes. Seconds and bytes of a step are predictions, for
+    `workload` on `machine`.
     """
 
     NUMBERS = (
@@ -53,32 +42,86 @@ class Plan(PlanReport):
     )
 
     manifest: Manifest
+    """Units, alias groups with their bytes, and the order in which a step runs the units."""
+
     resident: Annotated[frozenset[str], PlainSerializer(sorted)]
+    """Alias groups whose home is the device."""
+
     ring_nbytes: int
+    """Bytes of the ring."""
+
     extents: tuple[RingExtent, ...]
+    """The bytes of the ring that belong to each unit, by unit."""
+
     first: tuple[int, ...]
+    """Units to fill before the first step."""
+
     after: tuple[tuple[int, ...], ...]
+    """Units to fill once position p of `manifest.order` is released, by p."""
+
     budget: int | None = None
+    """Bytes of device memory for weights; None where the placement was set by other means."""
+
     slot_nbytes: int = 0
+    """Extents start at multiples of so many bytes; 0: anywhere."""
+
     by_ends: bool = False
+    """Extents lie at one end of the ring and at the other in turn."""
+
     step_s: float = 0.0
+    """Seconds of an eager step."""
+
     graph_s: float = 0.0
+    """Seconds of a step in a CUDA graph, where the host launches nothing."""
+
     compute_s: float = 0.0
+    """Seconds of a step in which the device computes, decoding included."""
+
     decode_s: float = 0.0
+    """Seconds of a step in which the device decodes."""
+
     copy_s: float = 0.0
+    """Seconds of a step in which the link is busy."""
+
     disk_s: float = 0.0
+    """Seconds of a step in which the disk is busy."""
+
     workload: Workload | None = None
+    """The batch, new tokens and context of a step; None: no language model's."""
+
     activation_nbytes: int = 0
+    """The most bytes of activations in a step."""
+
     cache_nbytes: int = 0
+    """Bytes of the KV cache."""
+
     machine: str = ""
+    """The machine whose measured profile the predictions use; "": its bandwidths are assumed."""
+
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    """Alias groups that kernels read from host memory over the link (zero-copy)."""
+
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    """Alias groups that stream from files; all others that stream do so from host memory."""
+
     cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
+    """Stacks of experts in host memory of which the device caches rows. A step that reads more rows than there are
+    slots copies all of a unit's stacks into the buffer."""
+
     num_slots: int = 0
+    """Rows of each cached stack that the device holds."""
+
     slots_nbytes: int = 0
+    """Bytes of the slots of all units."""
+
     ahead: int = 0
+    """Rows that a step in a CUDA graph prefetches, as a guess, for the unit that follows."""
+
     found_share: float = 0.0
+    """Share of the rows of `cached` that a step finds in slots."""
+
     fetched_nbytes: int = 0
+    """Bytes that a step in a CUDA graph fetches into slots."""
 
     @classmethod
     def build(
@@ -90,7 +133,7 @@ class Plan(PlanReport):
         slot_nbytes: int = 0,
         by_ends: bool = False,
     ) -> Plan:
-        """The plan that follows from a choice of residents and a ring; `schedule.allocate` explains the others."""
+        """The plan of a choice of residents and a ring; the other arguments are those of `schedule.allocate`."""
         sizes = streamed_nbytes(manifest, resident)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes, by_ends=by_ends)
         used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
@@ -105,7 +148,7 @@ class Plan(PlanReport):
         return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
 
     def acts_as(self, other: Plan) -> bool:
-        """Whether both place every weight alike and schedule alike: all else is predicted."""
+        """Whether both have the same placement and schedule, and differ in predictions only."""
         mine, theirs = self.manifest, other.manifest
         if mine.units != theirs.units or any(getattr(self, name) != getattr(other, name) for name in ACTS):
             return False
@@ -152,7 +195,7 @@ class Plan(PlanReport):
 
     @cached_property
     def opened(self) -> frozenset[str]:
-        """Alias groups that show other bytes while their unit computes: they stream, are decoded, or are cached."""
+        """Alias groups whose tensors show other bytes while their unit computes: streamed, decoded or cached ones."""
         streamed = (alias for alias, nbytes in self.manifest.aliases.items() if nbytes and alias not in self.placed)
         return frozenset(streamed).union(self.manifest.codes, self.cached)
 
@@ -164,7 +207,7 @@ class Plan(PlanReport):
 
     @cached_property
     def num_shown(self) -> tuple[int, ...]:
-        """Of each unit, how many tensors show other bytes while it computes: of the ring, or decoded ones."""
+        """For each unit, how many of its tensors show the ring or the buffer while it computes."""
         return num_shown(self.manifest, self.resident | self.mapped)  # what is cached shows the buffer
 
     @cached_property
@@ -221,14 +264,14 @@ class Plan(PlanReport):
 
     @property
     def limit(self) -> Literal["compute", "link", "disk"]:
-        """What is busy longest in a step."""
+        """The part of the machine that is busy longest in a step."""
         if self.disk_s > max(self.compute_s, self.copy_s):
             return "disk"
         return "link" if self.copy_s > self.compute_s else "compute"
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of all weights in plain form."""
+        """Bytes of all weights, uncompressed."""
         return self.manifest.decoded_nbytes
 
     @property
@@ -303,7 +346,7 @@ class Plan(PlanReport):
 
 
 def in_a_graph(graph_s: float, step_s: float) -> str:
-    """What to say behind the time of a step, where one in a CUDA graph takes less."""
+    """Text to append to the seconds of a step, where one in a CUDA graph takes less."""
     return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 

@@ -1,8 +1,8 @@
-"""What torch keeps for each thread: changed inside of our own code, and as it was before, wherever that is cut.
+"""State that torch keeps for each thread: the package's code changes it, and restores it wherever that code is cut.
 
-A `with` block does not promise that. An interrupt may come when its last line has run and its exit has not, and a mode
-that was left so stays for good. With gradients off a model would train no more; with the classes of tensors blind, an
-update of a weight between steps would not be seen.
+A `with` block does not ensure this. An interrupt may come after its last line and before its exit, and a mode that was
+left entered stays for good. With gradients off a model could not train any more; with calls hidden from the classes of
+tensors, an update of a weight between steps would not be seen.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _without_classes: Any = torch._C._disabled_torch_function_impl
 
 
 def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call it; the classes of tensors, such as guarded ones, do not see what is done to them inside."""
-    return _without_classes(func, (), args, kwargs)  # enters and leaves in C, where no interrupt comes between
+    """Call it; the classes of tensors, such as guarded ones, do not see the calls of torch inside."""
+    return _without_classes(func, (), args, kwargs)  # enters and leaves in C, so that no interrupt comes in between
 
 
 def unseen(method: _Method) -> _Method:
@@ -58,10 +58,10 @@ class ThreadState:
         self._stream = torch.accelerator.current_stream(device) if has_streams else None
 
     def restore(self) -> None:
-        """Make it what it was; modes that were entered since are left, and so are hooks."""
+        """Restore the state; leave modes and hooks that were entered since."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
-        # A pair of hooks that is entered again inside of itself counts as one: torch tells no depth.
+        # A pair of hooks that is entered again inside of itself counts as one: torch gives no depth.
         while (found := _hooks()) is not None and found != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
