@@ -307,7 +307,7 @@ def test_the_plan_is_held_against_what_was_measured(
     assert streamer.plan.step_s == pytest.approx(measured_s, rel=0.25)
     assert streamer.stats().predicted_step_s == streamer.plan.step_s
     assert streamer.plan.resident == homes
-    assert f"{1e3 * planned_s:.1f} predicted; from what was measured {1e3 * streamer.plan.step_s:.1f}" in caplog.text
+    assert f"{1e3 * planned_s:.1f} ms predicted; {1e3 * streamer.plan.step_s:.1f} ms with measured times" in caplog.text
 
 
 def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weightstream.Streamer]) -> None:

@@ -209,7 +209,7 @@ def test_what_is_chosen_counts_a_share_of_what_the_host_adds() -> None:
         taken = {}
         for name, profile in ways.items():
             one = lane(3, 40 * GRAIN, replace(profile, host_share=share))
-            taken[name] = lanes._taken_s({"cuda:0": (None, one)}, {f"blocks.{k}": k for k in range(3)})  # type: ignore[dict-item]
+            taken[name] = lanes._taken_s({"cuda:0": lanes.PlannedLane(None, one)}, {f"blocks.{k}": k for k in range(3)})  # type: ignore[arg-type]
         assert min(taken, key=taken.__getitem__) == wanted
 
 

@@ -118,7 +118,7 @@ def in_files(model: Any) -> tuple[int, int]:
     """Bytes of weights that are where the checkpoint has them, and of those that the offload folder has."""
     nbytes = {True: 0, False: 0}
     for home in model.weightstream._homes.homes.values():
-        memory = None if home.file is None else home.file.place[0]
+        memory = None if home.file is None else home.file.place.memory
         if isinstance(memory, FileMapping):
             nbytes[FOLDER in memory.path.parents] += home.group.nbytes
         elif isinstance(memory, LazyMemory):

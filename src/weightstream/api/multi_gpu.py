@@ -1,9 +1,9 @@
-"""Stripes: one model over several devices of a process. What streams takes turns, so every link carries a share of it.
+"""Stripes: one model over several devices of a process, so that every link carries a share of the streamed weights.
 
 Each device has a streamer of its own, over the blocks that it computes; the first one has everything else, too. Nothing
-is summed up across devices, so the bits are those of one. A block's tensors go to its device when it is called, and
-what it returns comes back to the first: whatever runs between blocks sees tensors of one device. The block's weights
-are open, and decoded, before its tensors go there. Whose each block is: plan/multi_device.py.
+is summed up across devices, so the bits are those of one device. A block's arguments go to its device when it is
+called, and its output comes back to the first device: code between blocks sees tensors of one device. The block's
+weights are open, and decoded, before its arguments are sent. plan/multi_device.py says which device computes a block.
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ from weightstream.store.checkpoint import Checkpoint
 
 
 class Stripes(StreamerGroup):
-    """A model over several devices: a streamer for each, and what moves between them. At `model.weightstream`.
+    """A model over several devices: a streamer for each, and the transfers between them. At `model.weightstream`.
 
     `parts` are the streamers, by device. A context manager that ends with `remove()`. Nothing is compiled: steps run
     eager, or are captured.
     """
 
     def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
-        self.model, self.backends, self.devices = model, backends, tuple(backend.device for backend in backends)
+        self.model = model
+        self.backends = backends
+        self.devices = tuple(backend.device for backend in backends)
         self.parts: dict[str, Streamer] = {}
-        self._gate, self._capturing = Gate(), backends[0].capturing
+        self._gate = Gate()
+        self._capturing = backends[0].capturing
         self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
         self.places = _places(model)
         self._ways = [DeviceCrossing(self.devices[0], device) for device in self.devices]
@@ -70,9 +73,10 @@ class Stripes(StreamerGroup):
     def attach(
         self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
-        """Put a plan in force for each device, and stand around the model; `lane_of` tells whose each block is.
+        """Put a plan in force for each device, and replace the model's forward.
 
-        On an error nothing is in force, while what the assemblies hold is still there.
+        `lane_of`: the index of the device of each block. On an error no plan is in force; the builders keep what they
+        hold.
         """
         try:
             self._attach(assemblies, planned, lane_of)
@@ -103,7 +107,7 @@ class Stripes(StreamerGroup):
         self._undo.add(self.model.__dict__.pop, forward_patch.ATTRIBUTE, None)
 
     def keep(self, module: nn.Module) -> None:
-        """Bring the tensors of a module that surrounds blocks to where it computes."""
+        """Bring the tensors of a module that holds blocks to the first device."""
         for leaf in leaves(module):
             tensor, before = leaf.tensor, leaf.tensor.data
             with torch.no_grad():
@@ -111,15 +115,14 @@ class Stripes(StreamerGroup):
             self._undo.add(_put_back, tensor, before)
 
     def on_removal(self, callback: Callable[[], Any]) -> None:
-        """Call it once all else is undone."""
+        """Call it at the end of `remove`."""
         self._undo.add(callback)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
         with self._turn():
-            if (
-                self._gate.is_running or self._gate.mode is StepState.REMOVED
-            ):  # the model calls itself; or it was let go
+            # the model calls itself; or nothing streams any more
+            if self._gate.is_running or self._gate.mode is StepState.REMOVED:
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
             step, is_fixed = partial(forward, *args, **kwargs), self._gate.is_fixed
@@ -141,11 +144,11 @@ class Stripes(StreamerGroup):
     def _turn(self) -> Iterator[None]:
         with self._gate.turn.taken() as is_first:
             if is_first and self._gate.is_cut:
-                self._gate.reset()  # a step was cut short; streamers heal themselves
+                self._gate.reset()  # a step was cut short; the streamers heal themselves
             yield
 
     def _forget_sent(self) -> None:
-        """Keep no copies of what blocks were given: a launch of a graph writes what no version tells of."""
+        """Drop the copies of blocks' arguments: a launched graph writes to tensors without raising their versions."""
         for way in self._ways:
             way.clear()
 
@@ -156,7 +159,7 @@ class Stripes(StreamerGroup):
         for part in self.parts.values():
             part.foresee(kind, args, kwargs)
 
-    # -- what it tells ---------------------------------------------------------------------------------------------
+    # -- the plan, statistics and traces -----------------------------------------------------------------------------
 
     @property
     def streamers(self) -> Mapping[str, Streamer]:
@@ -168,12 +171,12 @@ class Stripes(StreamerGroup):
 
     @property
     def plan(self) -> StripedPlan:
-        """The plans in force, and what a step is predicted to take."""
+        """The plans in force, and the predicted seconds of a step."""
         return multi_device.predicted_lanes({name: part.lane for name, part in self.parts.items()}, self.places)
 
     @property
     def learned(self) -> bool:
-        """Whether a step has taught the order of the weights."""
+        """Whether a step has shown the order of the weights."""
         return all(part.learned for part in self.parts.values())
 
     def stats(self) -> Stats:
@@ -202,7 +205,7 @@ class Stripes(StreamerGroup):
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Watch the next step, too: it may read what no step before did."""
+        """Watch the next step, too: it may read weights outside of their units that no step before did."""
         for part in self.parts.values():
             part.watch()
 
@@ -215,8 +218,9 @@ class Stripes(StreamerGroup):
         """As `Streamer.step`, on all devices."""
         self._gate.refuse_forked()
         with self._turn(), ExitStack() as stack:
-            found = [] if self._gate.is_fixed else [part.sees_other_code() for part in self.parts.values()]  # ask all
-            if not self._gate.is_fixed and not any(found):
+            # a list: each part is to look
+            has_changed = [] if self._gate.is_fixed else [part.sees_other_code() for part in self.parts.values()]
+            if not self._gate.is_fixed and not any(has_changed):
                 for part in self.parts.values():
                     stack.enter_context(part.step())
                 stack.callback(self._gate.reset)
@@ -226,7 +230,7 @@ class Stripes(StreamerGroup):
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        """As `Streamer.capture`: one graph of what all devices do."""
+        """As `Streamer.capture`: one graph of the work of all devices."""
         within: Callable[[], AbstractContextManager[object]] = partial(self._captured, graph, **options)
         for part in self.parts.values():
             within = partial(part.graphs.capture, graph, within)
@@ -256,7 +260,7 @@ class Stripes(StreamerGroup):
 
     @property
     def _computing(self) -> list[Backend]:
-        """Those of the first device, and of others that compute blocks."""
+        """The backends of the first device, and of the others that compute blocks."""
         others = zip(self.names[1:], self.backends[1:], strict=True)
         return [self.backends[0], *(backend for name, backend in others if name in self.parts)]
 
@@ -378,7 +382,7 @@ def sketch_striped(
         return found
 
     _, planned = multi_device.fastest_deal(map(known, deals), places := _places(model))
-    return multi_device.predicted_lanes({name: lane for name, (_, lane) in planned.items()}, places)
+    return multi_device.predicted_lanes({name: planned_lane.lane for name, planned_lane in planned.items()}, places)
 
 
 def _places(model: nn.Module) -> dict[str, int]:

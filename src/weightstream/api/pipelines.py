@@ -273,7 +273,7 @@ class PipelineStats:
 
 
 class _Part(NamedTuple):
-    """A component that streams, as long as anybody has it: it has its streamer, and that its assembly."""
+    """A component that streams. Weak references: the component holds its streamer, and that its builder."""
 
     streamer: weakref.ref[Streamer]
     assembly: weakref.ref[OffloadBuilder]
@@ -282,7 +282,8 @@ class _Part(NamedTuple):
 
 
 def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, Callable[[], torch.Tensor]]]:
-    """Where every tensor of a model is held, under which name, the tensor, and what gives its values."""
+    """For every tensor of a model: the dictionary that holds it, its name there, the tensor, and a function of its
+    values."""
     held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
     every = [(named, key, tensor) for named in held for key, tensor in named.items() if tensor is not None]
     return [(named, key, tensor, _values_of(tensor)) for named, key, tensor in every]
@@ -293,7 +294,8 @@ def _append(found: list[Any], change: Callable[[], Any]) -> None:
 
 
 def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What gives the tensor's data as it is now. It holds no tensor, which the model would seem to be shown by."""
+    """A function that returns the tensor's data as it is now. It holds no tensor, which would count as a view that is
+    held outside of the model."""
     if (storage := storage_of(tensor)) is None:
         data = tensor.data
         return lambda: data
@@ -303,7 +305,7 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _settle(backend: Backend) -> None:
-    """Wait for copies, unless a graph is being captured, which waiting would break: it makes none of what is freed."""
+    """Wait for copies, unless a graph is being captured, which a wait would break; it copies no freed weights."""
     if not backend.capturing():
         backend.synchronize()
 
@@ -312,7 +314,7 @@ class PipelineStreamer(StreamerGroup):
     """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
     `remove()`.
 
-    It keeps no component alive: one that the pipeline lets go, and nobody else has, is freed with its weights.
+    It keeps no component alive: one that the pipeline drops, and that is held nowhere else, is freed with its weights.
     """
 
     def __init__(
@@ -325,11 +327,14 @@ class PipelineStreamer(StreamerGroup):
         names: Sequence[str],
         budget: int,
     ) -> None:
-        self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
-        self._folders = folders  # with weights that no file holds as they are needed
+        self._pipe = pipe
+        self._backend = backend
+        self._config = config
+        self._block = block
+        self._folders = folders  # with weights that were cast, or that no file holds
         self._names = names  # in the order in which components are expected to run
         self._parts: dict[str, _Part] = {}
-        self._past: dict[str, Stats] = {}  # of streamers that came before, in other dtypes
+        self._past: dict[str, Stats] = {}  # of earlier streamers of the components, in other dtypes
         self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
         self._detach = pipeline.attach_pipeline(pipe, self, backend.device)
 
@@ -352,18 +357,18 @@ class PipelineStreamer(StreamerGroup):
         return self._backend.device
 
     def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
-        """Put the plan of a component in force, which is for these kinds of calls."""
+        """Put the plan of a component in force, which was made for these kinds of calls."""
         assembly.inputs, assembly.known = shared.inputs, kinds
         assembly.recast = partial(self._recast, name)
         entries = pipeline.entries_of(assembly.model)
         streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
-        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
+        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from freed memory
         settle.atexit = False
         self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 
     @restored
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
-        """Runs what casts a component, as pipelines do around calls of a VAE; it streams in the other dtype then."""
+        """Run `cast`, which casts a component, as pipelines do around calls of a VAE, and stream it in that dtype."""
         streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
         before = continued(streamer.stats(), self._past.get(name))
         streamer.remove()
@@ -394,7 +399,7 @@ class PipelineStreamer(StreamerGroup):
     def plan(
         self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any
     ) -> PipelinePlan:
-        """What a call of the pipeline is predicted to take, before it runs: a rehearsal on shapes.
+        """Predict a call of the pipeline before it runs, by a dry run on shapes.
 
         Args:
             steps: denoising steps (`num_inference_steps`); default: the pipeline's.
@@ -403,7 +408,7 @@ class PipelineStreamer(StreamerGroup):
 
         Raises:
             ConfigError: the pipeline does not take these keywords.
-            OffloadError: its calls cannot be told from shapes, or it is not offloaded any more.
+            OffloadError: its calls depend on values that shapes do not give, or it is not offloaded any more.
         """
         if not self._parts:
             raise OffloadError("plan() after remove(): nothing streams any more")
@@ -440,7 +445,7 @@ class PipelineStreamer(StreamerGroup):
         whole.spans.extend(replace(span, name=f"{name}: {span.name}") for span in part.spans)
 
     def changing(self, change: Callable[[], Any]) -> Any:
-        """Runs what computes with adapters and weights between steps, such as fusing: where each weight is then."""
+        """Run `change`, which computes with adapters and weights between steps, such as fusing, where these are."""
         for streamer in self.components.values():
             streamer.place_added(None)
         try:
@@ -450,7 +455,7 @@ class PipelineStreamer(StreamerGroup):
                 streamer.place_added(self.device)
 
     def resizing(self, change: Callable[[], Any]) -> Any:
-        """Runs what changes the tables of text encoders, which stream again with these."""
+        """Run `change`, which resizes the tables of text encoders, and stream the encoders again."""
         found: list[Any] = []
         work: Callable[[], object] = partial(_append, found, change)
         for name in self.components:

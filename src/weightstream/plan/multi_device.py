@@ -290,7 +290,14 @@ def _times_s(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> tuple[floa
     return step_s(found, turns), step_s(found, turns, captured=True)
 
 
-Planned = dict[str, tuple[PlannerInputs, Lane]]
+class PlannedLane(NamedTuple):
+    """The plan of one device, and the inputs that it was made from."""
+
+    inputs: PlannerInputs
+    lane: Lane
+
+
+Planned = dict[str, PlannedLane]  # by the name of the device
 
 
 def chosen(inputs: Mapping[str, PlannerInputs], places: Mapping[str, int]) -> Planned:
@@ -343,11 +350,11 @@ def _one_turn_s(lane: Lane) -> float:
     return max(computes_s, over / lane.profile.link_bytes_per_s)
 
 
-def _ways(whole: PlannerInputs) -> list[tuple[PlannerInputs, Lane]]:
+def _ways(whole: PlannerInputs) -> list[PlannedLane]:
     coarse, ways = whole.coarse(), []
     for inputs in (coarse,) if coarse is whole else (coarse, whole):
         index, plan = inputs.plan()
-        ways.append((inputs, Lane.of(plan, inputs.planner(index))))
+        ways.append(PlannedLane(inputs, Lane.of(plan, inputs.planner(index))))
     return ways
 
 

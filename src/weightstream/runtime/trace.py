@@ -1,4 +1,4 @@
-"""A trace: spans of what host, compute and copies did, written for Perfetto and chrome://tracing. Knows no device."""
+"""A trace: spans of host, compute and copies, written for Perfetto and chrome://tracing. Knows no device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ SpanKind = Literal["step", "wait", "unit", "fill"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that took time on a row; `step` counts from 1 in the trace, 0 is between two. A fill is of `nbytes`.
-
-    `device`: whose row, where there are several.
-    """
+    """A piece of work on a row, in seconds from the begin of the trace."""
 
     row: Row
     kind: SpanKind
-    name: str
+    name: str  # of the unit, or of the step
     begin_s: float
     end_s: float
-    step: int
-    nbytes: int = 0
-    planned: bool = True
-    device: str = ""
+    step: int  # counts from 1 in the trace; 0 is between two steps
+    nbytes: int = 0  # of a fill
+    planned: bool = True  # False: a fill on demand
+    device: str = ""  # the device of the row, where there are several
 
     @property
     def seconds(self) -> float:
@@ -36,14 +33,13 @@ class Span:
 
 
 class ExpertTraffic(NamedTuple):
-    """What the cache of a unit was asked for: rows that it had, rows that were fetched then, and bytes of all that were
-    fetched. `ahead` were fetched before, as a guess, and `ahead_used` of these are among those that it had."""
+    """Counts of the cache of experts of a unit: hits, misses and prefetched rows."""
 
-    found: int = 0
-    fetched: int = 0
-    fetched_nbytes: int = 0
-    ahead: int = 0
-    ahead_used: int = 0
+    found: int = 0  # rows that steps read and the cache had
+    fetched: int = 0  # rows that steps read and the cache fetched then
+    fetched_nbytes: int = 0  # bytes of all fetched rows, prefetched ones included
+    ahead: int = 0  # rows that were prefetched, as a guess
+    ahead_used: int = 0  # of these, rows that a step then read, which count in `found`, too
 
 
 def total(experts: Iterable[ExpertTraffic]) -> ExpertTraffic:
@@ -52,9 +48,9 @@ def total(experts: Iterable[ExpertTraffic]) -> ExpertTraffic:
 
 
 class Trace:
-    """The spans of a `with streamer.trace()` block, complete once it ends; at most `limit` of them.
+    """The spans of a `with streamer.trace()` block, at most `limit`; complete once the block ends.
 
-    `experts` are those that each unit with a cache of them found and fetched meanwhile.
+    `experts` has the counts of each unit with a cache of experts, of these steps.
     """
 
     def __init__(self, name: str, limit: int = 100_000) -> None:

@@ -35,7 +35,7 @@ MUTATIONS = {
     "what a graph overwrites is not forgotten in it": ("self._held.pop(other, None)", "pass"),
     "a graph that stands alone does not fill for the next": ("if not self._deferred:", "if False:"),
     "a piece does not know what is in use": ("before._in_use.copy()", "Counter()"),
-    "a step that begins midway takes its start for granted": (" if unit in granted}", "}"),
+    "a step that begins midway takes its start for granted": (" if unit in assumed}", "}"),
 }
 # The same of the engine's, where a launched graph tells what it left.
 ENGINE_MUTATIONS = {

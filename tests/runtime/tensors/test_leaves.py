@@ -556,7 +556,7 @@ class Fresh(TwoTensor):
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "wrapper": (lambda: [{"a": Opaque(torch.ones(3))}], r"\.0\.a is a .*Opaque, which has no memory"),
-    "fresh": (lambda: Fresh(torch.ones(3), torch.ones(3)), r"\.a is another tensor whenever"),
+    "fresh": (lambda: Fresh(torch.ones(3), torch.ones(3)), r"\.a is another tensor at each access"),
     "sparse": (lambda: torch.eye(4).to_sparse(), " is torch.sparse_coo"),
     "quantised": (lambda: SimpleNamespace(q=_quantised(3)), r"\.q is quantized"),
     "packed": (lambda: torch.ops.quantized.linear_prepack(_quantised(3, 3), None), " is a .*LinearPackedParams"),

@@ -17,6 +17,7 @@ from weightstream.runtime.weights.alias_groups import groups
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import (
     Mapped,
+    MemoryPlace,
     OnDisk,
     Pageable,
     PageWindow,
@@ -84,7 +85,7 @@ class Rig:
             return IN_MEMORY[kind](view=self.data.clone())
         lazy = DecodedMemory("w", Path("w"), self.layout, lambda: self.code, decode=coding.decode)
         memory = torch.cat([self.code, torch.zeros(512, dtype=torch.uint8)])  # planned for a little more
-        view, place = lazy.bytes(0, NBYTES), (lazy, 0, NBYTES)
+        view, place = lazy.bytes(0, NBYTES), MemoryPlace(lazy, 0, NBYTES)
         return IN_MEMORY[kind](view=view, place=place, layout=self.layout, coded=memory)
 
     def written(self, path: Path, data: torch.Tensor, before: int = 4096) -> tuple[FileMapping, int, int]:

@@ -1,33 +1,35 @@
 """A plan bound to memory: the engine, the ring and the views of every unit. Opens and closes units; knows no module.
 
 [Note: two ways to show a weight]
-A streamed tensor shows its home (where its true bytes are) or its bytes in the ring. There are two ways to switch:
+A streamed tensor shows its home, where its true bytes are, or its bytes in the ring. There are two ways to switch:
 - Eager steps switch per unit: a unit's tensors show the ring from its `open` to its `close`, all others their homes.
-  A weight that is read outside of its unit then shows true bytes, on the CPU, or memory of another device, which
-  fails loudly on a GPU. It never shows what the ring happens to hold. The first, watched step finds such reads.
+  A weight that is read outside of its unit then shows true bytes on the CPU; for a GPU these are memory of another
+  device, so that the read raises. It never shows other weights' bytes in the ring. The first, watched step finds such
+  reads.
 - Steps at fixed addresses switch all at once (`fix`, `unfix`): compiled code and graphs hold addresses, so a tensor
   may not move inside of them. Units then only `wait` and `release`. A weight read outside of its unit would be stale
-  there, so such steps are refused until a watched step has seen that there is none.
-Both ways share what orders the bytes, `wait` and `release`; eager steps add the two assignments per tensor.
+  there, so such steps are refused until a watched step has shown that there is none.
+Both order the bytes by `wait` and `release`; eager steps add two assignments per tensor.
 
 [Note: the decode buffer]
-Coded weights cross the link coded and are decoded behind the wait of their unit, into one buffer of all units. The
-kernels of a unit are queued before the next unit's decoding on the same stream, so order needs no event. Two coded
-units cannot be open at once: in an eager step the inner one borrows memory of its own; at fixed addresses it raises.
+Compressed weights cross the link compressed and are decoded after the wait of their unit, into one buffer of all
+units. The kernels of a unit are queued before the next unit's decoding on the same stream, so no event is needed. Two
+such units cannot be open at once: in an eager step the inner one borrows memory of its own; at fixed addresses it
+raises.
 
 [Note: a step that is cut]
-An error or an interrupt may end a step at any line, in here too. Three rules keep the weights right:
-- What may raise comes before what is changed (`Face.has_update` before `Face.take`, `Opening.find` before `to_ring`).
-- Before a home is written to, copies of it elsewhere count as stale, and versions are compared last (`_stale`). Cut in
-  between, the update is seen again, and made again, at the next entry.
-- `heal` brings every tensor back to its home, whatever it shows of the ring, the buffer or borrowed memory, and closes
-  all units. Whoever lets steps in calls it when one fails, and again before the next if that was cut, too.
-So between steps no tensor shows memory of the ring; one that does is refused, and never taken for an update.
+An error or an interrupt may end a step at any line, of this file too. Three rules keep the weights right:
+- Calls that may raise come before changes (`has_update` before `take`, `Opening.find` before `to_ring`).
+- Before a home is written to, copies of it elsewhere count as stale, and versions agree last (`_stale`). After a cut
+  in between, the update is seen again, and made again, at the next entry.
+- `heal` brings every tensor that shows the ring, the buffer or borrowed memory back to its home, and closes all units.
+  The streamer calls it when a step fails, and again before the next step if that call was cut short, too.
+So between steps no tensor shows memory of the ring. One that does raises, and never counts as an update.
 
 [Note: views that outlive their unit]
-Every unit's bytes in the ring, and in the buffer, are a storage object of their own. While no tensor of the unit shows
-it, its use count is known: a higher one at `close` means that a forward kept a view, which the next fill would change.
-Outputs get memory of their own. Views kept elsewhere cannot be mended: the unit is reported, by `kept`.
+Every unit has a storage object of its own for its bytes in the ring, and one for those in the buffer. While no tensor
+of the unit shows it, its use count is known: a higher one at `close` means that a forward kept a view, which the next
+fill would change. Outputs get memory of their own. Views kept elsewhere cannot be given any: `kept` reports the unit.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from weightstream.runtime.experts.prefetch import Ahead
 from weightstream.runtime.ring.engine import Counters, Engine, State
 from weightstream.runtime.ring.opening import Opening, in_turn
 from weightstream.runtime.ring.shared_memory import SharedMemory
-from weightstream.runtime.ring.tensor_views import BoundUnit, StreamedTensor, UnitTensors, noticed
+from weightstream.runtime.ring.tensor_views import BoundUnit, CountedStorage, StreamedTensor, UnitTensors, noticed
 from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.tensors.thread_state import unseen
@@ -58,7 +60,7 @@ from weightstream.runtime.weights.picks import ForwardCall, Picks
 
 
 class Binding:
-    """One plan over one ring. Not thread-safe."""
+    """One plan over one ring. Not thread-safe: callers hold the gate's lock."""
 
     def __init__(
         self,
@@ -71,15 +73,16 @@ class Binding:
         block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
     ) -> None:
-        self.plan, self.memory = plan, memory
+        self.plan = plan
+        self.memory = memory
         self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
-        self.updated: set[str] = set()  # tensors that a forward updated, which only an eager step can follow
+        self.updated: set[str] = set()  # tensors that a forward updated, which works in eager steps only
         self.open_units: list[BoundUnit] = []  # the innermost last
         self.is_awake = False  # from `wake` until `rest` is through
-        self._served: list[
-            StreamedTensor
-        ] = []  # those that show the true bytes outside of their unit until a watched step ends
-        self._homes, self._backend = homes, backend
+        # tensors that show the true bytes outside of their unit until a watched step ends
+        self._served: list[StreamedTensor] = []
+        self._homes = homes
+        self._backend = backend
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
@@ -94,13 +97,13 @@ class Binding:
 
     @unseen
     def wake(self) -> None:
-        """See updates that were made since the last step."""
+        """Begin a step: unguard the tensors, and take in updates made since the last step."""
         self.is_awake = True
         self._homes.unguard()
         self._step_end.follow()
         self._leave_written()
         found = self._see(self.faces)
-        # these may have been written to, and no version would tell
+        # these may have been written to without a change of version
         self._leave({face.alias for face in found if face.is_past_file()})
         self._forget({face.alias for face in found})
         for face in found:
@@ -112,7 +115,7 @@ class Binding:
 
     @unseen
     def rest(self) -> None:
-        """The step is over: users may read and update weights until the next, which may run on another stream."""
+        """End a step: users may read and update weights until the next one, which may run on another stream."""
         self._step_end.mark()
         self._homes.guard()
         for face in self.faces:
@@ -121,15 +124,15 @@ class Binding:
 
     @unseen
     def heal(self, trains: Callable[[int], bool]) -> list[str]:
-        """Close whatever a step that was cut has left open, [Note: a step that is cut]; may be called at any time.
+        """Close all units that a cut step has left open, [Note: a step that is cut]; may be called at any time.
 
-        `trains`: whether the forward of a unit may have updated buffers unseen. Returns the tensors that were updated
-        at fixed addresses, where updates are lost.
+        `trains`: whether a unit is in training mode, in which norms update buffers without raising a version. Returns
+        the names of tensors that were updated at fixed addresses, where updates are lost.
         """
         for unit in self.units:
             if unit.opened or unit.borrowed is not None:
                 shown = unit.borrowed or unit.faces
-                # data that was assigned and does not fit, or a file that is gone: the weight is as it was
+                # assigned data that does not fit, or a file that is gone: the weight stays as it was
                 with suppress(OffloadError, StoreError):
                     self._stale(shown.updated(unit.has_buffers and trains(unit.index)))
                 shown.to_home()
@@ -145,7 +148,7 @@ class Binding:
         return sorted({face.member.names[0] for face in lost})
 
     def _show_homes(self) -> None:
-        """Of every tensor that shows the ring or the buffer."""
+        """Show the homes of all tensors that show the ring or the buffer."""
         for face in self.faces:
             if self._is_ours(face.tensor):
                 face.member.show(face.home)
@@ -165,7 +168,7 @@ class Binding:
         unit.opened += 1
         self.open_units.append(unit)
         try:
-            if unit.opened == 1:  # else it calls itself, and its bytes are there
+            if unit.opened == 1:  # else the unit calls itself, and its bytes are there
                 self._bring(unit)
             (unit.borrowed or unit.faces).to_ring()
         except BaseException:  # an interrupt may come anywhere
@@ -178,7 +181,7 @@ class Binding:
             raise
 
     def _bring(self, unit: BoundUnit) -> None:
-        self._see(unit.faces.faces)  # a unit that ran before this one may have updated what was filled ahead
+        self._see(unit.faces.faces)  # a unit that ran before may have updated weights that were filled ahead
         if self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
             return
@@ -198,12 +201,13 @@ class Binding:
 
     @unseen
     def close(self, index: int, output: object, *, training: bool, watched: bool) -> bool:
-        """Show the homes again and let the unit's bytes go; returns whether outputs were views of its weights.
+        """Show the homes again and release the unit's bytes; returns whether outputs were views of its weights.
 
-        `training`: the forward may have updated buffers unseen. `watched`: the watch of the step holds views itself.
+        `training`: the forward may have updated buffers without raising a version. `watched`: the watch of the step
+        holds views itself, so that kept ones cannot be counted.
         """
         unit = self.units[index]
-        if unit.opened != 1:  # it was called from inside its own forward; or the step was healed meanwhile
+        if unit.opened != 1:  # called from inside its own forward; or the step was healed meanwhile
             if unit.opened:
                 self._forget_opening(unit)
             return False
@@ -218,7 +222,7 @@ class Binding:
             finally:
                 shown.to_home()
             unit.borrowed = None
-            # before the release: the copies are to be read before the next fill
+            # before the release: the outputs' new memory is copied from the ring before the next fill
             has_views = borrowed is not None or unit.num_views() > 0
             return has_views and shown.own(output)
         finally:
@@ -231,12 +235,12 @@ class Binding:
                 self.units[following].opening.find_early()
 
     def serve(self, face: StreamedTensor, view: torch.Tensor) -> None:
-        """Show the true bytes, read outside of the face's unit, until `withdraw`."""
+        """Show the true bytes until `withdraw`, for a read outside of the tensor's unit."""
         self._served.append(face)
         face.member.show(view)
 
     def withdraw(self) -> None:
-        """Show the homes again of all that were served; what the model has updated in there is taken over."""
+        """Show the homes of all served tensors again; updates that the model made meanwhile are taken over."""
         for face in self._served:
             if face.changed():
                 face.take()
@@ -244,8 +248,8 @@ class Binding:
         self._served.clear()
 
     def look_for_kept(self, unit: BoundUnit) -> None:
-        """Report the unit if a view of its bytes is held by others than its tensors, which show them no more."""
-        for generation in (1, 2):  # a cycle of objects may hold a view that cannot be reached any more; most are young
+        """Report the unit if a view of its bytes is held elsewhere, now that its own tensors show their homes."""
+        for generation in (1, 2):  # an unreachable cycle of objects may hold the view; most are young
             if unit.is_kept or not unit.num_views():
                 return
             gc.collect(generation)
@@ -262,10 +266,13 @@ class Binding:
 
     @unseen
     def picked(self, index: int, call: ForwardCall, eager: bool) -> Callable[..., Any] | None:
-        """What runs in place of a forward and brings the rows of the unit's weights that it reads; None: all are."""
+        """The forward to run in place of the unit's, which brings the rows of the weights that it reads.
+
+        None: all rows are brought, and the unit's own forward runs.
+        """
         unit = self.units[index]
         if eager:
-            self._see(unit.faces.faces)  # a unit that ran before this one may have updated them
+            self._see(unit.faces.faces)  # a unit that ran before may have updated them
         rows = None if self._is_blocked(unit) else unit.rows
         found = None if rows is None else self.ahead.reach(index, call, rows)
         unit.is_picked = found is not None
@@ -281,15 +288,15 @@ class Binding:
 
     @unseen
     def fix(self) -> None:
-        """Show the ring bytes of every unit, whatever they hold just now."""
+        """Show the ring bytes of every unit, filled or not."""
         for unit in self.units:
-            unit.opening.find()  # a capture may follow; it waits for pages, allocates and may raise
+            unit.opening.find()  # now: it waits for pages, allocates and may raise, and a capture may follow
         for unit in self.units:
             unit.faces.to_ring()
 
     @unseen
     def unfix(self) -> None:
-        """Show the homes again; raises if a weight was updated meanwhile, for the update is lost."""
+        """Show the homes again. Raises `OffloadError` if a weight was updated meanwhile, as the update is lost."""
         self.abandon()
         updated = sorted({face.member.names[0] for face in self.faces if face.changed() or not face.in_ring()})
         for face in self.faces:
@@ -304,12 +311,12 @@ class Binding:
             )
 
     def enter(self, index: int) -> None:
-        """Take the buffer for a unit that computes at fixed addresses."""
+        """Reserve the buffer for a unit that computes at fixed addresses."""
         unit = self.units[index]
         if unit.coded and any(other.in_buffer for other in self.units if other is not unit):
             raise OffloadError(
-                f"unit {self.plan.manifest.units[index].name} runs inside of another, and both are coded: run this "
-                "model eager, or set codec='none'"
+                f"unit {self.plan.manifest.units[index].name} runs inside of another, and both are compressed: run "
+                "this model eager, or set codec='none'"
             )
         unit.in_buffer += bool(unit.coded)
 
@@ -319,7 +326,7 @@ class Binding:
         self.units[index].is_picked = False
 
     def hold(self, index: int) -> None:
-        """Order compute after the unit's fill; its addresses are fixed."""
+        """Order compute after the fill of a unit whose addresses are fixed."""
         if not self.units[index].streams:
             return
         self.engine.begin_if_behind(index)
@@ -331,25 +338,25 @@ class Binding:
         self.engine.wait(index)
 
     def decode(self, index: int) -> None:
-        """Queue the decoding of the unit's coded weights, ordered after their fill, behind whoever used the buffer."""
-        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else it is there
+        """Queue the decoding of the unit's compressed weights, after their fill and the last reads of the buffer."""
+        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the weights are decoded
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
                 self._backend.launch(self.units[index].opening.decode)
 
     def let_go(self, index: int) -> None:
-        """The unit's last kernel is queued."""
+        """Release the unit's bytes: its last kernel is queued."""
         if self.units[index].streams:
             self.engine.release(index)
 
     def own_outputs(self, index: int, output: object) -> None:
-        """Give outputs of the unit that are views of its weights memory of their own: the next fill overwrites it."""
+        """Give outputs that are views of the unit's weights memory of their own: the next fill overwrites these."""
         unit = self.units[index]
         if unit.num_views() > len(unit.faces.faces):
             unit.faces.own(output)
 
     def abandon(self) -> None:
-        """Release what an error kept from being released."""
+        """Release all units that an error has left in use."""
         self.ahead.drop()
         self.engine.abandon()
         for unit in self.units:
@@ -357,7 +364,7 @@ class Binding:
 
     @unseen
     def close_all(self) -> None:
-        """Let go of the ring and of every tensor object."""
+        """Drop the ring and every tensor object."""
         self._show_homes()
         self._homes.unguard()
         for face in self.faces:
@@ -384,7 +391,7 @@ class Binding:
             index=index,
             streams=plan.streams(index),
             faces=faces,
-            storages=tuple((storage, owners(storage)) for storage in storages.values()),
+            storages=tuple(CountedStorage(storage, owners(storage)) for storage in storages.values()),
             coded=coded,
             opening=Opening(
                 BufferedUnit(plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend)
@@ -393,7 +400,7 @@ class Binding:
         )
 
     def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitTensors:
-        """The views of a unit: of its bytes of the ring, and of the buffer that its coded weights are decoded into."""
+        """The views of a unit: of its bytes in the ring, and of the buffer that its weights are decoded into."""
         faces: list[StreamedTensor] = []
         mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
         in_buffer = self.plan.decoded(index)
@@ -407,7 +414,7 @@ class Binding:
         return UnitTensors(faces)
 
     def _borrow(self, unit: BoundUnit) -> UnitTensors:
-        """Views of memory of their own, filled at once: a unit in use holds the unit's bytes of the ring."""
+        """Views of memory of their own, filled now: a unit in use holds this unit's bytes of the ring."""
         index, plan = unit.index, self.plan
         with torch.inference_mode(False), torch.no_grad():
             decoded = plan.decoded(index)
@@ -423,7 +430,7 @@ class Binding:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def _leave(self, aliases: set[str]) -> None:
-        """These are updated: no file or coded form holds their bytes, and from now on their copies come from memory."""
+        """These alias groups are updated: no file or compressed form holds their bytes; copies come from memory now."""
         if left := self._homes.in_files(aliases):
             self._homes.sources_changed = True
             self.engine.forget(self._copies.forget(left))
@@ -433,16 +440,16 @@ class Binding:
         self._homes.leave_files(aliases)
 
     def _leave_written(self) -> None:
-        """What was written past every counter of versions may be again, by whoever holds the memory."""
+        """Find pages that were written to without a change of version: these groups are copied from memory now."""
         if left := self._homes.written():
-            for face in self.faces:  # for good, as nobody can tell when whoever holds the memory writes to it
+            for face in self.faces:  # for good: the holder of the memory may write to it again at any time
                 face.member.lent |= face.alias in left and not face.changed()
             self._leave(left)
 
     def _see(self, faces: list[StreamedTensor]) -> list[StreamedTensor]:
-        """Take in updates of the homes of these; returns those that may have been updated.
+        """Take in updates of the homes of these tensors; returns the tensors that may have been updated.
 
-        Raises `InvariantError` for one that shows memory of ours outside of an open unit: that is no weight.
+        Raises `InvariantError` for a tensor that shows the ring outside of an open unit: these bytes are no weight.
         """
         if found := noticed(faces):
             shown = [face for face in found if self._is_ours(face.tensor)]
@@ -452,14 +459,14 @@ class Binding:
                     "forward that they are there for: data that a forward saw was assigned to them, or a step was cut. "
                     "What is there now belongs to other weights"
                 )
-            # what an open unit of the same tensor shows is no data that was assigned
+            # a tensor that shows the ring in another open unit shows no assigned data
             found = [face for face in found if face not in shown or face.changed()]
             self._stale([face for face in found if face.is_assigned() or face.changed()])
         return found
 
     def _stale(self, updated: list[StreamedTensor]) -> None:
-        """Take over updates of these, from the ring or from data that was assigned, in an order that may be cut:
-        whatever else holds copies of their homes is stale first, and that an update is known comes last."""
+        """Take over updates of these tensors, from the ring or from assigned data, in an order that may be cut short:
+        copies of their homes elsewhere count as stale first, and the versions agree last."""
         if not updated:
             return
         aliases = {face.alias for face in updated}
@@ -472,7 +479,7 @@ class Binding:
                 face.agree()
 
     def _forget(self, aliases: set[str]) -> None:
-        """What the ring holds of these is stale, in whichever unit."""
+        """The bytes of these alias groups in the ring are stale, in every unit."""
         if aliases:  # most steps update nothing
             self.ahead.join()
             self.engine.forget({face.unit for face in self.faces if face.alias in aliases})

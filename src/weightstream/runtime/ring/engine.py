@@ -4,11 +4,11 @@ What orders the two streams (the tests drop each of these in turn):
   fill     the copy stream waits for `drained` of every unit that shares bytes: no overwrite before the last read
   wait     the compute stream waits for `filled` of the unit: no read before the fill
   release  `drained` is recorded after the unit's last kernel, and before any fill that follows
-A copy that is overtaken by another into the same bytes needs no event: both run on the copy stream, in order.
+Two copies into the same bytes need no event between them: both run on the copy stream, in order.
 
-The cursor says which fills are due (plan/schedule.py, [Note: skipped units]). The engine leaves out those of units
-that are there already, which is why a repeated unit costs nothing, and those whose bytes a unit in use holds. A unit
-that is waited for and was not filled, for whatever reason, is filled then: no order of units gives wrong bytes.
+The cursor says which fills are due (plan/schedule.py, [Note: skipped units]). The engine skips units that are in the
+ring already, so a repeated unit costs nothing, and units whose bytes a unit in use holds. A unit that is waited for
+but was not filled, for any reason, is filled then: no order of units gives wrong bytes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from weightstream.runtime.ring.timeline import Timeline, profiler_range
 class State(Enum):
     """The life of an extent's bytes."""
 
-    EMPTY = "empty"  # holds nothing of this unit
+    EMPTY = "empty"  # the bytes hold nothing of this unit
     FILLING = "filling"  # the copy is queued
     READY = "ready"  # compute is ordered after the copy
     IN_USE = "in use"  # between wait and release
     DRAINING = "draining"  # released; the bytes are still whole until another unit is filled over them
 
-    next: tuple[State, ...]  # on the member, as to hash one is a call in Python
+    next: tuple[State, ...]  # an attribute: a lookup in a dict of states would call Python's `Enum.__hash__`
 
 
 State.EMPTY.next = (State.FILLING,)
@@ -58,8 +58,8 @@ class Fence:
         self.filled = filled
         self.drained = drained
         self.last_read: Event = None  # `drained`, or the end of a graph, until the copy stream has waited for it
-        self.in_flight = False  # `filled` was recorded and compute has not waited for it yet, whatever the state
-        self.uses = 0
+        self.in_flight = False  # `filled` was recorded and compute has not waited for it yet, in any state
+        self.uses = 0  # forwards of the unit between wait and release
 
     def move(self, state: State) -> None:
         if state not in self.state.next:
@@ -67,7 +67,7 @@ class Fence:
         self.state = state
 
     def left_by_a_graph(self) -> None:
-        """The graph that was launched last leaves the bytes in the ring, whatever was there before."""
+        """The graph that was launched last leaves the bytes in the ring, whatever the state was before."""
         if self.state is State.IN_USE:
             raise InvariantError("a graph was launched while a unit that it uses was in use outside of it")
         self.state = State.DRAINING
@@ -75,7 +75,7 @@ class Fence:
 
 @dataclass(kw_only=True, slots=True)
 class Counters:
-    """What an engine has done since the model was offloaded."""
+    """Counts of what the engines of a model have done since it was offloaded, under all plans."""
 
     steps: int = 0
     fills: int = 0
@@ -83,7 +83,7 @@ class Counters:
     unplanned_fills: int = 0
 
     def count(self, nbytes: int, *, planned: bool) -> None:
-        """A fill was made."""
+        """Count a fill."""
         self.fills += 1
         self.filled_nbytes += nbytes
         self.unplanned_fills += not planned
@@ -91,8 +91,11 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphOutcome:
-    """What each launch of a graph does with the ring: it read units, and filled some; `left` of these are there at its
-    end, and what is `gone` was filled over."""
+    """The effect of each launch of a graph on the ring.
+
+    `read`: units that the graph reads. `left`: units whose bytes are in the ring at its end. `gone`: units whose bytes
+    the graph overwrites and does not fill again.
+    """
 
     num_fills: int = 0
     filled_nbytes: int = 0
@@ -102,7 +105,7 @@ class GraphOutcome:
 
 
 class Copies(Protocol):
-    """What a fill of each unit moves."""
+    """The copies of a fill, by unit."""
 
     def __getitem__(self, unit: int, /) -> Sequence[Copy]: ...
 
@@ -121,8 +124,8 @@ class Engine:
         open_units: Sequence[object] = (),
     ) -> None:
         self.plan = plan
-        self.open_units = open_units  # those whose forwards run
-        self._block = block  # whose memory other models have in turn
+        self.open_units = open_units  # units whose forwards run now
+        self._block = block  # memory that several models have in turn; None: the ring is this model's own
         self.counters = counters or Counters()
         self.timeline = timeline or Timeline(backend)
         self.timeline.bind(plan)
@@ -130,12 +133,12 @@ class Engine:
         self.copies: Copies = copies
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
         self.sharing = [frozenset(units) for units in units_sharing_bytes(plan.extents)]
-        self.live: set[int] = set()  # all whose bytes are in the ring or still read, and maybe more
+        self.live: set[int] = set()  # at least all units whose bytes are in the ring, or are still read
         self._cursor = Cursor(plan.manifest.order, plan.after)
         self._tenure = Tenure()
 
     def prime(self) -> None:
-        """End the step, and start the fills that the next one begins with, where they are not made."""
+        """End the step, and start the fills that the next one begins with, unless they are made."""
         self._fill_due(self._cursor.end())
         self._fill_due(self.plan.first)
 
@@ -146,7 +149,7 @@ class Engine:
             self._fill_due(due)
             return
         self._tenure.step()
-        self._fill_due(self.plan.first)  # another model may have had the memory, or was to have it now
+        self._fill_due(self.plan.first)  # another model may have had the memory, or was expected to have it now
 
     def is_behind(self, unit: int) -> bool:
         """Whether the unit stands in the order, but only before the cursor."""
@@ -159,7 +162,7 @@ class Engine:
             self.begin_step()
 
     def is_blocked(self, unit: int) -> bool:
-        """Whether a unit in use, of another model too, holds bytes of this one, so that it cannot be filled now."""
+        """Whether a unit in use, of this model or another, holds bytes of this one, so that it cannot be filled now."""
         if self._block is not None and self._block.is_held_against(self):
             return True
         if self.fences[unit].state is not State.EMPTY:
@@ -170,7 +173,7 @@ class Engine:
         return False
 
     def wait(self, unit: int) -> None:
-        """Make compute wait until the unit is in its extent; fill it now if nobody has."""
+        """Make compute wait until the unit is in its extent; fill the unit now if no fill was queued."""
         if due := self._cursor.reach(unit):
             self._fill_due(due)
         fence = self.fences[unit]
@@ -212,7 +215,7 @@ class Engine:
                 self.release(unit)
 
     def settle(self, spared: Iterable[int] = ()) -> None:
-        """Make compute wait for every copy in flight but those of `spared`, that of a unit overtaken since too."""
+        """Make compute wait for every copy in flight except those of `spared`, also for copies overwritten since."""
         for unit, fence in enumerate(self.fences):
             if fence.in_flight and unit not in spared:
                 self._follow(fence)
@@ -220,10 +223,10 @@ class Engine:
                     fence.move(State.READY)
 
     def _follow(self, fence: Fence) -> None:
-        """Make compute wait for the copy that is on its way."""
+        """Make compute wait for the copy in flight."""
         try:
             self._backend.wait(Side.COMPUTE, fence.filled)
-        except BaseException:  # the copy failed, or the wait was cut short: it is made again when it is needed
+        except BaseException:  # the copy failed, or the wait was cut short: the unit is filled again when it is needed
             if fence.state is State.FILLING:
                 fence.move(State.EMPTY)
             fence.in_flight = False
@@ -231,12 +234,12 @@ class Engine:
         fence.in_flight = False
 
     def take_over(self, *, decodes: bool = False) -> None:
-        """Have the memory that several models share; `decodes`: a kernel writes there, and no fill comes before it."""
+        """Take the memory that several models share; `decodes`: a kernel writes to it next, before any fill."""
         if self._block is not None:
             self._block.enter(self, decodes=decodes)
 
     def yield_up(self) -> None:
-        """Another model has the memory from now on: nothing of this one is there, and nobody need wait for it."""
+        """Another model has the memory now: no unit of this one is there, and no copy needs to wait for one."""
         for fence in self.fences:
             if fence.state is not State.EMPTY:
                 fence.move(State.EMPTY)
@@ -245,24 +248,24 @@ class Engine:
         self._tenure.end()
 
     def forget(self, units: Iterable[int]) -> None:
-        """The home of these units changed: what the ring holds of them is stale."""
+        """The homes of these units changed: their bytes in the ring are stale."""
         for unit in units:
             if self.fences[unit].state in (State.FILLING, State.READY, State.DRAINING):
                 self.fences[unit].move(State.EMPTY)
 
     def forget_all(self) -> None:
-        """What is in the ring is not known: all is filled anew, behind whatever was queued to read it."""
+        """The contents of the ring are unknown: fill every unit again, after the kernels that may read it."""
         now = self._backend.event()
         self._backend.record(Side.COMPUTE, now)
         self._backend.wait(Side.COPY, now)
         self.forget(self.held())
 
     def is_in_ring(self, unit: int) -> bool:
-        """Whether its bytes are in the ring or on their way."""
+        """Whether the unit's bytes are in the ring or in flight."""
         return self.fences[unit].state is not State.EMPTY
 
     def held(self) -> list[int]:
-        """Units whose bytes are in the ring or on their way."""
+        """Units whose bytes are in the ring or in flight."""
         return [u for u, fence in enumerate(self.fences) if fence.state is not State.EMPTY]
 
     def close(self) -> None:
@@ -270,9 +273,9 @@ class Engine:
         self.copies = ()
 
     def before_graph(self, reads: AbstractSet[int]) -> None:
-        """Fill the units that a graph reads before it fills them; make compute wait for all copies but theirs.
+        """Fill the units that a graph reads before it fills them, and make compute wait for all other copies.
 
-        The graph waits for theirs where it reads them. No other may be on its way into bytes that the graph fills.
+        The graph itself waits for the copies of `reads`. No other copy may be in flight into bytes that it fills.
         """
         self.take_over()
         for unit in reads:
@@ -281,7 +284,7 @@ class Engine:
         self.settle(reads)
 
     def after_graph(self, outcome: GraphOutcome) -> Event:
-        """A graph was launched. What it read or filled may be overwritten once it has ended; returns that event."""
+        """Account for a launched graph; returns the event of its end, after which its units may be overwritten."""
         end = self._backend.event()
         self._backend.record(Side.COMPUTE, end)
         self.counters.fills += outcome.num_fills
@@ -296,10 +299,9 @@ class Engine:
         return end
 
     def _fill_due(self, units: Iterable[int]) -> None:
-        """Queue the fills that the plan asks for now; a unit that cannot be filled is when it is waited for."""
-        if (
-            self._block is not None and self._tenure.is_last_step
-        ):  # another model is next: it fills over what is for a step after this
+        """Queue the fills that are due; a unit that cannot be filled now is filled when it is waited for."""
+        # after the last step before another model's turn: the other one overwrites fills for a step after this
+        if self._block is not None and self._tenure.is_last_step:
             left = set(self._cursor.order[self._cursor.position :])
             units = [unit for unit in units if unit in left]
         for unit in units:
@@ -307,8 +309,9 @@ class Engine:
                 self.fill(unit)
 
     def fill(self, unit: int, after: Event | None = None, *, planned: bool = True) -> None:
-        """Queue the unit's copy behind `after`, or behind the last read of every unit that shares bytes."""
-        fence, copies = self.fences[unit], self.copies[unit]  # an error of the source changes nothing
+        """Queue the unit's copy after the event `after`, or after the last read of every unit that shares bytes."""
+        fence = self.fences[unit]
+        copies = self.copies[unit]  # may raise an error of the source: before any change
         if self._block is not None:
             self._block.enter(self)
         if after is not None:

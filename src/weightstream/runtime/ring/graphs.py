@@ -1,4 +1,4 @@
-"""The graphs of a streamer: which recording takes the units now, what is captured, and who launches it."""
+"""The graphs of a streamer: captures, launches, and the recording that units are waited for and released in."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.we
 
 
 class GraphMode(Enum):
-    """Who runs the units now, and who launches graphs."""
+    """How units run now, and who launches graphs."""
 
-    IDLE = "idle"  # units run eager; launches are announced, so the engine knows what is in the ring
+    IDLE = "idle"  # units run eager; launches are announced, so the engine knows the contents of the ring
     CAPTURING = "capturing"  # inside of `capture`
-    UNKNOWN = "unknown"  # since `sync`: graphs may have been launched, so nothing is known of the ring
+    UNKNOWN = "unknown"  # since `sync`: graphs may have been launched, so the contents of the ring are unknown
     CAPTURING_PIECE = "capturing a piece"  # inside of a capture that an engine made after `sync`, until `join`
 
 
-# An engine that knows the life cycle alone announces neither a capture nor a launch; it calls `sync` before each and
-# `join` inside of a capture. What follows from that:
+# An engine that uses the life cycle only (api/offloaders.py) announces neither a capture nor a launch; it calls `sync`
+# before each, and `join` inside of a capture. It follows:
 #
 #   sync      The first one after eager steps brings the ring to the start of a step and waits for every copy. From then
 #             on the graphs keep the ring in order among themselves ([Note: graphs and the wrap-around]), and nothing
-#             more is done until a unit runs eager or a launch is announced: then all that the ring holds is forgotten.
+#             more is done until a unit runs eager or a launch is announced: then the ring's contents are forgotten.
 #   pieces    The first unit that is waited for or released inside of a capture opens a recording, and `join` ends it.
 #             A step may be captured in pieces. Each goes on where the one before ended, with the units that it left in
-#             use: a wait may stand in one piece and its release in the next, or several pieces on. Operators that run
-#             eager between them read those units too, as nothing is filled over a unit in use. A piece without a unit
-#             of ours has no recording and changes nothing.
+#             use: a wait may stand in one piece and its release in the next, or several pieces later. Operators that
+#             run eager between them read those units too, as a unit in use is not overwritten. A piece without a
+#             streamed unit has no recording and changes nothing.
 #   errors    A capture that ends without `join` failed. Its piece is dropped, and the one before it is the last again:
-#             the engine may capture the piece anew, begin the step anew, or run eager. A unit that runs eager, or a
-#             step that begins before the last one was through, drops the pieces and what they have in use.
+#             the engine may capture the piece again, begin the step again, or run eager. A unit that runs eager, or a
+#             step that begins before the last one has ended, drops the pieces and the units that they have in use.
 #
-# A step is all graphs or all eager, and its graphs reach the last unit that streams: what `sync` prepares is the start
-# of a step, since it cannot know which graph comes.
+# A step is all graphs or all eager, and its graphs reach the last unit that streams: `sync` prepares the start of a
+# step, since it cannot know which graph comes.
 
 
 class HasBinding(Protocol):
@@ -60,20 +60,22 @@ class Graphs:
         self._backend = backend
         self._installed = installed
         self._mode = GraphMode.IDLE
-        self._recording: Recording | None = None  # of the capture that is under way
-        self._last: Recording | None = None  # the piece captured last, if the step may go on behind it
+        self._recording: Recording | None = None  # of the capture under way
+        self._last: Recording | None = None  # the piece captured last, if the step may go on after it
 
     def __len__(self) -> int:
         return len(self.recordings)
 
     def clear(self) -> None:
-        """Graphs captured so far cannot be launched any more."""
+        """Forget all captured graphs: they cannot be launched any more."""
         self.recordings.clear()
 
     @contextmanager
     def capture(self, graph: Any, within: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-        """Capture a step, or a piece of one, whose launches are announced. `within()` is the device's capture, before
-        which the copies are queued that the graph takes for granted."""
+        """Capture a step, or a piece of one, whose launches are announced.
+
+        `within()` is the device's capture; the copies that the graph relies on are queued before it.
+        """
         if self._mode is not GraphMode.IDLE:
             self.resume_eager()
         engine = self._installed.binding.engine
@@ -94,7 +96,7 @@ class Graphs:
         self._last = self.recordings[graph] = recording
 
     def replay(self, graph: Any, launch: Callable[[], object]) -> None:
-        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        """Launch a captured graph: the fills that it needs are queued before, those of the next step after it."""
         recording = self.recording_of(graph)
         if self._mode is GraphMode.UNKNOWN:
             self.resume_eager()
@@ -124,7 +126,7 @@ class Graphs:
             self._drop_failed()
         if self._mode is GraphMode.IDLE:
             self.resume_eager()
-            self._installed.binding.abandon()  # what an error in an eager step left in use
+            self._installed.binding.abandon()  # units that an error in an eager step left in use
             self._installed.binding.engine.prime()
             self._installed.binding.engine.settle()
             self._move(GraphMode.IDLE, GraphMode.UNKNOWN)
@@ -167,23 +169,23 @@ class Graphs:
             recording.release(unit)
 
     def resume_eager(self) -> None:
-        """Units run eager from here on, or launches are announced: the engine has to know what is in the ring."""
+        """Units run eager from now on, or launches are announced: the engine has to know the contents of the ring."""
         if self._last is not None and self._last.in_use:
             self._installed.binding.abandon()
         self._last = None
         if self._mode is GraphMode.UNKNOWN:
-            self._installed.binding.engine.forget_all()  # graphs that were not announced may have been launched
+            self._installed.binding.engine.forget_all()  # unannounced graphs may have been launched
             self._move(GraphMode.UNKNOWN, GraphMode.IDLE)
 
     def heal(self) -> None:
-        """No capture is under way, whatever was cut; where one was, nothing is known of the ring."""
+        """End a capture that was cut short, after which the contents of the ring are unknown."""
         self._recording = self._last = None
         if self._mode is not GraphMode.IDLE and not self._backend.capturing():
             self._mode = GraphMode.IDLE
             self._installed.binding.engine.forget_all()
 
     def _copies(self) -> Iterator[Copy]:
-        """Those that a step may make."""
+        """All copies that a step may make."""
         engine = self._installed.binding.engine
         streamed = (unit for unit in range(len(engine.fences)) if engine.plan.streams(unit))
         return chain.from_iterable(engine.copies[unit] for unit in streamed)

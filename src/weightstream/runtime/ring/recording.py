@@ -1,13 +1,14 @@
-"""A recording: what one captured graph does with the ring, what it needs before its launch and leaves to do after.
+"""A recording: the effect of one captured graph on the ring, what it needs before a launch, and fills it leaves due.
 
-A graph is made of edges, so a copy is placed where its unit is first waited for, behind the reads that it must follow:
-it runs as early as the ring allows all the same. So the cursor moves as the engine's does, and where the engine fills
-what is due, a recording looks at what the plan has in the ring at the end of the graph.
+A graph is made of edges. So a copy is placed where its unit is first waited for, after the reads that it must follow,
+and still runs as early as the ring allows. The cursor moves as the engine's does; but where the engine queues the fills
+that are due, a recording compares with the ring's contents that the plan has at the end of the graph.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.plan.schedule import Cursor
@@ -16,25 +17,32 @@ from weightstream.runtime.ring.engine import Engine, GraphOutcome
 
 # [Note: graphs and the wrap-around]
 #
-# A graph has to know at its capture what will be in the ring when it is launched. It takes for granted what the plan
-# has there at the position where it starts, and whatever it does, it leaves there what the plan has at the position
-# where it ends (`Cursor.needed`), but for bytes of units in use at that point. Both depend on the position alone, so
-# graphs may be launched in any order in which each starts where the last one ended: one captured step behind another,
-# pieces of a step whichever batch they were captured for, graphs behind eager steps.
+# At its capture a graph has to assume what will be in the ring at its launch. It assumes the units that the plan has in
+# the ring at the position where it starts, and it leaves those that the plan has there at the position where it ends
+# (`Cursor.needed`), except for bytes of units in use at that point. Both depend on the position only. So graphs may be
+# launched in any order in which each starts where the last one ended: one captured step after another, pieces of a
+# step captured for different batches, graphs after eager steps.
 #
-# What the plan has there at the end and the graph has not filled belongs to the next graph or step (at the end of a
-# step: the wrap-around). Inside of the graph these copies would hold up its end. So:
+# Units that the plan has in the ring at the end, and that the graph has not filled, belong to the next graph or step
+# (at the end of a step: the wrap-around). Inside of the graph these copies would delay its end. So:
 #
-#   deferred   The launch is announced (`Graphs.replay`). The engine queues them behind each launch, where they overlap
-#              the rest of the graph: each follows an external event that is recorded inside behind the last read of
-#              the bytes. Such a record takes 40 us (H200), so only reads with a copy of the next step behind them have
-#              one. What the graph takes for granted is made sure of before each launch, so that a wrong guess costs
-#              time; its reads wait for those copies inside, by external events too.
-#   alone      An engine launches the graph that announces nothing but `sync()`. The graph makes these copies itself
-#              and ends joined; nothing can be made sure of, and the position is all that counts.
+#   deferred   The launch is announced (`Graphs.replay`). The engine queues these copies after each launch, and they
+#              overlap the rest of the graph: each follows an external event, recorded inside of the graph after the
+#              last read of the bytes. Such a record takes 40 us (H200), so only reads that a copy of the next step
+#              follows have one. Assumed units are filled before each launch where they are missing, so that a wrong
+#              assumption costs time only; the graph's reads wait for those copies by external events, too.
+#   alone      The graph is launched by an engine that announces nothing except `sync()`. The graph makes these copies
+#              itself and ends joined. Assumed units cannot be checked; only the position counts.
 #
 # A graph is at most one step: only its first unit may begin one. A unit that was waited for in one piece and is
-# released in a later one is in use at the start of that, read there without a wait, and nothing is filled over it.
+# released in a later one is in use at the start of the later one: it is read there without a wait, and not overwritten.
+
+
+class DeferredFill(NamedTuple):
+    """A fill that each launch leaves due: its copy follows the event of the last read, or the end of the graph."""
+
+    unit: int
+    read: Event | None
 
 
 class Recording:
@@ -50,47 +58,45 @@ class Recording:
         position = None if before is None else before._cursor.position
         self._cursor: Cursor = Cursor(plan.manifest.order, plan.after, position)
         self._in_use: Counter[int] = Counter() if before is None else before._in_use.copy()
-        self._is_empty = True  # no unit was waited for or released in here
-        self._held: dict[int, Event | None] = {}  # units in the ring -> the fill that compute does not follow yet
-        self._take_for_granted({*self._needed(), *self._in_use})
+        self._is_empty = True  # no unit was waited for or released in this graph
+        self._held: dict[int, Event | None] = {}  # units in the ring -> their fill, until compute follows it
+        self._assume({*self._needed(), *self._in_use})
         self._held |= dict.fromkeys(self._in_use)
         self._reads: dict[int, Event] = {}  # the last read of each unit, oldest first
-        self._external: dict[int, Event] = {}  # of these: reads that a copy outside can wait for
-        self.begins = False  # the first unit of a step is in here
-        self.entry = set(self._in_use)  # units that are read before they are filled in here
+        self._external: dict[int, Event] = {}  # of these, reads that a copy outside of the graph can wait for
+        self.begins = False  # the first unit of a step is in this graph
+        self.entry = set(self._in_use)  # units that this graph reads before it fills them
         self.filled: list[int] = []
         self.due: list[int] = []  # units that belong in the ring at the end and are not there
         self._outcome = GraphOutcome()
-        self._behind: list[
-            tuple[int, Event | None]
-        ] = []  # those, each with the event that its copy follows: None: the end
-        fork = backend.edge()  # what comes first on the copy stream joins the capture by it
+        self._deferred_fills: list[DeferredFill] = []
+        fork = backend.edge()  # by which the copy stream joins the capture
         backend.record(Side.COMPUTE, fork)
         backend.wait(Side.COPY, fork)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that streams in a step is in here."""
-        return self.begins and not any(map(self._tells, self._cursor.order[self._cursor.position :]))
+        """Whether all units of a step that stream are in this graph."""
+        return self.begins and not any(map(self._marks_position, self._cursor.order[self._cursor.position :]))
 
     @property
     def in_use(self) -> bool:
-        """Whether a unit was waited for and not released, in here or in the pieces before."""
+        """Whether a unit was waited for and not released, in this graph or in the pieces before."""
         return bool(self._in_use)
 
     def restarts(self, unit: int) -> bool:
-        """Whether a wait for the unit, now, begins a step and does not go on with that of the pieces before."""
+        """Whether a wait for the unit would begin a step, and not go on with the step of the pieces before."""
         return self._is_empty and (unit in self._in_use or self._cursor.is_behind(unit))
 
     def wait(self, unit: int) -> None:
         """Order compute after the unit's fill, which is placed now if the unit is not in the ring."""
-        if not self._tells(unit):
+        if not self._marks_position(unit):
             return
         if self.restarts(unit):
             self._restart()
         self._is_empty = False
         self._cursor.reach(unit)
-        self.begins = self.begins or not any(map(self._tells, self._cursor.order[: self._cursor.position]))
+        self.begins = self.begins or not any(map(self._marks_position, self._cursor.order[: self._cursor.position]))
         if not self._engine.plan.streams(unit):
             return
         if unit not in self._held:
@@ -104,7 +110,7 @@ class Recording:
 
     def release(self, unit: int) -> None:
         """The unit's last kernel is recorded."""
-        if not self._tells(unit):
+        if not self._marks_position(unit):
             return
         if not self._engine.plan.streams(unit):
             self._is_empty = False
@@ -135,10 +141,13 @@ class Recording:
         join = self._backend.edge()
         self._backend.record(Side.COPY, join)
         self._backend.wait(Side.COMPUTE, join)
-        # A launch looks at this alone: what the recording says is worked out once.
+        # Computed once: a launch reads these and `entry` only.
         self.due = due
-        readers = map(self._last_reader, due)  # of an edge nothing outside can wait
-        self._behind = [(u, None if r is None else self._external.get(r)) for u, r in zip(due, readers, strict=True)]
+        readers = map(self._last_reader, due)  # no copy outside of the graph can wait for an edge
+        self._deferred_fills = [
+            DeferredFill(unit, None if reader is None else self._external.get(reader))
+            for unit, reader in zip(due, readers, strict=True)
+        ]
         filled, sharing = set(self.filled), self._engine.sharing
         self._outcome = GraphOutcome(
             num_fills=len(self.filled),
@@ -149,50 +158,50 @@ class Recording:
         )
 
     def after_launch(self) -> None:
-        """Tell the engine what is in the ring now, and queue the fills that are due."""
+        """Tell the engine the contents of the ring, and queue the fills that are due."""
         end = self._engine.after_graph(self._outcome)
-        for unit, read in self._behind:
+        for unit, read in self._deferred_fills:
             if not self._engine.is_in_ring(unit):
                 self._engine.fill(unit, after=end if read is None else read)
 
     def _missing(self) -> list[int]:
-        """Units that belong in the ring now and are not there; those first whose bytes were read first."""
+        """Units that belong in the ring now and are not there, in the order in which their bytes were read."""
         missing = [(self._last_reader(unit), unit) for unit in self._needed() if unit not in self._held]
         places = {unit: place for place, unit in enumerate(self._reads)}
         return [unit for _, unit in sorted(missing, key=lambda m: -1 if m[0] is None else places[m[0]])]
 
     def _needed(self) -> list[int]:
-        """What the plan has in the ring at the cursor, but for bytes of units in use."""
+        """Units that the plan has in the ring at the cursor, except those that share bytes with units in use."""
         plan, sharing = self._engine.plan, self._engine.sharing
         return [u for u in self._cursor.needed() if plan.streams(u) and not sharing[u] & self._in_use.keys()]
 
-    def _tells(self, unit: int) -> bool:
-        """Whether the unit tells where a step begins and ends: where nothing streams, all do that open."""
+    def _marks_position(self, unit: int) -> bool:
+        """Whether the unit counts in where a step begins and ends: if it streams, or, where none does, if it opens."""
         plan = self._engine.plan
         return plan.streams(unit) or (not plan.ring_nbytes and plan.opens(unit))
 
-    def _take_for_granted(self, units: set[int]) -> None:
+    def _assume(self, units: set[int]) -> None:
         self._held = {unit: self._engine.fences[unit].filled if self._deferred else None for unit in units}
 
     def _restart(self) -> None:
-        """Begin a step where the pieces before may have left one midway, as the owner of the graphs had an error.
+        """Begin a step where the pieces before may have left one midway, after an error in the engine that owns them.
 
-        What they have in use is in use no more. They may as well be pieces of this step, in an order of its own: what
-        is taken for granted holds in either case.
+        Their units are in use no more. The earlier pieces may also belong to this step, in another order: the assumed
+        contents of the ring are valid either way.
         """
-        granted = self._held.keys()
+        assumed = self._held.keys()
         self._in_use.clear()
         self.entry.clear()
         self._cursor.begin()
-        self._take_for_granted({unit for unit in self._needed() if unit in granted})
+        self._assume({unit for unit in self._needed() if unit in assumed})
 
     def _last_reader(self, unit: int) -> int | None:
-        """The unit that was last to read the bytes of this one in here."""
+        """The last unit in this graph that read bytes which belong to this one, too."""
         sharing = self._engine.sharing[unit]
         return next((other for other in reversed(self._reads) if other == unit or other in sharing), None)
 
     def _fill(self, unit: int) -> None:
-        # One edge, from the last read, which is behind the others: with an edge from each a copy starts 60 us late.
+        # One edge, from the last read, which follows the others: with an edge from each, a copy starts 60 us later.
         if (last := self._last_reader(unit)) is not None:
             self._backend.wait(Side.COPY, self._reads[last])
         for other in (unit, *self._engine.sharing[unit]):

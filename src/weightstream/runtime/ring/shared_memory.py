@@ -1,8 +1,8 @@
 """Device memory that the streamed weights of several models pass through in turn: one ring, and one buffer, for all.
 
-Whoever fills the ring, or decodes into the buffer, takes the block over from the model that had it: what that one left
-there is gone, and its next step fills anew. All of them copy on one stream, so copies need no further order; the copy
-stream waits once for what was computed before.
+The model that fills the ring, or decodes into the buffer, takes the memory over from the one that had it: the weights
+of that one are gone, and its next step fills them again. All models copy on one stream, so copies need no further
+order; the copy stream waits once for the kernels queued before.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from weightstream.runtime.weights.decompression import PlanMemory
 
 
 class User(Protocol):
-    """Of one model: what has parts of a block."""
+    """The engine of one of the models."""
 
-    open_units: Sequence[object]  # those whose forwards run now
+    open_units: Sequence[object]  # units whose forwards run now
 
     def yield_up(self) -> None:
-        """Take note that nothing of the model is in the block any more."""
+        """Take note that no weights of the model are in the memory any more."""
 
 
 class Tenure:
-    """The steps of one model until another one has the memory; it is taken to have as many as the last time."""
+    """The steps of one model until another one takes the memory: as many as the last time, it is assumed."""
 
     def __init__(self) -> None:
-        self._steps, self._usual = 0, -1
+        self._steps = 0
+        self._usual = -1  # how many there were the last time; -1: this is the first
 
     @property
     def is_last_step(self) -> bool:
@@ -46,7 +47,7 @@ class Tenure:
         self._steps += 1
 
     def end(self) -> None:
-        """Another model has the memory."""
+        """Another model takes the memory."""
         if self._steps:
             self._steps, self._usual = 0, self._steps
 
@@ -59,11 +60,13 @@ class SharedMemory:
         self.memory = backend.alloc(aligned(nbytes))
         self._backend = backend
         self._event = backend.event()
-        self._has_user: weakref.ref[User] | None = None  # a model that nobody else has is let go of
+        self._has_user: weakref.ref[User] | None = None  # weak: a model that is in use nowhere else is freed
 
     def parts(self, plan: Plan) -> PlanMemory:
-        """The ring and the buffer of a plan, which has no slots here. Raises `InvariantError` where the block is too
-        small for them."""
+        """The ring, the buffer and the slots of a plan, of which there are none here.
+
+        Raises `InvariantError` where the memory is too small for them.
+        """
         begin = aligned(plan.ring_nbytes)
         end = begin + plan.buffer_nbytes
         if end > self.memory.numel():
@@ -75,11 +78,14 @@ class SharedMemory:
         return None if self._has_user is None else self._has_user()
 
     def is_held_against(self, user: User) -> bool:
-        """Whether another model computes with weights in the block just now."""
+        """Whether another model computes with weights in the memory now."""
         return self._user is not None and self._user is not user and len(self._user.open_units) > 0
 
     def enter(self, user: User, *, decodes: bool = False) -> None:
-        """The user is about to queue a fill; or a kernel that decodes, which copies in flight must not overtake."""
+        """Give the memory to a user that is about to queue a fill, or, with `decodes`, a kernel that decodes.
+
+        Such a kernel also waits for copies in flight, which may be into the same bytes.
+        """
         had = self._user
         if had is user:
             return

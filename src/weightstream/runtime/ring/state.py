@@ -1,4 +1,4 @@
-"""The mode of a streamer, and who may change it. Knows no model and no device."""
+"""The states of a streamer, and the gate through which they change. Knows no model and no device."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Gate:
-    """Lets one step in at a time, in the process that made it, and guards the changes of its mode.
+    """Lets one step in at a time, in the process that made it, and checks the changes of its mode.
 
-    `threads` are those whose calls of units belong to the forward under way.
+    `threads` are the threads whose calls of units belong to the forward under way.
     """
 
     def __init__(self, block: SharedMemory | None = None) -> None:
-        self.block = block  # of device memory, which other models have in turn
+        self.block = block  # device memory that several models have in turn; None: the model has its own
         self.turn = StepTurn() if block is None else block.turn  # held for a whole step
-        self.lock = threading.RLock()  # held while units open and close, which several threads of a forward may do
+        self.lock = threading.RLock()  # held while a unit opens or closes: a forward may have several threads
         self.mode = StepState.IDLE
         self.is_fixed = False  # weights have fixed addresses
         self.threads: AbstractSet[int] = _NONE
@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a forward or step() seems under way, for whoever knows that none is."""
+        """Whether a forward or step() seems under way. Callers that know that none is find one that was cut short."""
         return self.is_running or self.mode is StepState.STEP
 
     @property
@@ -82,11 +82,11 @@ class Gate:
         self._set(mode)
 
     def end_forward(self) -> None:
-        """Back to the mode outside of forwards, whatever came of the one that was under way."""
+        """Back to the mode outside of forwards, whether the forward ended or failed."""
         self._set(self._between)
 
     def reset(self) -> None:
-        """Back to IDLE, whatever was cut short."""
+        """Back to IDLE after a step that was cut short, in any mode except REMOVED."""
         if self._between is not StepState.REMOVED:
             self._set(StepState.IDLE)
 
@@ -99,7 +99,7 @@ class Gate:
         self.mode = mode
 
     def refuse_forked(self) -> None:
-        """Raise `OffloadError` in a process that was forked: threads do not come along."""
+        """Raise `OffloadError` in a forked process: threads are not copied to it."""
         if os.getpid() != self._pid:
             raise OffloadError(
                 "this model was offloaded before the process forked: the thread that copies its weights is not here. "

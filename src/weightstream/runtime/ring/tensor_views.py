@@ -1,11 +1,12 @@
-"""The two faces of a streamed tensor: its home outside a unit's forward, its ring bytes inside. Switching is a pointer.
+"""The two views of a streamed tensor: its home outside of its unit's forward, its bytes in the ring inside.
 
-Whoever reads, saves or updates a weight between steps sees the true bytes. Two kinds of change must not be missed: an
-update of the home after the ring was filled ahead (it would compute with stale bytes), and an update of the ring
-inside a forward (it would be lost at the next fill). In-place operations raise a tensor's version counter, and data
-that is assigned shows by its address. Memory that was handed out (`.data`, numpy) raises no version, so between steps
-a tensor is guarded: it remembers that, and from then on counts as updated before every step. Of a view
-(`w.detach()`) nobody knows whether numpy took it out in turn: the tensor counts as updated once, before the next step.
+To switch between them sets one pointer. Code that reads, saves or updates a weight between steps sees the true bytes.
+Two kinds of change must not be missed: an update of the home after the ring was filled ahead (the step would compute
+with stale bytes), and an update of the ring inside a forward (the next fill would overwrite it). In-place operations
+raise a tensor's version counter, and assigned data (`w.data = new`) shows by its address. Writes to memory that was
+handed out (`.data`, numpy) raise no version. So between steps a tensor is guarded: the guard notices that its memory is
+handed out, and from then on the tensor counts as updated before every step. A view (`w.detach()`) may be handed to
+numpy in turn, which no guard sees: the tensor counts as updated once, before the next step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -29,35 +30,35 @@ from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.weights.alias_groups import Member, span
 from weightstream.runtime.weights.home import Home
 
-_DATA: Any = torch.Tensor.data  # the descriptor itself: what we do must not count as an update
+_DATA: Any = torch.Tensor.data  # the descriptor itself: its `__set__` raises no version
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class StreamedTensor:
     """One tensor object of a unit: both views, where they are, and its version when they last agreed.
 
-    What runs for every tensor at every step compares plain fields: a call costs as much as all of the rest.
+    Checks that run for every tensor at every step compare plain fields: a call would take longer than all of them.
     """
 
     member: Member
     source: Home
     unit: int
-    home: torch.Tensor
-    ring: torch.Tensor
-    on_access: Callable[[Access], None]
+    home: torch.Tensor  # the view of the true bytes
+    ring: torch.Tensor  # the view of the ring, or of the buffer
+    on_access: Callable[[Access], None]  # called by the guard, before the memory is used
     tensor: torch.Tensor = field(init=False)
-    home_at: int = field(init=False)
-    ring_at: tuple[int, tuple[int, ...]] = field(init=False)
+    home_at: int = field(init=False)  # its address
+    ring_at: tuple[int, tuple[int, ...]] = field(init=False)  # its address and strides
     version: int = field(init=False)
-    relaid: bool = False  # `adopt` took over another layout, which no graph knows
+    relaid: bool = False  # assigned data of another layout was taken over, which no captured graph has
     is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
 
     @classmethod
     def of(cls, member: Member, source: Home, unit: int, ring: torch.Tensor, step_end: StepEnd) -> StreamedTensor:
-        """That of a tensor which shows `ring` in this unit."""
+        """The streamed tensor of a member that shows `ring` in this unit."""
         home = member.view(source.group.home, 0)
-        tells = partial(_before, member, source, step_end)  # a guard holds no views
-        return cls(member=member, source=source, unit=unit, home=home, ring=ring, on_access=tells)
+        on_access = partial(_before, member, source, step_end)  # holds no views, whose owners are counted
+        return cls(member=member, source=source, unit=unit, home=home, ring=ring, on_access=on_access)
 
     def __post_init__(self) -> None:
         self.tensor = self.member.tensor
@@ -71,13 +72,13 @@ class StreamedTensor:
 
     @property
     def alias(self) -> str:
-        """The group that the tensor is of."""
+        """The alias group of the tensor."""
         return self.member.spec.alias
 
     def guard_unread(self) -> None:
-        """The home is shown in a step: decode it before it is read, where it holds nothing yet.
+        """Guard the home in a step where it holds nothing yet: a read decodes it first.
 
-        All others are plain then, as torch takes other ways, with other bits, where a class sees its calls.
+        All other tensors are plain in a step: torch runs other kernels, with other bits, for guarded classes.
         """
         if self.source.is_undecoded:
             self.member.guard(self.on_access)
@@ -87,22 +88,22 @@ class StreamedTensor:
         return self.member.version != self.version
 
     def in_ring(self) -> bool:
-        """Whether it shows its bytes of the ring, and no data that somebody assigned."""
+        """Whether it shows its bytes of the ring, and no assigned data."""
         return (self.tensor.data_ptr(), self.tensor.stride()) == self.ring_at
 
     def is_past_file(self) -> bool:
-        """Whether the home, once noticed, may hold other bytes than copies take from a file or a coded form."""
+        """Whether the home of a noticed tensor may hold other bytes than its file or its compressed form."""
         if self.source.layout is not None:
             return self.member.lent
-        return self.is_lazy and not self.source.is_undecoded  # gathered: no kernel tells of writes to that memory
+        return self.is_lazy and not self.source.is_undecoded  # gathered: the system does not report writes to it
 
     def agree(self) -> None:
         self.version = self.member.version
 
     def is_assigned(self) -> bool:
-        """Whether it shows data that was assigned (`tensor.data = new`). Changes nothing.
+        """Whether it shows assigned data (`tensor.data = new`). Changes nothing.
 
-        Raises `OffloadError` for data that cannot take the place of the weight.
+        Raises `OffloadError` for data that cannot replace the weight.
         """
         data, home = self._data(), self.home
         layouts = [(view.shape, view.dtype, view.stride()) for view in (data, home)]
@@ -117,15 +118,15 @@ class StreamedTensor:
         return True
 
     def has_update(self, training: bool) -> bool:
-        """At the end of a forward: whether it has changed the weight. Changes nothing; raises as `is_assigned`."""
+        """Whether the forward that ends has changed the weight. Changes nothing; raises as `is_assigned`."""
         if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
-            return self.is_assigned() or self.changed()  # data that was assigned inside; or the home, the true bytes
+            return self.is_assigned() or self.changed()  # assigned inside the forward; or it shows the home
         if self.member.version != self.version:
             return True
         return self.member.role is not Role.PARAMETER and self._was_written(training)
 
     def take(self) -> None:
-        """Write to the home what a forward changed in the ring, or data that was assigned; may be repeated."""
+        """Write the bytes of the ring, or assigned data, to the home; may be repeated."""
         with _disable_current_modes():
             if self.in_ring():
                 self.source.check()
@@ -134,7 +135,7 @@ class StreamedTensor:
                 self._adopt(self._data())
 
     def _data(self) -> torch.Tensor:
-        with _disable_current_modes():  # the watch of the first step would take this for a read of the model's
+        with _disable_current_modes():  # the watch of the first step would count this as a read by the model
             found: torch.Tensor = _DATA.__get__(self.tensor)
             return found
 
@@ -143,7 +144,7 @@ class StreamedTensor:
 
     def _adopt(self, data: torch.Tensor) -> None:
         if data.stride() != self.home.stride():
-            self.relaid = self.member.touched = True  # other faces of the tensor are to take it over too
+            self.relaid = self.member.touched = True  # units that share the tensor take the layout over, too
         self.source.check()
         source = data.clone() if self._is_at_home(data) else data
         self.home = self.home.as_strided(data.shape, data.stride())
@@ -154,8 +155,11 @@ class StreamedTensor:
         self.member.show(self.home)
 
     def _was_written(self, training: bool) -> bool:
-        """Whether a forward may have written without a version: norms in training mode do, and kernels with caches of
-        their own. Whether those do is seen in the first forward, where the bytes are compared."""
+        """Whether a forward may have written without raising the version.
+
+        Norms in training mode do, and kernels with caches of their own. After the first forward the bytes are compared,
+        which shows whether the kernels do.
+        """
         if self.member.written is None:
             self.source.check()
             shown, home = (view.contiguous().view(-1).view(torch.uint8) for view in (self.ring, self.home))
@@ -163,7 +167,8 @@ class StreamedTensor:
         return training or self.member.written
 
     def _fits(self, data: torch.Tensor) -> bool:
-        """Whether data of this layout can take the place: the same layout, or nobody else's bytes are among these."""
+        """Whether data of this layout can replace the weight: its layout is the same, or it fits in the tensor's own
+        bytes and no other tensor shares them."""
         is_alone = len(self.source.group.members) == 1
         return data.stride() == self.home.stride() or (
             is_alone and span(data.shape, data.stride()) * data.element_size() <= self.member.spec.nbytes
@@ -171,18 +176,18 @@ class StreamedTensor:
 
 
 def _before(member: Member, home: Home, step_end: StepEnd, access: Access) -> None:
-    """Somebody is about to use the memory of a tensor that shows its home."""
+    """Take note that the memory of a tensor that shows its home is about to be used."""
     if access is not Access.READ:
         step_end.wait()
     member.touched |= access in (Access.WRITE, Access.VIEW)
-    # several tensors that are written at once, as `torch._foreach_mul_` does, raise no version of a blind wrapper
+    # writes to several tensors at once, such as `torch._foreach_mul_`, raise no version of a blind wrapper
     member.lent |= access is Access.TAKE or (access is Access.WRITE and bool(member.blind))
     if home.is_undecoded:
         home.check()
 
 
 class UnitTensors:
-    """The faces of one unit's streamed tensors."""
+    """The streamed tensors of one unit."""
 
     def __init__(self, faces: list[StreamedTensor]) -> None:
         self.faces = faces
@@ -190,16 +195,16 @@ class UnitTensors:
 
     def to_ring(self) -> None:
         for face in self.faces:
-            if face.is_lazy:  # all others are plain while a step is under way
+            if face.is_lazy:  # all others are plain in a step
                 face.member.unguard()
             _DATA.__set__(face.tensor, face.ring)
         for shell in self._shells:
             shell.follow()
 
     def updated(self, training: bool) -> list[StreamedTensor]:
-        """Those that a forward has changed, which are to be taken over before the homes are shown. Changes nothing."""
+        """The tensors that a forward has changed; they are to be taken over before the homes are shown."""
         found = []
-        for face in self.faces:  # nothing is called for a parameter that shows its bytes of the ring as they were
+        for face in self.faces:  # calls nothing for an unchanged parameter
             tensor, member = face.tensor, face.member
             version = member.version if member.blind else tensor._version
             is_in_ring = (tensor.data_ptr(), tensor.stride()) == face.ring_at
@@ -218,7 +223,7 @@ class UnitTensors:
             shell.follow()
 
     def own(self, output: object) -> bool:
-        """Give outputs that are views of these weights memory of their own; whether there were any."""
+        """Give outputs that are views of these weights memory of their own; returns whether there were any."""
         ours, found = {face.ring.untyped_storage().data_ptr() for face in self.faces}, False
         for tensor in tensors_in(output):
             with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
@@ -229,7 +234,7 @@ class UnitTensors:
 
 
 def noticed(faces: Iterable[StreamedTensor]) -> list[StreamedTensor]:
-    """Those whose homes may have been written to since the versions agreed, or that show data which was assigned."""
+    """The tensors whose homes may have been written to since the versions agreed, or that show assigned data."""
     found = []
     for face in faces:
         tensor, member = face.tensor, face.member
@@ -247,36 +252,37 @@ def moving(faces: Sequence[StreamedTensor]) -> list[str]:
     return sorted({face.member.names[0] for face in faces if len(places[id(face.member.tensor)]) > 1})
 
 
+class CountedStorage(NamedTuple):
+    """A storage, and the number of its owners while no tensor of the model shows it."""
+
+    storage: torch.UntypedStorage
+    num_owners: int
+
+
 @dataclass(eq=False, slots=True)
 class BoundUnit:
-    """A unit bound to memory.
-
-    `storages` are its own over its bytes in the ring and the buffer, each with the number of owners it has while no
-    tensor of the model shows it. `opened` counts how often the unit is open; `in_buffer` how often its decoded weights
-    are in use at fixed addresses; `is_picked`: its forward reads rows of them alone; `borrowed` are views of memory
-    that it has until it closes; `is_kept`: a view of the bytes outlived a forward.
-    """
+    """A unit bound to memory, and what of it is open."""
 
     index: int
-    streams: bool
+    streams: bool  # it has bytes of the ring
     faces: UnitTensors
-    storages: tuple[tuple[torch.UntypedStorage, int], ...]
-    coded: frozenset[str]
+    storages: tuple[CountedStorage, ...]  # its own, over its bytes in the ring and the buffer
+    coded: frozenset[str]  # alias groups that are decoded or copied into the buffer
     opening: Opening
-    has_buffers: bool
-    opened: int = 0
-    in_buffer: int = 0
-    is_picked: bool = False
-    is_kept: bool = False
-    borrowed: UnitTensors | None = None
+    has_buffers: bool  # tensors that are no parameters, which a forward may update
+    opened: int = 0  # forwards under way
+    in_buffer: int = 0  # forwards under way at fixed addresses that use the buffer
+    is_picked: bool = False  # its forward reads single rows of its weights only
+    is_kept: bool = False  # a view of its bytes outlived a forward
+    borrowed: UnitTensors | None = None  # views of memory of its own, which it has until it closes
 
     @property
     def rows(self) -> Rows | None:
         return self.opening.rows
 
     def num_views(self) -> int:
-        """How many tensors of the model, and of whoever else, show the bytes."""
+        """How many tensors show the bytes, of the model and of any other holder."""
         found = 0
-        for storage, least in self.storages:
-            found += owners(storage) - least
+        for storage, num_owners in self.storages:
+            found += owners(storage) - num_owners
         return found

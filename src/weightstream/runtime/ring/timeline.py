@@ -1,7 +1,7 @@
-"""The timeline: when the units of a step were waited for, computed and copied, by the device's own clock.
+"""The timeline: when the units of a step were waited for, computed and copied, by the device's clock.
 
 Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17. A trace keeps the same marks of all steps.
-Marks are read once the device has passed them, at a later step or when somebody asks; nobody ever waits for one.
+Marks are read once the device has passed them, at a later step or when `measured` is called; no code waits for one.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _WINDOW = 16  # timed steps that medians are taken over, and that may wait to be
 
 
 class Kind(NamedTuple):
-    """What tells the steps of one workload from those of another: the size of a forward's first tensor, or a graph; and
-    whether they are compiled."""
+    """The kind of a step: steps of one workload are of one kind."""
 
-    what: str
-    size: int
+    what: str  # "forward", "compiled", "fixed", "graph", or the method of the model that was called
+    size: int  # elements of the first tensor; of a graph, its id
 
 
 def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
@@ -56,37 +55,29 @@ def kind_of_workload(workload: Workload) -> Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTimes:
-    """Seconds of a unit, medians over timed steps; 0.0 for what happened in none of them.
-
-    `copy_s` is a fill of `nbytes` bytes, `wait_s` what compute waited for it, `compute_s` from there to the next wait,
-    of whatever unit, at one position. The last unit's goes on to the end of the step, and from its begin to the first
-    wait: waits and compute are the step.
-    """
+    """Seconds of a unit, medians over timed steps; 0.0 where none was timed. Waits and compute add up to the step."""
 
     name: str
-    nbytes: int
-    copy_s: float
-    wait_s: float
-    compute_s: float
+    nbytes: int  # of a fill
+    copy_s: float  # a fill
+    wait_s: float  # compute's wait for it
+    compute_s: float  # from there to the next wait; of the last unit, to the end of the step and up to the first wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The timed steps of the kind that ran last; `units` by index in the manifest, none where graphs were launched.
-
-    `host_s`: the least that a call took to return, in which the host may have waited for the device.
-    """
+    """The timed steps of the kind that ran last."""
 
     kind: Kind
     num_steps: int
-    step_s: float
-    host_s: float
-    units: tuple[UnitTimes, ...]
+    step_s: float  # the median
+    host_s: float  # the least that a call took to return; the host may have waited for the device in it
+    units: tuple[UnitTimes, ...]  # by index in the manifest; empty where graphs were launched
 
 
 @dataclass(eq=False, slots=True)
 class Mark:
-    """A unit's wait, its fill or its release, or a step. What takes no time ends at the stamp that it begins at."""
+    """A unit's wait, its fill or its release, or a step. A mark without a duration has one stamp as begin and end."""
 
     kind: SpanKind
     unit: int
@@ -95,15 +86,32 @@ class Mark:
     planned: bool = True
 
 
+class MarkTimes(NamedTuple):
+    """A mark, and the seconds from the begin of its step to its own begin and end."""
+
+    mark: Mark
+    begin_s: float
+    end_s: float
+
+
+class TracedMark(NamedTuple):
+    """A mark of a trace, and what its span says besides the times."""
+
+    mark: Mark
+    name: str
+    step: int
+    nbytes: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Seconds of one step, of the host and of all waits in it, and by unit the mean of its fills, waits and compute."""
+    """The seconds of one step."""
 
     kind: Kind
     step_s: float
     host_s: float
-    wait_s: float
-    means: dict[tuple[SpanKind, int], float]
+    wait_s: float  # of all waits
+    means: dict[tuple[SpanKind, int], float]  # the mean of a unit's fills, waits or compute, by (kind of span, unit)
 
 
 @dataclass(eq=False, slots=True)
@@ -117,13 +125,13 @@ class TimedStep:
     marks: list[Mark] = field(default_factory=list)
 
     def sample(self, seconds: Callable[[Stamp, Stamp], float | None]) -> Sample | None:
-        """What the marks say; None until the device has passed them all. The last is asked for first."""
-        timed: list[tuple[Mark, float, float]] = []
+        """The seconds between the marks; None until the device has passed all. The last one is read first."""
+        timed: list[MarkTimes] = []
         for mark in reversed(self.marks):
             begin_s, end_s = seconds(self.begin, mark.begin), seconds(self.begin, mark.end)
             if begin_s is None or end_s is None:
                 return None
-            timed.append((mark, begin_s, end_s))
+            timed.append(MarkTimes(mark, begin_s, end_s))
         *units, (_, _, step_s) = reversed(timed)
         found: defaultdict[tuple[SpanKind, int], list[float]] = defaultdict(list)
         for mark, begin_s, end_s in units:
@@ -140,40 +148,50 @@ class TimedStep:
 
 @dataclass(eq=False, slots=True)
 class Tracing:
-    """A trace that is being recorded: its marks, each with what its span says beside the times."""
+    """A trace that is being recorded."""
 
     trace: Trace
     origin: Stamp
     host_origin_s: float
-    experts: Mapping[str, ExpertTraffic]  # as they were counted before
+    experts: Mapping[str, ExpertTraffic]  # the counts before the trace began
     num_steps: int = 0
     step: int = 0  # the one under way; 0 between two
-    marks: list[tuple[Mark, dict[str, Any]]] = field(default_factory=list)
+    marks: list[TracedMark] = field(default_factory=list)
 
     def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
-        """Take in a mark, as long as there is room."""
+        """Record a mark, as long as there is room."""
         if len(self.marks) <= self.trace.limit:
-            about = {"kind": mark.kind, "name": name, "step": self.step, "nbytes": nbytes, "planned": mark.planned}
-            self.marks.append((mark, about))
+            self.marks.append(TracedMark(mark, name, self.step, nbytes))
 
     def add_step(self, mark: Mark, what: str, host_begin_s: float) -> None:
-        """Take in a step's mark, and what the host took for it."""
+        """Record a step's mark, and the host's time of it."""
         self.add(mark, name := f"{what} {self.step}")
         begin_s, end_s = host_begin_s - self.host_origin_s, time.perf_counter() - self.host_origin_s
         host = Span(row="host", kind="step", name=name, begin_s=begin_s, end_s=end_s, step=self.step)
         self.trace.spans.append(host)
 
     def finish(self, seconds: Callable[[Stamp, Stamp], float | None]) -> None:
-        """Make spans of the marks, which the device has passed. A unit computes from the end of its wait."""
+        """Make spans of the marks, all of which the device has passed. A unit computes from the end of its wait."""
         resumed: dict[int, Stamp] = {}
-        for mark, about in self.marks:
+        for mark, name, step, nbytes in self.marks:
             if mark.kind == "wait":
                 resumed[mark.unit] = mark.end
             begin = resumed.get(mark.unit, mark.end) if mark.kind == "unit" else mark.begin
             begin_s, end_s = seconds(self.origin, begin), seconds(self.origin, mark.end)
             if begin is not mark.end and begin_s is not None and end_s is not None:
                 row: Row = "copy" if mark.kind == "fill" else "compute"
-                self.trace.spans.append(Span(row=row, begin_s=begin_s, end_s=end_s, **about))
+                self.trace.spans.append(
+                    Span(
+                        row=row,
+                        kind=mark.kind,
+                        name=name,
+                        begin_s=begin_s,
+                        end_s=end_s,
+                        step=step,
+                        nbytes=nbytes,
+                        planned=mark.planned,
+                    )
+                )
         self.trace.spans.sort(key=lambda span: span.begin_s)
         if max(len(self.marks), len(self.trace.spans)) > self.trace.limit:  # waits for nothing are marks, not spans
             logger.warning("the trace is full at %s spans: later steps are not in it; trace fewer", self.trace.limit)
@@ -181,19 +199,16 @@ class Tracing:
 
 
 class Timeline:
-    """Times steps of one streamer, under one plan after the other. `stall_s` is what all steps waited, estimated.
-
-    `tally` has what caches of experts counted in all of them.
-    """
+    """Times steps of one streamer, under one plan after the other."""
 
     def __init__(self, backend: Backend, tally: Tally | None = None) -> None:
-        self.stall_s = 0.0
-        self.tally = tally or Tally()
+        self.stall_s = 0.0  # compute's waits in all steps, estimated
+        self.tally = tally or Tally()  # counts of all caches of experts, in all steps
         self._backend = backend
         self._plan: Plan
         self._num_steps = self._in_a_row = 0
         self._last_kind: Kind | None = None
-        self.is_on = False  # marks of units go somewhere now; who makes them asks first, as most steps are not timed
+        self.is_on = False  # whether marks of units are recorded now; the engine looks here first: most steps are not
         self._timed: TimedStep | None = None  # the step that they go to
         self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
@@ -206,9 +221,11 @@ class Timeline:
         self.is_on = timed is not None or tracing is not None
 
     def bind(self, plan: Plan) -> None:
-        """Another plan comes into force: what was measured under the one before says nothing of it."""
+        """Another plan comes into force: forget the times that were measured under the one before."""
         with self._reading:
-            self._plan, self._num_steps, self._in_a_row = plan, 0, 0
+            self._plan = plan
+            self._num_steps = 0
+            self._in_a_row = 0
             self._samples.clear()
 
     @property
@@ -234,21 +251,21 @@ class Timeline:
         )
 
     def heal(self) -> None:
-        """No step is under way, whatever was cut short."""
+        """End a step that was cut short."""
         self._mark_in(None, self._tracing)
         if self._tracing is not None:
             self._tracing.step = 0
 
     def close(self) -> None:
-        """Let go of every mark; what was measured stays."""
+        """Drop all marks; measured times stay."""
         self.end_trace()
         self._pending.clear()
 
-    # -- what the streamer tells -------------------------------------------------------------------------------------
+    # -- called by the streamer --------------------------------------------------------------------------------------
 
     @contextmanager
     def step(self, kind: Kind, *, inside: bool = True, whole: bool = True) -> Iterator[None]:
-        """Around a step, or a piece of one; `inside` of it units are timed. One that fails is not timed."""
+        """Time a step, or a piece of one, and with `inside` the units in it. A step that fails is not timed."""
         is_due, tracing = self._count(kind, whole), self._tracing
         if (not is_due and tracing is None) or self._backend.capturing():
             yield
@@ -274,7 +291,7 @@ class Timeline:
                 tracing.step = 0
 
     def _count(self, kind: Kind, whole: bool) -> bool:
-        """Count a step, and tell whether it is to be timed; of one that is not, the waits are those of the last."""
+        """Count a step; returns whether it is to be timed. For one that is not, add the last timed step's waits."""
         if whole:
             self._num_steps += 1
             self._in_a_row = self._in_a_row + 1 if kind == self._last_kind else 1
@@ -290,10 +307,10 @@ class Timeline:
     def _is_due(self) -> bool:
         return (self._in_a_row in _WARM or self._num_steps % _EVERY == 0) and len(self._pending) < _WINDOW
 
-    # -- what the engine tells ---------------------------------------------------------------------------------------
+    # -- called by the engine ----------------------------------------------------------------------------------------
 
     def begins(self, kind: SpanKind, unit: int, *, planned: bool = True) -> Mark:
-        """Compute has come to where the unit is needed, or the unit's copy may begin; `ends` takes what is returned."""
+        """Mark where compute comes to the unit's wait, or where the unit's copy may begin; pass the mark to `ends`."""
         now = self._backend.stamp(_SIDES[kind])
         mark = Mark(kind, unit, now, now, planned)
         if self._timed is not None:
@@ -304,7 +321,7 @@ class Timeline:
         return mark
 
     def ends(self, mark: Mark) -> None:
-        """The copy that compute waits for is there, or the copy is queued."""
+        """Mark the end of the wait, or of the copy."""
         mark.end = self._backend.stamp(_SIDES[mark.kind])
 
     def releases(self, unit: int) -> None:
@@ -316,14 +333,14 @@ class Timeline:
     # -- a trace -----------------------------------------------------------------------------------------------------
 
     def begin_trace(self, trace: Trace) -> None:
-        """Record all that comes until `end_trace`; the device is idle."""
+        """Record all steps until `end_trace`; the device is idle."""
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
         stamp = self._backend.stamp(Side.COMPUTE)
         self._mark_in(self._timed, Tracing(trace, stamp, time.perf_counter(), self.tally.read()))
 
     def end_trace(self) -> None:
-        """The device is idle: what was recorded is in the trace now."""
+        """Write the recorded marks to the trace; the device is idle."""
         tracing = self._tracing
         self._mark_in(self._timed, None)
         if tracing is not None:
@@ -333,8 +350,8 @@ class Timeline:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take in the steps that the device has passed."""
-        if not self._pending or self._backend.capturing():  # to ask for an event would end the capture
+        """Read the marks of steps that the device has passed."""
+        if not self._pending or self._backend.capturing():  # to query an event would end the capture
             return
         with self._reading:
             while self._pending and (sample := self._pending[0].sample(self._backend.seconds)) is not None:
@@ -358,5 +375,5 @@ def _times(plan: Plan, unit: int, samples: list[Sample]) -> UnitTimes:
 
 
 def profiler_range(name: str, what: str = "") -> AbstractContextManager[Any]:
-    """A range of that name where torch's profiler looks on; elsewhere it costs 0.2 us."""
+    """A range of that name for torch's profiler; where it is off this costs 0.2 us."""
     return profiler.record_function(f"weightstream::{what}{name}") if profiler._is_profiler_enabled else nullcontext()

@@ -2,12 +2,12 @@
 
 [Note: whose call it is]
 A unit may be called from a thread that does not run the step: one that the step's forward started or gave work to, and
-then waits for; autograd's; or one that has nothing to do with the step. The first two belong to the step, the last has
-to wait for its end, and nothing in Python records which thread works for which. But a step that needs another thread
-waits for it: in a join, on a future, on a queue, in a backward pass. So a call joins the step once all threads of the
-step are in such a wait, and otherwise takes the turn once the step is over. A forward that waits in a way that its
-frames do not show, such as a loop that polls, is recognised by opening no unit for a while. A thread that joins by
-mistake costs unplanned copies, and no bits: the step does not end before every thread that joined it has left.
+then waits for; autograd's; or one that is unrelated to the step. The first two belong to the step, the last has to wait
+for its end, and Python does not record which thread works for which. But a step that needs another thread waits for
+it: in a join, on a future, on a queue, in a backward pass. So a call joins the step once all threads of the step are in
+such a wait, and otherwise takes the turn once the step is over. A forward that waits in a way that its frames do not
+show, such as a loop that polls, is recognised because it opens no unit for a while. A thread that joins by mistake
+causes unplanned copies but changes no bits: the step does not end before every thread that joined it has left.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 _POLL_S = 100e-6, 2e-3  # the first pause of a thread that waits to join, and the longest
-_STALLED_S = 1.0  # without a unit of the step opened: it waits, though its frames do not show that
+_STALLED_S = 1.0  # a step that opens no unit for so long waits, though its frames do not show that
 _GIVES_WAY_S = 20e-3  # at most, for threads that wait for their turn
-_LOST_LOOKS = 200  # at a turn that is taken, and that no thread has
+_LOST_LOOKS = 200  # polls of a lock that is taken while no thread has the turn: then its release was cut short
 _LEAVES_S = 10.0  # at most, for threads that joined a step which failed to leave it
 # Modules whose functions wait for other threads: a thread whose innermost frame is one of theirs is blocked.
 _WAITING = frozenset(
@@ -45,9 +45,9 @@ _WAITING = frozenset(
 
 
 class StepTurn:
-    """Lets one step in at a time, in the order of arrival as far as two threads are concerned.
+    """Lets one step in at a time; of two threads, the one that came first.
 
-    `threads` are those of the step that has the turn; none between steps. It is one object for good.
+    `threads` are the threads of the step that has the turn; none between steps. The set object never changes.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class StepTurn:
         return get_ident() in self.threads and self._lock.locked()
 
     def run(self, work: Callable[[bool], _Result], progress: Callable[[], int | None] | None = None) -> _Result:
-        """Run `work(is_first)` in the turn; `is_first`: it is no part of a step that has the turn already.
+        """Run `work(is_first)` in the turn; `is_first` is False for a part of a step that has the turn already.
 
-        `progress`: how many units the step under way has opened, None if it takes no other threads in. With it, the
-        calling thread may join that step, [Note: whose call it is].
+        `progress()`: how many units the step under way has opened, None if no other thread may join it. Without
+        `progress` the calling thread does not join, [Note: whose call it is].
         """
         if self.is_mine:
             return work(False)
@@ -75,7 +75,7 @@ class StepTurn:
             if self._joins(progress):
                 return work(False)
         finally:
-            self.threads.discard(me)  # only who joined is there
+            self.threads.discard(me)  # it is there if it joined
             self._waiting.discard(me)
         with self._lock:  # a lock of C: no signal comes between acquiring it and what releases it
             try:
@@ -86,7 +86,7 @@ class StepTurn:
 
     @contextmanager
     def taken(self) -> Iterator[bool]:
-        """Have the turn inside of the block; yields `is_first`, as `run`."""
+        """Have the turn inside of the block; yields `is_first`, as for `run`."""
         if self.is_mine:
             yield False
             return
@@ -99,8 +99,10 @@ class StepTurn:
                 self.threads.clear()
 
     def end(self, close: Callable[[], None], *, has_failed: bool = False) -> None:
-        """Call `close`, after which no thread joins, once those that did have left; after a failure that is waited for
-        for a while at most."""
+        """Call `close`, after which no thread joins, once all threads that joined have left.
+
+        After a failure, wait for them at most `_LEAVES_S`.
+        """
         deadline = time.monotonic() + _LEAVES_S
         while True:
             with self._joining:
@@ -110,7 +112,7 @@ class StepTurn:
             time.sleep(_POLL_S[0])
 
     def _guests(self) -> set[int]:
-        """Threads that joined and live, besides the one that asks."""
+        """Living threads that joined, without the calling one."""
         others = self.threads - {self._owner, get_ident()}
         return others & _frames().keys() if others else others
 
@@ -121,7 +123,7 @@ class StepTurn:
         self.threads.add(self._owner)
 
     def _joins(self, progress: Callable[[], int | None] | None) -> bool:
-        """Wait until the turn is free, or this thread has joined the step that has it; whether it has."""
+        """Wait until the turn is free, or this thread has joined the step that has it; returns whether it has."""
         me = get_ident()
         if self._owner == me and self._waiting:
             self._give_way(me)
@@ -129,7 +131,7 @@ class StepTurn:
             return False
         self._waiting.add(me)
         pause_s, seen, since_s, num_lost = _POLL_S[0], None, time.monotonic(), 0
-        # A call that cannot join blocks in the lock, but for one whose thread had the turn last: it may have lost it.
+        # A call that cannot join blocks in the lock. The thread that had the turn last polls: its release may be lost.
         while self._lock.locked() and (progress is not None or self._owner == me):
             now_s, found = time.monotonic(), None if progress is None else progress()
             if found != seen:
@@ -138,7 +140,7 @@ class StepTurn:
             if may_join and self._has_joined(me, progress):
                 return True
             num_lost = 0 if self.threads else num_lost + 1
-            if num_lost > _LOST_LOOKS:  # its release was cut short
+            if num_lost > _LOST_LOOKS:
                 self._lock.release()
                 break
             time.sleep(pause_s)
@@ -154,12 +156,12 @@ class StepTurn:
             return True
 
     def _give_way(self, me: int) -> None:
-        """A thread that runs step after step lets those that wait come in between."""
+        """Let waiting threads have the turn before this one, which runs step after step."""
         deadline = time.monotonic() + _GIVES_WAY_S
         while self._waiting and self._owner == me and time.monotonic() < deadline:
             time.sleep(_POLL_S[0])
         if self._owner == me:
-            self._waiting.clear()  # they do not come
+            self._waiting.clear()  # they wait no more
 
     def _is_waiting(self) -> bool:
         """Whether all threads of the step wait for others."""
@@ -171,8 +173,8 @@ class StepTurn:
 def _frames() -> dict[int, FrameType]:
     """The innermost frame of each thread.
 
-    Without a collection of garbage meanwhile: it would run while the interpreter's list of threads is locked, and a
-    finalizer that waits for the GIL would never get it from a thread that asks for frames, too.
+    The garbage collector is off meanwhile: it would run while the interpreter's list of threads is locked, and a
+    finalizer that waits for the GIL would never get it from a thread that reads frames, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,8 @@
-"""What goes between the devices of one model: a block's tensors to where it computes, and what it gives back again.
+"""Transfers between the devices of one model: a block's arguments to its device, and its output back.
 
-Whatever runs between blocks sees tensors of the first device. What a block writes into its arguments, tensors and
-containers, is written there, too. Arguments that show the same memory do so on the other device, and what shows memory
-of an argument when it comes back shows that of the argument. That a tensor was written to is told by its version.
+Code that runs between blocks sees tensors of the first device. Writes of a block to its arguments, tensors and
+containers, are made on the first device, too. Arguments that share memory do so on the other device, and an output that
+shares memory with an argument's copy comes back as a view of the argument. The version of a tensor shows writes to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,42 +24,43 @@ _ALIGN = 16
 
 
 class DeviceCrossing:
-    """The way from the first device to another and back. What several blocks are given goes once."""
+    """Transfers from the first device to another and back. An argument of several blocks is sent once."""
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
-        self.home, self.device = home, device
+        self.home = home
+        self.device = device
         self.is_open = True
         self._sent = WeakIdKeyDictionary()  # a tensor -> its version, and the copy there
 
     def goes(self, tensor: torch.Tensor) -> bool:
-        """Whether it is to be copied to the device."""
+        """Whether the tensor is to be copied to the device."""
         return tensor.device == self.home != self.device
 
     def comes(self, tensor: torch.Tensor) -> bool:
-        """Whether it is to be copied from there."""
+        """Whether the tensor is to be copied from the device."""
         return tensor.device == self.device != self.home
 
     def sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its copy on the device, the same as long as nobody writes to either."""
+        """The tensor's copy on the device, the same one until the tensor or the copy is written to."""
         version: int
         copy: torch.Tensor | None
         version, copy = self._sent.get(tensor, (-1, None))
         if copy is None or tensor.is_inference() or version != tensor._version:
             copy = self.copied(tensor, self.device)
-            if not tensor.is_inference():  # else nobody counts
+            if not tensor.is_inference():  # these have no version
                 self._sent[tensor] = tensor._version, copy
         return copy
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """The block wrote to its copy."""
+        """Drop the copy of a tensor: the block wrote to it."""
         self._sent.pop(tensor, None)
 
     def clear(self) -> None:
-        """Keep nothing of a step that ended."""
+        """Drop all copies, at the end of a step."""
         self._sent.clear()
 
     def close(self) -> None:
-        """Blocks compute where they are from now on."""
+        """End: blocks compute on the device of their arguments from now on."""
         self.is_open = False
         self.clear()
 
@@ -68,31 +69,53 @@ class DeviceCrossing:
         return tensor.to(device, non_blocking=True)
 
 
+class SentTensor(NamedTuple):
+    """A tensor of the first device, its copy on the other, and the copy's version when it was sent."""
+
+    source: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class CopiedContainer(NamedTuple):
+    """A list, dict or object that was passed to the block, and its copy that holds tensors of the block's device."""
+
+    original: Any
+    copy: Any
+
+
+class BroughtTensor(NamedTuple):
+    """A tensor that the block returned, and the one of the first device in its place."""
+
+    tensor: torch.Tensor
+    copy: torch.Tensor
+
+
 class TransferredCall:
-    """What one call of a block is given on its device, and what comes back of that."""
+    """The arguments of one call of a block on its device, and its output on the first device."""
 
     def __init__(self, way: DeviceCrossing) -> None:
         self._way = way
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # a source's id -> it, its copy, its version
-        self._containers: list[tuple[Any, Any]] = []
-        self._brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the block made, and its copy
+        self._sent: dict[int, SentTensor] = {}  # by the id of the source
+        self._containers: list[CopiedContainer] = []
+        self._brought: dict[int, BroughtTensor] = {}  # by the id of the tensor that the block returned
 
     def there(self, value: Any) -> Any:
         """The same arguments on the device."""
-        given = {id(tensor): tensor for tensor in tensors_in(value) if self._way.goes(tensor)}
+        arguments = {id(tensor): tensor for tensor in tensors_in(value) if self._way.goes(tensor)}
         with torch.inference_mode(False), torch.no_grad():  # where copies count how often they are written to
-            for group in _overlapping(list(given.values())):
+            for group in _overlapping(list(arguments.values())):
                 self._send_together(group)
-            for tensor in given.values():
-                if id(tensor) not in self._made:
+            for tensor in arguments.values():
+                if id(tensor) not in self._sent:
                     self._send(tensor, self._way.sent(tensor))
-        return with_tensors(value, self._there, {}, lambda *both: self._containers.append(both))
+        return with_tensors(value, self._there, {}, lambda *both: self._containers.append(CopiedContainer(*both)))
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._made[id(tensor)][1] if id(tensor) in self._made else tensor
+        return self._sent[id(tensor)].copy if id(tensor) in self._sent else tensor
 
     def _send(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        self._made[id(tensor)] = tensor, copy, copy._version
+        self._sent[id(tensor)] = SentTensor(tensor, copy, copy._version)
 
     def _send_together(self, tensors: list[torch.Tensor]) -> None:
         """Tensors that show the same memory, by one copy of it."""
@@ -106,8 +129,8 @@ class TransferredCall:
             self._send(tensor, shown.as_strided(tensor.shape, tensor.stride()))
 
     def back(self, value: Any) -> Any:
-        """The same output on the first device; what the block wrote into its arguments is written there, too."""
-        for source, copy, version in self._made.values():
+        """The same output on the first device; the block's writes to its arguments are made there, too."""
+        for source, copy, version in self._sent.values():
             if copy._version != version:
                 source.copy_(copy)
                 self._way.forget(source)
@@ -124,16 +147,17 @@ class TransferredCall:
             return tensor
         if id(tensor) not in self._brought:
             found = self._shown(tensor)
-            self._brought[id(tensor)] = tensor, self._way.copied(tensor, self._way.home) if found is None else found
-        return self._brought[id(tensor)][1]
+            copy = self._way.copied(tensor, self._way.home) if found is None else found
+            self._brought[id(tensor)] = BroughtTensor(tensor, copy)
+        return self._brought[id(tensor)].copy
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The same of an argument, where it shows memory of that one's copy."""
+        """A view of an argument like this view of its copy; None where the tensor shares memory with no copy."""
         memory = tensor.untyped_storage()._cdata
-        given = next((source for source, copy, _ in self._made.values() if copy is tensor), None)
-        if given is not None:
-            return given
-        for source, copy, _ in self._made.values():
+        source = next((source for source, copy, _ in self._sent.values() if copy is tensor), None)
+        if source is not None:
+            return source
+        for source, copy, _ in self._sent.values():
             is_alike = copy.stride() == source.stride() and copy.dtype is source.dtype is tensor.dtype
             if is_alike and copy.untyped_storage()._cdata == memory:
                 at = source.storage_offset() + tensor.storage_offset() - copy.storage_offset()
@@ -151,7 +175,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Those of several that may show bytes of another."""
+    """Groups of tensors in which some may share bytes."""
     by_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() and tensor.layout is torch.strided:
@@ -163,7 +187,7 @@ def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def crossing(way: DeviceCrossing) -> Run:
-    """What runs around the forward of a block that another device computes, inside of its unit."""
+    """The call around the forward of a block that another device computes, inside of its unit."""
 
     def run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not way.is_open:
@@ -174,7 +198,7 @@ def crossing(way: DeviceCrossing) -> Run:
             with on(way.device):
                 output = forward(*args, **kwargs)
         except BaseException:
-            call.back(None)  # what it wrote until then is seen
+            call.back(None)  # its writes until then are made on the first device, too
             raise
         return call.back(output)
 

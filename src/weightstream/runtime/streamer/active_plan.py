@@ -1,13 +1,13 @@
-"""A plan in force on a model: homes are settled, units bound to memory, modules surrounded. Changes it for another.
+"""The plan in force on a model: homes are settled, units bound to memory, forwards replaced. Changes it for another.
 
 [Note: a change of plan]
 The work and the order of a call, and weights that were read outside of their unit, change the plan through `switch`,
-to units of another grain too; measured times never do. It happens between steps, with the device idle. The modules are
-detached and the ring is let go; then homes move, those alone whose place or code changes, a ring is made, and units are
-bound to it. On an error the same way leads back to the plan that was in force. The addresses of weights change with the
-plan, and graphs and compiled code hold addresses. So what `compile` made is made again, graphs of `capture` are
-forgotten (`replay` asks for a new capture), and where others hold addresses, an engine or code that they compiled
-themselves, `switch` refuses.
+also to units of another grain; measured times never do. The change happens between steps, with the device idle. The
+modules are detached and the ring is freed; then homes move, only those whose place or form changes, a ring is made, and
+units are bound to it. On an error the same steps restore the plan before. The addresses of weights change with the
+plan, and graphs and compiled code hold addresses. So the code of `compile` is compiled again, and graphs of `capture`
+are forgotten (`replay` raises, and names a new capture as the remedy). Where an engine holds addresses, or code that
+the user compiled, `switch` raises.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("weightstream")
 
 
 class Installation:
-    """One plan at a time, from `start` to `remove`. Not thread-safe but for `switch`."""
+    """One plan at a time, from `start` to `remove`. Not thread-safe, except for `switch`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Installation:
         return manifest(self.modules.units, {alias: home.group for alias, home in self.homes.homes.items()})
 
     def _caches(self) -> Iterator[Cache]:
-        """Those of the plan in force."""
+        """The caches of experts of the plan in force."""
         held = self.plan.manifest.aliases
         for unit in self.binding.units:
             if (rows := unit.opening.found_rows) is not None and rows.cache is not None:
@@ -91,14 +91,14 @@ class Installation:
                 yield Cache(spec.name, rows.cache, rows.most, row_nbytes)
 
     def start(self, plan: Plan | None) -> None:
-        """Put the first plan in force, or one that is made now. On an error the model is as it was."""
+        """Put the first plan in force; None: make one now. On an error the model is as it was."""
         try:
             try:
                 self._bind(plan or self.replanning.plan(self.manifest()))
             except StoreError:
                 if self.homes.can_map:
                     raise
-                self._detach()  # pinning was refused: what kernels were to read from pinned memory streams
+                self._detach()  # pinning was refused: weights that kernels would read from pinned memory stream instead
                 self.replanning.cannot_map()
                 self._bind(self.replanning.plan(self.manifest()))
         except BaseException:
@@ -115,7 +115,8 @@ class Installation:
         with self.gate.turn.taken(), self.gate.lock, torch.inference_mode(False), torch.no_grad():
             if reason := self._why_not_switched():
                 raise OffloadError(f"the plan cannot change now: {reason}")
-            before, held = (self.plan, self.modules.units), self.modules.hold(self.gate.turn)
+            plan_before, units_before = self.plan, self.modules.units
+            end_hold = self.modules.hold(self.gate.turn)
             try:
                 self._detach()
                 if [unit.name for unit in units] != [unit.name for unit in self.modules.units]:
@@ -123,11 +124,11 @@ class Installation:
                 self._bind(plan)
             except BaseException:
                 self._detach()
-                plan, self.modules.units = before
-                self._bind_again(plan)
+                self.modules.units = units_before
+                self._bind_again(plan_before)
                 raise
             finally:
-                held()
+                end_hold()
 
     def _why_not_switched(self) -> str | None:
         if self.gate.mode is StepState.HELD:
@@ -139,13 +140,14 @@ class Installation:
         return None
 
     def _bind(self, plan: Plan) -> None:
-        """Move the weights that the plan has elsewhere, bind units to memory, and stand around the modules."""
+        """Move the weights that the plan has elsewhere, bind units to memory, and replace the forwards."""
         try:
             plan = self._settled(plan)
             block = self.gate.block
             memory = PlanMemory.allocate(plan, self.backend) if block is None else block.parts(plan)
-            counts, picks = (self.counters, self.timeline), self._picks()
-            self.binding = Binding(plan, memory, self.homes, self.backend, *counts, block, picks)
+            self.binding = Binding(
+                plan, memory, self.homes, self.backend, self.counters, self.timeline, block, self._picks()
+            )
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)
         except torch.OutOfMemoryError as error:
@@ -153,12 +155,12 @@ class Installation:
             raise
 
     def _picks(self) -> dict[int, Picks]:
-        """How the units that read single rows of their stacks do it."""
+        """How units read single rows of their stacks, for those that do."""
         return {index: unit.picks for index, unit in enumerate(self.modules.units) if unit.picks is not None}
 
     def _settled(self, plan: Plan) -> Plan:
-        """The plan that homes have settled to: where a coded weight is larger than estimated, or rows of a stack cannot
-        be fetched from where it lies, it is made again."""
+        """The plan that homes have settled to. Where a compressed weight is larger than estimated, or rows of a stack
+        cannot be fetched from where it is, plan again."""
         while True:
             try:
                 self.homes.settle(plan)
@@ -170,7 +172,7 @@ class Installation:
             plan = self.replanning.plan(plan.manifest.plain())
 
     def _is_unread(self, plan: Plan, *, waits: bool = False) -> bool:
-        """Whether rows cannot be fetched from where they lie, as far as is known, or once all pages are there."""
+        """Whether rows cannot be fetched from where they are, as far as is known; `waits`: once all pages are there."""
         why = unread(plan.cached, self.homes.homes, self.backend, waits=waits)
         if why is not None:
             logger.warning("experts are planned without a cache: %s", why)
@@ -178,12 +180,12 @@ class Installation:
         return why is not None
 
     def without_cache(self) -> Plan | None:
-        """The plan to move to where pages that were on their way could not be pinned after all."""
+        """The plan without a cache of experts, where pages could not be pinned after all; None where they were."""
         plan = self.plan
         return self.replanning.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
 
     def _bind_again(self, plan: Plan) -> None:
-        """Back to the plan that was in force; where that fails too the model is set free."""
+        """Restore the plan that was in force; where that fails, too, remove the offloading."""
         try:
             self._bind(plan)
         except BaseException:
@@ -192,7 +194,7 @@ class Installation:
 
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[None]:
-        """Inside, all goes into the trace; both ends wait for the device."""
+        """Record all steps inside of the block in the trace; both its ends wait for the device."""
         if self.gate.mode is StepState.REMOVED:
             raise OffloadError("trace() after remove(): nothing streams any more")
         with self.gate.turn.taken():
@@ -206,7 +208,7 @@ class Installation:
                 self.timeline.end_trace()
 
     def _detach(self) -> None:
-        """The modules are plain again and the ring is let go; weights stay where they are."""
+        """Make the modules plain and free the ring; weights stay where they are."""
         self.backend.synchronize()
         self.compiled.drop()
         self.modules.detach()
@@ -215,19 +217,19 @@ class Installation:
             self.binding.close_all()
 
     def remove(self) -> None:
-        """The model is plain again, and every weight where it was. What was cut short is done by calling it again."""
+        """Make the model plain again, with every weight where it was. After a cut, call it again to go on."""
         lost: StoreError | None = None
         try:
             self._detach()
             self.homes.restore()
         except StoreError as error:
-            lost = error  # weights that cannot be read any more; all others are back
+            lost = error  # of weights that cannot be read any more; all others are back
         for home in self.homes.homes.values():
             home.forget()
         self.graphs.clear()
         self.modules.session.close()
         self.timeline.close()
-        if self.gate.block is None:  # else whoever has that closes it
+        if self.gate.block is None:  # else the owner of the shared memory closes the backend
             self.backend.close()
         self._on_close()
         self.gate.change(StepState.REMOVED)

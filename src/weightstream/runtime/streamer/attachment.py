@@ -37,7 +37,7 @@ _LOOKED_AT = frozenset(("forward", "training"))  # on their own
 
 
 class Attachment:
-    """Stands around the forwards of a model and of its units, from `attach` to `detach`."""
+    """Replaces the forwards of a model and of its units, from `attach` to `detach`."""
 
     def __init__(
         self,
@@ -51,27 +51,27 @@ class Attachment:
     ) -> None:
         self.model = model
         self._device = device
-        self.entries = set(entries)  # methods beside `forward` that are steps
+        self.entries = set(entries)  # methods besides `forward` that are steps
         self.units = tuple(units)
         self.session = custom_ops.OpSession(streamer)  # by which compiled code finds the streamer
         self._streamer = streamer
         self._run_step = run_step
         self._run_unit = run_unit
         self._undo = Undo()
-        self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # those that the plans are of
-        self._adopted: frozenset[int] = frozenset()  # tensors that came since, by id
+        self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # the weights of the plans, by id
+        self._adopted: frozenset[int] = frozenset()  # ids of tensors that were added since
         self.adopted_nbytes = 0  # of these, which stay on the device
-        self.on_adopted: Callable[[], None] = lambda: None  # their bytes are others than before
-        self.has_new = True  # perhaps: some module has been given a parameter, or a child
+        self.on_adopted: Callable[[], None] = lambda: None  # called when `adopted_nbytes` changes
+        self.has_new = True  # a module may have got a parameter, a buffer or a child
         self._code: _Code
-        self.is_other_code = False  # no watched step has run with it
+        self.is_other_code = False  # the code has changed, and no watched step has run with it
 
     def attach(self, plan: Plan) -> None:
-        """Run `run_step` in place of the model's forward, and `run_unit` in place of every unit's that opens."""
+        """Run `run_step` instead of the model's forward, and `run_unit` instead of that of each unit that opens."""
         opened = [index for index in range(len(self.units)) if plan.opens(index)]
         self.session.streams, self.session.traced = bool(opened), False
         for index in opened:
-            whole = self.units[index].picks is None  # else its forward, which is known, reads single rows
+            whole = self.units[index].picks is None  # else its known forward reads single rows
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
                 self._undo.add(forward_patch.surround(module, run, self.session, index, opens_early=whole))
@@ -89,25 +89,25 @@ class Attachment:
         self._undo.add(forward_patch.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
-        """A unit runs in no step: from now on the public method of the model that led here is one."""
+        """A unit runs outside of any step: from now on the model's public method that called it is a step."""
         name = calling_method(self.model)
         if name is not None and name not in self.entries and "forward" not in (name, *self.entries):
             self.entries.add(name)
             self._enter_by(name)
 
     def detach(self) -> None:
-        """Give the modules back as they were; may be called twice."""
+        """Make the modules plain again; may be called twice."""
         self._undo()
 
     def was_replaced(self) -> bool:
-        """Whether tensors came since the last step began, perhaps in place of weights; the next one adopts them."""
+        """Whether tensors were added since the last step began, perhaps instead of weights; the next adopts them."""
         has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted
         self.has_new |= has_new
         return has_new
 
     def has_other_code(self, *, looks_closely: bool = False) -> bool:
         """Whether modules, their classes, forwards or hooks have changed since a step was watched: weights may be read
-        outside of their units now. `looks_closely`: or flags and methods of instances, which takes longer."""
+        outside of their units now. `looks_closely`: also look at flags and methods of instances, which takes longer."""
         known = self._code
         if self.has_new:
             modules = list(self.model.modules())
@@ -121,19 +121,20 @@ class Attachment:
         return self.is_other_code
 
     def watched(self) -> None:
-        """A step was watched: what it has changed itself, such as a counter, is no code."""
+        """A step was watched: attributes that it has changed itself, such as a counter, are no code."""
         self.is_other_code = False
         self._code.settle()
 
     def hold(self, turn: StepTurn) -> Callable[[], None]:
-        """While the plan changes modules are plain: a call of one waits for the turn. Returns what ends that."""
+        """Have calls of modules, which are plain while the plan changes, wait for the turn; returns a function that
+        ends this."""
         undo = Undo()
         for module in {id(m): m for m in (self.model, *self._unit_modules())}.values():
             undo.add(forward_patch.hold(module, partial(_wait_for_turn, turn, module), self.session))
 
         def end() -> None:
             undo()
-            self._code = _Code(self.model, self._code)  # without what has gone
+            self._code = _Code(self.model, self._code)  # without the attributes that were removed
 
         return end
 
@@ -142,8 +143,8 @@ class Attachment:
             yield from (unit.module, *unit.also)
 
     def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
-        """Tensors that came beside the weights since, such as adapters, go to the device; None: to where the weights
-        are now that they stand beside. They are looked for where a module was given something, or `again`."""
+        """Move tensors that were added to the model, such as adapters, to the device; None: to that of the weight with
+        the most similar path. Looks for them only where a module has got a tensor or a child, or with `again`."""
         if not (self.has_new or again):
             return
         self.has_new = False
@@ -165,7 +166,7 @@ class Attachment:
         return (leaf.tensor for leaf in leaves_of(self.model))
 
     def refuse_foreign(self) -> None:
-        """Raise `OffloadError` if another library has put its hooks on a unit since."""
+        """Raise `OffloadError` if another library has added its hooks to a unit."""
         forward_patch.refuse_foreign({unit.name: unit.module for unit in self.units})
 
     def trains(self, unit: int) -> bool:
@@ -173,7 +174,7 @@ class Attachment:
         return any(module.training for module in self.units[unit].module.modules())
 
     def hide(self, unit: int) -> None:
-        """Compilers may not look into the unit: its kernels might run before its weights are there."""
+        """Hide the unit from compilers: compiled, its kernels might run before its fill."""
         for module in (self.units[unit].module, *self.units[unit].also):
             forward_patch.hide(module)
 
@@ -182,15 +183,15 @@ class Attachment:
         return reading_module(self._names) or ""
 
     def _leaves(self) -> list[Leaf]:
-        """Parameters and buffers, and what is behind these; a forward may replace plain attributes."""
+        """Parameters and buffers, and tensors inside of these; not plain attributes, which a forward may replace."""
         return [leaf for leaf in leaves_of(self.model) if leaf.role is not Role.ATTRIBUTE]
 
 
 class _Code:
-    """What of a model's Python shows in microseconds: which classes modules have and what is in these, the forwards and
-    hooks of instances; and, for who looks closely, their flags and methods.
+    """A snapshot of a model's code, compared in microseconds: the classes of modules and the members of these, forwards
+    and hooks of instances; in a closer look also flags and methods of instances.
 
-    What a watched step changes itself is state and no code, unless it is a function.
+    Attributes that a watched step changes itself are state and no code, unless they are functions.
     """
 
     def __init__(self, model: nn.Module, before: _Code | None = None) -> None:
@@ -213,7 +214,7 @@ class _Code:
         )
 
     def settle(self) -> None:
-        """A step has run: what differs since then was changed by it."""
+        """A step has run: all that differs was changed by it."""
         for kind, known in zip(self._kinds, self._held, strict=True):
             self._state |= {(id(kind), name) for name in _differing(vars(kind), known) if not _is_code(kind, name)}
         for own, flags, known in zip(self._attributes, self._flags(), self._known_flags, strict=True):
@@ -230,7 +231,7 @@ class _Code:
         self._known = found
 
     def _is_code(self, found: tuple[list[Any], ...]) -> bool:
-        """Whether what differs is more than the state of classes, which is taken in then; flags are looked at later."""
+        """Whether the difference is more than state of classes. If it is not, take it in; flags are compared later."""
         if found[1:] != self._known[1:]:
             return True
         every = zip(self._kinds, self._held, strict=True)
@@ -267,11 +268,11 @@ def _is_code(kind: type, name: str) -> bool:
 
 
 def _wait_for_turn(turn: StepTurn, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What runs in place of a module while the plan changes."""
+    """Runs instead of a module's forward while the plan changes."""
     if turn.is_mine:
         return forward(*args, **kwargs)
     with turn.taken():
-        return module.forward(*args, **kwargs)  # by what stands around it by then
+        return module.forward(*args, **kwargs)  # looked up again: the module may be a unit by now
 
 
 def to_device(leaf: Leaf, device: torch.device) -> None:
@@ -280,8 +281,8 @@ def to_device(leaf: Leaf, device: torch.device) -> None:
 
 
 def _forgetting(module: nn.Module, run: Run) -> Run:
-    """The same for a unit that keeps nothing on the device of what its pre-hooks have computed: all weights would come
-    to stay there."""
+    """Run the unit, then bring tensors that its pre-hooks have computed back to where they were before: kept on the
+    device, copies of all weights would accumulate there."""
     every = ((vars(part), computed_by_hooks(part)) for part in module.modules() if part._forward_pre_hooks)
     before = [(own, name, own[name]) for own, names in every for name in names]
     if not before:
@@ -299,11 +300,11 @@ def _forgetting(module: nn.Module, run: Run) -> Run:
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:
-    """Tell it when any module is given a parameter or a child; returns what ends that. torch's hooks do not keep it
-    alive."""
+    """Set `has_new` when any module gets a parameter, a buffer or a child; returns a function that ends this. torch's
+    hooks hold the attachment weakly."""
     found = weakref.ref(attachment)
 
-    def on_registration(module: nn.Module, name: str, given: object) -> None:
+    def on_registration(module: nn.Module, name: str, value: object) -> None:
         if (noticing := found()) is not None:
             noticing.has_new = True
 

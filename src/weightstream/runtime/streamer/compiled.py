@@ -1,4 +1,4 @@
-"""What of a model runs through `torch.compile`: its forward, or its blocks. Knows no weights."""
+"""The part of a model that runs through `torch.compile`: its forward, or its blocks. Knows no weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("weightstream")
 
 
 class Compiled:
-    """The compiled forward of a model, made when a step first needs it and made again once it was dropped."""
+    """The compiled forward of a model, compiled when a step first needs it, and again after it was dropped."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         self._model = model
@@ -24,7 +24,7 @@ class Compiled:
         self._options: dict[str, Any] | None = None  # None: nothing is to be compiled
         self._entry: Callable[..., Any] | None = None
         self._undo: list[Callable[[], None]] = []
-        self._has_told = False
+        self._has_warned = False
 
     @property
     def is_wanted(self) -> bool:
@@ -38,14 +38,14 @@ class Compiled:
         self._options = {"scope": scope} | options
 
     def runs(self, reason: str | None) -> bool:
-        """Whether steps can run compiled, that is, nothing is a reason; says once why they run eager all the same."""
-        if reason is not None and not self._has_told:
+        """Whether steps can run compiled, that is, there is no reason against it; the first reason is logged."""
+        if reason is not None and not self._has_warned:
             logger.warning("the model runs eager and not compiled: %s", reason)
-            self._has_told = True
+            self._has_warned = True
         return reason is None
 
     def entry(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs in place of the plain `forward`."""
+        """The function to run instead of the plain `forward`."""
         if self._options is None:
             return forward
         if self._entry is None:
@@ -61,20 +61,20 @@ class Compiled:
         return _run
 
     def renew(self) -> None:
-        """The model's Python has changed, which compiled code notices in part: compile it again."""
+        """Compile again after a change of the model's code, which compiled code notices in part only."""
         if self._entry is not None:
             self.drop()
             torch._dynamo.reset()
 
     def drop(self) -> None:
-        """Let go of what was compiled; the next step compiles again if that is still wanted."""
+        """Drop the compiled code; the next step compiles again if that is still requested."""
         self._entry = None
         while self._undo:
             self._undo.pop()()
 
 
 def _run(*args: Any, **kwargs: Any) -> None:
-    """In place of an entry, where blocks are compiled: the plain forward runs."""
+    """Stands for an entry where blocks are compiled: the plain forward runs."""
 
 
 def _put_back(block: nn.Module, compiled: Any) -> None:

@@ -1,9 +1,9 @@
-"""The operators `wait` and `release`, which keep the order of copies where a compiler or a graph sees the step.
+"""The operators `wait` and `release`, which keep the order of copies in compiled and captured steps.
 
 Both declare that they mutate the activations, so that no compiler removes them or moves a kernel of the unit past
-them, and a token that all share, so that their own order is fixed. The unit is a tensor and not a number: a number
-would be a constant of the graph. Every block would be compiled anew, and code that one process compiled and another
-loads, or a second engine, would find the streamer that it was compiled with.
+them, and a token that all share, so that their own order is fixed. The unit is a tensor, not a number: a number would
+be a constant of the graph. Then each block would be compiled by itself, and compiled code that another process loads,
+or that a second engine runs, would look for the streamer that it was compiled with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weightstream.runtime.tensors.pytree import tensors_in
 
 
 class Units(Protocol):
-    """What the operators act on: a streamer."""
+    """The units of a streamer, which the operators wait for and release."""
 
     def wait_unit(self, unit: int) -> None: ...
 
@@ -50,11 +50,11 @@ class OpSession:
             _UNITS[self._handle] = units
 
     def tensor_of(self, unit: int) -> torch.Tensor:
-        """What names a unit of this streamer to the operators."""
+        """The tensor by which the operators identify a unit of this streamer."""
         return torch.tensor(self._handle * _MOST_UNITS + unit, device="cpu")
 
     def close(self) -> None:
-        """Compiled code that is called later fails with the reason."""
+        """Forget the streamer: compiled code that is called later raises the reason."""
         _UNITS.pop(self._handle, None)
 
 
@@ -69,7 +69,7 @@ def release(session: OpSession, unit: torch.Tensor, outputs: Any) -> None:
 
 
 def _mutable(values: Any) -> list[torch.Tensor]:
-    """All but expanded tensors: nobody may write to one whose elements share memory."""
+    """All tensors except expanded ones: torch refuses writes to tensors whose elements share memory."""
     found = tensors_in(values)
     return [t for t in found if all(step or size == 1 for size, step in zip(t.shape, t.stride(), strict=True))]
 

@@ -1,4 +1,7 @@
-"""What a model refuses while it is offloaded, and what its copies do not inherit. Knows no plan and no device."""
+"""Patches of an offloaded model: what runs around its forwards, what it refuses, and what copies of it do not inherit.
+
+Knows no plan and no device.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +26,38 @@ from weightstream.runtime.tensors.leaves import leaves, moved_to
 from weightstream.runtime.tensors.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
-OUTER = "_weightstream_decoder"  # marks a forward of ours that runs steps: none begins around it
+OUTER = "_weightstream_decoder"  # marks a forward of the package that runs whole steps: it is no step itself
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
-_PLAIN = "_weightstream_plain"  # where a module keeps what some attributes of its copies are
-_AROUND = "_weightstream_around"  # where a module keeps what it runs in place of its forward
-_AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules have what these run with", default=False)
+_PLAIN = "_weightstream_plain"  # where a module keeps the values that some attributes have in its copies
+_AROUND = "_weightstream_around"  # where a module keeps its `Around`
+_AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules keep the attributes that these run with", default=False)
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output
 
 
 class Around:
-    """What runs around the forward of a module: `run(forward, args, kwargs)`, the one added last outermost.
+    """The calls `run(forward, args, kwargs)` around the forward of a module, the one added last outermost.
 
     [Note: two stand-ins]
-    An attribute `forward` of the instance stands in for the module's forward, and one `_call_impl` for what calls it.
-    Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is looked up at each call:
-    one that is changed on the class meanwhile, or by another `__class__`, is the one that runs. `_call_impl` sees what
-    the other cannot. Where another forward was assigned to the instance, or ours was deleted, a new stand-in is put
-    around that. Where a unit has hooks, which may read its weights, it opens before they run, and again inside.
+    An attribute `forward` of the instance stands in for the module's forward, and an attribute `_call_impl` for the
+    method that calls it. Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is
+    looked up at each call, so that one which was changed on the class, or by another `__class__`, is the one that runs.
+    `_call_impl` handles two cases that `forward` cannot. Where another forward was assigned to the instance, or the
+    stand-in was deleted, it puts a new stand-in around that. Where a unit has hooks, which may read its weights, it
+    opens the unit before they run; the forward inside opens it again.
 
-    In a session whose addresses are fixed a compiler traces the plain forward between two operators, which know the
-    unit by the tensor `unit`.
+    In a session whose addresses are fixed, a compiler traces the plain forward between two operators, which identify
+    the unit by the tensor `unit`.
     """
 
     def __init__(self, module: nn.Module, session: custom_ops.OpSession) -> None:
-        self.module: Any = module  # None: it was let go
+        self.module: Any = module  # None: the module is plain again
         self.session = session
         self.unit: torch.Tensor | None = None
-        self.opens_early = False  # a unit, whose hooks run inside; a step begins at the forward
+        self.opens_early = False  # a unit opens before the module's hooks; a step begins at the forward
         self.hidden = False  # from compilers
         self.run: Run = _run_plain
         self.forward: Any = None  # the stand-in in force, bound to the module
-        # Those that somebody holds, and what each stands in for: code that patches a forward in each call drops them.
+        # Stand-ins, and the forward that each replaces. Weak: code that patches a forward at each call drops them.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._runs: list[Run] = []
         self.call = types.MethodType(_call_for(self), module)
@@ -62,26 +66,26 @@ class Around:
 
     @property
     def patched(self) -> Any:
-        """The instance's own forward that is stood in for; None: that of its class."""
+        """The instance's own forward, which the stand-in replaces; None: that of its class."""
         return self.stands_for(self.forward)
 
     def stands_for(self, forward: Any) -> Any:
-        """The same for a value of the instance's `forward`, which may be none of ours."""
+        """The same for any value of the instance's `forward`, which need not be a stand-in."""
         return self._made.get(forward, forward) if type(forward) is types.MethodType else forward
 
     def stand_in(self, module: nn.Module) -> None:
         """Stand in for the forward that the instance has now."""
-        given = module.__dict__.get("forward")
-        if hasattr(given, OUTER):
+        forward = module.__dict__.get("forward")
+        if hasattr(forward, OUTER):
             return
-        if type(given) is not types.MethodType or given not in self._made:  # else it was put back
-            made = types.MethodType(_forward_for(self, given), module)
-            self._made[made] = given
-            given = module.__dict__["forward"] = made
-        self.forward = given
+        if type(forward) is not types.MethodType or forward not in self._made:  # else an old stand-in was put back
+            stand_in = types.MethodType(_forward_for(self, forward), module)
+            self._made[stand_in] = forward
+            forward = module.__dict__["forward"] = stand_in
+        self.forward = forward
 
     def add(self, run: Run) -> Callable[[], None]:
-        """Run this, too, outermost; returns what undoes it."""
+        """Run this, too, outermost; returns a function that undoes it."""
         self._runs.append(run)
         self.run = _composed(self._runs)
 
@@ -95,7 +99,7 @@ class Around:
         return undo
 
     def _leave(self) -> None:
-        """The module is plain again; what was assigned to it meanwhile stays."""
+        """Make the module plain again; attributes that were assigned meanwhile stay."""
         module = self.module
         if module is not None and module.__dict__.get(_AROUND) is self:
             plain = plain_attributes(module.__dict__)
@@ -108,7 +112,7 @@ class Around:
         self.module = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.patched,)  # a class copied its attributes in its own way: the copy is plain
+        return _same, (self.patched,)  # a class with a `__deepcopy__` of its own copied this: the copy is plain
 
 
 def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -132,7 +136,7 @@ def _same(value: Any) -> Any:
 
 
 def _untraced(reason: str) -> Callable[[_Callable], _Callable]:
-    """Marks what compilers leave alone, as torch.compiler.disable does, which would import the compiler, a second."""
+    """Mark a function that compilers do not trace. torch.compiler.disable would import the compiler, for a second."""
 
     def mark(function: _Callable) -> _Callable:
         function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
@@ -158,41 +162,41 @@ def _hidden(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def hide(module: nn.Module) -> None:
-    """Let compilers run the module eager, and not look into it."""
+    """Have compilers run the module eager, without tracing it."""
     module.__dict__[_AROUND].hidden = True
 
 
-def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A stand-in for the instance's own forward, `given`, else for that of its class at the time of the call.
+def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A stand-in for the instance's own forward, or, with None, for that of its class at the time of the call.
 
-    It is to be bound to the instance, so that a deep copy of the attributes binds it to the copy.
+    The caller binds it to the instance, so that a deep copy of the attributes binds it to the copy.
     """
 
-    # one of a class, too, that is no method: to find that out at each call takes long
+    # whether the class's forward is no plain function: here, as the lookup takes long
     is_static = not isinstance(inspect.getattr_static(type(home.module), "forward", None), types.FunctionType)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around: Any = home
-        if home.module is not self:  # another attachment, or none; or this is a copy
+        if home.module is not self:  # the module has another `Around`, or none; or this is a copy
             around = getattr(self, _AROUND, None)
             if type(around) is not Around or around.module is not self:
-                patched = given if around is None or type(around) is Around else around
+                patched = own_forward if around is None or type(around) is Around else around
                 return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            plain = given
+            plain = own_forward
             if plain is None:
                 plain = type(self).forward
                 is_plain = type(plain) is types.FunctionType and not is_static
                 plain = types.MethodType(plain, self) if is_plain else _forward_of(self)
             return around.run(plain, args, kwargs)
         if around.session.streams and not around.session.fixed:
-            return _outside(_run_forward, around, self, given, args, kwargs)
+            return _outside(_run_forward, around, self, own_forward, args, kwargs)
         if around.hidden:
-            return _hidden(_run_forward, around, self, given, args, kwargs)
+            return _hidden(_run_forward, around, self, own_forward, args, kwargs)
         if around.unit is not None:
             custom_ops.wait(around.session, around.unit, (args, kwargs))
         # The class's function where it can be: compiled code is then shared by all modules of a class.
-        output = type(self).forward(self, *args, **kwargs) if given is None else given(*args, **kwargs)
+        output = type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
         if around.unit is not None:
             custom_ops.release(around.session, around.unit, output)
         return output
@@ -208,21 +212,24 @@ def _forward_for(home: Around, given: Callable[..., Any] | None) -> Callable[...
 
 
 def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The call again that led to a plain forward, or to a plain `_call_impl`: by what stands around the module now."""
+    """The function that repeats the call which led to a plain forward, or to a plain `_call_impl`, with the module's
+    present stand-ins."""
     module: Any = forward.__self__  # type: ignore[attr-defined]
     is_call = getattr(forward, "__func__", None) is type(module)._call_impl
     return module if is_call else module.forward  # type: ignore[no-any-return]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward that the module has from its class, which need be no function."""
+    """The forward that the module has from its class, which may be another object than a function."""
     held: Any = inspect.getattr_static(type(module), "forward")
     bound: Callable[..., Any] = held.__get__(module, type(module)) if hasattr(type(held), "__get__") else held
     return bound
 
 
-def _run_forward(around: Around, module: nn.Module, given: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    return around.run(_forward_of(module) if given is None else given, args, kwargs)
+def _run_forward(
+    around: Around, module: nn.Module, own_forward: Callable[..., Any] | None, args: Any, kwargs: Any
+) -> Any:
+    return around.run(_forward_of(module) if own_forward is None else own_forward, args, kwargs)
 
 
 def _call_for(around: Around) -> Callable[..., Any]:
@@ -257,7 +264,7 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
 
 
 def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable[[], None]:
-    """As `surround`, outermost, whatever else stands around the module; returns what undoes it."""
+    """As `surround`, around all other calls; returns a function that undoes it."""
     around = module.__dict__.get(_AROUND)
     if type(around) is not Around or around.module is not module:
         return surround(module, run, session)
@@ -267,17 +274,19 @@ def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable
 def surround(
     module: nn.Module, run: Run, session: custom_ops.OpSession, unit: int | None = None, *, opens_early: bool = True
 ) -> Callable[[], None]:
-    """Run `run(forward, args, kwargs)` whenever the module's forward is called, as a step, or as that of a unit;
-    returns what undoes it. `opens_early`: hooks of the unit run inside, too."""
+    """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns a function that undoes it.
+
+    `unit`: the index of the module's unit; None: its forward is a step. `opens_early`: its hooks run inside, too.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
     around = module.__dict__.get(_AROUND)
     if type(around) is not Around or around.module is not module:
-        if _AROUND in module.__dict__:  # a copy, of a class that copies its attributes in its own way
-            own = module.__dict__
-            own["forward"] = own.pop(_AROUND)
-            if own["forward"] is None:
-                del own["forward"]
+        if _AROUND in module.__dict__:  # a copy by a `__deepcopy__` of the class's own: see `Around.__reduce__`
+            attributes = module.__dict__
+            attributes["forward"] = attributes.pop(_AROUND)
+            if attributes["forward"] is None:
+                del attributes["forward"]
         around = Around(module, session)
     around.session = session
     around.opens_early = unit is not None and opens_early
@@ -293,21 +302,22 @@ def surround(
 
 
 class _StandsIn:
-    """Stands in for a method of a module, as an attribute of the instance; `given` is what was there."""
+    """Stands in for a method of a module, as an attribute of the instance; `replaced` is the attribute before."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
-        self.given = module.__dict__.get(name)
+        self.module = module
+        self.name = name
+        self.replaced = module.__dict__.get(name)
         self._users: set[object] = set()
 
     def method(self) -> Callable[..., Any]:
-        """The method as it is now without this."""
-        if self.given is not None:
-            return self.given  # type: ignore[no-any-return]
+        """The method that this stands in for, as it is now."""
+        if self.replaced is not None:
+            return self.replaced  # type: ignore[no-any-return]
         return types.MethodType(getattr(type(self.module), self.name), self.module)
 
     def attach(self) -> Callable[[], None]:
-        """Stand in, unless another of the kind does, of a model that shares the module; returns what undoes it."""
+        """Stand in, unless one of another model that shares the module does; returns a function that undoes it."""
         found = self.module.__dict__.get(self.name)
         kept = found if type(found) is type(self) and found.module is self.module else self
         kept._users.add(user := object())
@@ -321,30 +331,30 @@ class _StandsIn:
         return undo
 
     def _restore(self) -> None:
-        if self.given is not None:
-            self.module.__dict__[self.name] = self.given
+        if self.replaced is not None:
+            self.module.__dict__[self.name] = self.replaced
         else:
             del self.module.__dict__[self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A class copied its attributes in its own way. The copy is a plain module: give it the method of its class.
+        # Copied by a `__deepcopy__` of the class's own. The copy is a plain module: give it the method of its class.
         return functools.partial, (getattr(type(self.module), self.name), self.module)
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a module as they are without what stands in for some of them."""
+    """The attributes of a module without stand-ins."""
     found = dict(attributes)
     around = found.pop(_AROUND, None)
-    given = {name: value.given for name, value in found.items() if isinstance(value, _StandsIn)}
+    replaced = {name: value.replaced for name, value in found.items() if isinstance(value, _StandsIn)}
     if type(around) is Around:
-        given["forward"] = around.stands_for(found.get("forward"))
+        replaced["forward"] = around.stands_for(found.get("forward"))
         if found.get("_call_impl") is around.call:
-            given["_call_impl"] = None
-    found |= given
+            replaced["_call_impl"] = None
+    found |= replaced
     entries = () if _AS_IT_RUNS.get() else found.pop(_PLAIN, ())
-    for name, plain in reversed(entries):  # the last one stands in for the one before
+    for name, plain in reversed(entries):  # the last one replaced the one before
         found[name] = plain(found.get(name))
-    for name in {*given, *(name for name, _ in entries)}:
+    for name in {*replaced, *(name for name, _ in entries)}:
         if found.get(name) is None:
             found.pop(name, None)
     if ATTRIBUTE in found:
@@ -363,9 +373,9 @@ def copying_as_it_runs() -> Iterator[None]:
 
 
 class Copyable(_StandsIn):
-    """In place of `__getstate__`, by which modules are copied and pickled: copies are plain modules.
+    """Stands in for `__getstate__`, by which modules are copied and pickled, so that copies are plain modules.
 
-    A stand-in in a shallow copy would compute with the attributes of the original, to which it is bound.
+    A stand-in in a shallow copy would be bound to the original, and compute with its attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -377,8 +387,8 @@ class Copyable(_StandsIn):
 
 
 class Saving(_StandsIn):
-    """In place of `_save_to_state_dict`: libraries that take weights apart there compare classes of tensors exactly,
-    and may unpack on the device alone that they packed for."""
+    """Stands in for `_save_to_state_dict`. Libraries that unpack weights there compare classes of tensors exactly, and
+    may unpack only on the device that they packed for."""
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:
         super().__init__(module, "_save_to_state_dict")
@@ -398,7 +408,7 @@ class Saving(_StandsIn):
                     raise error from None
 
     def _save_on(self, device: torch.device, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save copies of the wrapped weights that lie on the device while that lasts."""
+        """Save copies of the wrapped weights that are on the device until they are saved."""
         copied = copy.copy(self.module)  # a plain module
         parameters: dict[str, Any] = dict(copied._parameters)
         for key, tensor in copied._parameters.items():
@@ -412,7 +422,7 @@ class Saving(_StandsIn):
 
 
 class Entry(_StandsIn):
-    """In place of a method besides the forward that is a step: `run(method, args, kwargs)`."""
+    """Stands in for a method besides the forward that is a step: runs `run(method, args, kwargs)`."""
 
     def __init__(self, model: nn.Module, name: str, run: Run) -> None:
         super().__init__(model, name)
@@ -424,23 +434,23 @@ class Entry(_StandsIn):
 
 
 def enter_by(model: nn.Module, name: str, run: Run) -> Callable[[], None]:
-    """Run `run(method, args, kwargs)` whenever the method is called; returns what undoes it."""
+    """Run `run(method, args, kwargs)` whenever the method is called; returns a function that undoes it."""
     return Entry(model, name, run).attach()
 
 
 def set_attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-    """Make it an attribute of this instance, and not of its copies; returns what undoes that, where nobody has put
-    another there since."""
-    given = module.__dict__.get(name)
+    """Set an attribute of this instance, but not of its copies; returns a function that undoes it, unless the attribute
+    was set to another value since."""
+    before = module.__dict__.get(name)
     module.__dict__[name] = value
-    copied = copied_as(module, name, lambda now: given if now is value else now)
+    copied = copied_as(module, name, lambda now: before if now is value else now)
 
     def undo() -> None:
         copied()
         if module.__dict__.get(name) is not value:
             return
-        if given is not None:
-            module.__dict__[name] = given
+        if before is not None:
+            module.__dict__[name] = before
         else:
             del module.__dict__[name]
 
@@ -448,8 +458,8 @@ def set_attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Ca
 
 
 def copied_as(module: nn.Module, name: str, plain: Callable[[Any], Any]) -> Callable[[], None]:
-    """Copies and pickles of the module have `plain(value)` as their attribute; None: they lack it. Returns what undoes
-    it."""
+    """Have copies and pickles of the module hold `plain(value)` as their attribute; None: they lack it. Returns a
+    function that undoes it."""
     entry = name, plain
     module.__dict__.setdefault(_PLAIN, []).append(entry)
 
@@ -464,14 +474,14 @@ def copied_as(module: nn.Module, name: str, plain: Callable[[Any], Any]) -> Call
 
 
 def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
-    """Have `run(module, forward, args, kwargs)` run in place of the module's forward, but not of its copies'; returns
-    what undoes it."""
-    given = module.__dict__.get("forward")
+    """Run `run(module, forward, args, kwargs)` instead of the module's forward, but not in its copies; returns a
+    function that undoes it."""
+    own_forward = module.__dict__.get("forward")
     function = type(module).forward
-    if given is not None:  # a bound method is bound to the copy in a copy, anything else is called as it is
-        function = getattr(given, "__func__", lambda _, *args, **kwargs: given(*args, **kwargs))
+    if own_forward is not None:  # a bound method is bound to the copy in a copy, any other callable is called as it is
+        function = getattr(own_forward, "__func__", lambda _, *args, **kwargs: own_forward(*args, **kwargs))
 
-    @functools.wraps(given or type(module).forward)
+    @functools.wraps(own_forward or type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run(self, functools.partial(function, self), args, kwargs)
 
@@ -479,7 +489,7 @@ def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
 
 
 class RefuseApply(_StandsIn):
-    """In place of a module's `_apply`, through which `.to()`, `.cuda()`, `.half()` and their like all go."""
+    """Stands in for a module's `_apply`, which `.to()`, `.cuda()`, `.half()` and similar methods call."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module, "_apply")
@@ -494,8 +504,8 @@ class RefuseApply(_StandsIn):
 
 
 def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callable[[], None]:
-    """Refuse moves and dtype changes of every module of the model, and have copies and saved tensors be plain; returns
-    what undoes it."""
+    """Refuse moves and dtype changes of every module of the model, and make copies and saved tensors plain; returns a
+    function that undoes it."""
     undo = Undo()
     for path, module in model.named_modules():
         undo.add(RefuseApply(module, path).attach())
@@ -505,7 +515,7 @@ def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callab
 
 
 def refuse_backward(unit: str) -> AbstractContextManager[None]:
-    """Inside, autograd keeps nothing for a backward pass, and a pass that needs it fails with the reason."""
+    """Inside, autograd saves no tensors, and a backward pass that needs one raises the reason."""
 
     def refuse(nothing: object) -> torch.Tensor:
         raise OffloadError(
@@ -518,7 +528,7 @@ def refuse_backward(unit: str) -> AbstractContextManager[None]:
 
 
 def refuse_transforms() -> None:
-    """Raise `OffloadError` inside of an export or a gradient of torch.func, which allows no hooks of saved tensors."""
+    """Raise `OffloadError` inside an export, or a gradient of torch.func, which allows no hooks of saved tensors."""
     if torch.compiler.is_exporting():
         raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
     try:

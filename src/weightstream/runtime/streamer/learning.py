@@ -1,7 +1,7 @@
-"""What calls and steps teach: work, the order of the units, weights that are read outside of them.
+"""Learning from calls and steps: their work, the order of the units, weights that are read outside of their units.
 
-Changes the plan. Measured times only correct what is predicted of it. A call of a new kind is followed on shapes before
-it runs. The first step is watched, and those that follow until one reads no weight outside of its unit.
+Changes the plan for these. Measured times correct its predictions only. A call of a new kind is traced on shapes before
+it runs. The first step is watched, and those after it until one reads no weight outside of its unit.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
 
-_KINDS = 8  # of calls that are followed, at most
-_WATCHED = 4  # steps of an engine, at most, until what they read is known, in one budget
+_KINDS = 8  # of calls that are traced, at most
+_WATCHED = 4  # steps of an engine that are watched, at most, in one budget
 
 
 def _class_of(kind: Kind) -> Kind:
-    """Calls whose first tensors are of about the same size are taken for one kind: a prompt has any length."""
+    """One kind for calls whose first tensors are of about the same size: prompts have any length."""
     return Kind(kind.what, kind.size.bit_length())
 
 
 class _Orders:
-    """The orders of units that steps came in."""
+    """The orders in which steps ran the units."""
 
     def __init__(self) -> None:
         self._before: tuple[int, ...] | None = None
         self._ran: tuple[int, ...] | None = None  # the last that ran as it was planned
 
     def new(self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool) -> tuple[int, ...] | None:
-        """The order of the step that ended, if it is to be taken over: it is the first, or the second of its kind.
+        """The order of the step that ended, if the plan is to take it over: the first order, or the same one twice.
 
-        Not where the planned one comes, too, and this is a part of it: what caches leave out of a step, or one of
-        several entries. Its fills are known then: of what is skipped none is made.
+        Not where steps also come in the planned order and this one is a part of that: caches leave units out of a step,
+        or the model has several entries. The cursor then skips the fills of units that are left out.
         """
         before, self._before = self._before, sequence
         planned = plan.opened_units
@@ -61,7 +61,7 @@ class _Orders:
 
 
 class Learning:
-    """The units of the step under way and of the one before, and what was asked for because of them."""
+    """The units of the step under way and of the one before, and the changes of the plan because of them."""
 
     def __init__(self, installed: Installation) -> None:
         self.watching = True  # the next step is watched
@@ -69,10 +69,10 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._orders = _Orders()
-        self._asked: frozenset[str] = frozenset()  # alias groups that the device was asked to keep
-        self._has_room = True  # for all of those
+        self._asked: frozenset[str] = frozenset()  # alias groups that are to stay on the device
+        self._has_room = True  # the device has room for all of those
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
-        self._has_told = False  # that reads outside of units are slow
+        self._has_warned = False  # that reads outside of units are slow
         self._foreseen = set(map(_class_of, installed.replanning.known))
         self._last: Kind | None = None
         workload = installed.replanning.inputs.workload
@@ -80,17 +80,17 @@ class Learning:
 
     @property
     def watches(self) -> bool:
-        """Whether the next step is watched: that was asked for, or something opens that no watched step had."""
+        """Whether the next step is watched: on request, or because a weight opens whose reads no step has watched."""
         return self.watching or not self._installed.plan.opened <= self._seen
 
     @property
     def read_outside(self) -> list[str]:
-        """Alias groups, of those that stream, that watched steps read outside of their units."""
+        """Alias groups that stream, and that watched steps read outside of their units."""
         return sorted({alias for aliases in self.outside.values() for alias in aliases})
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """See reads of streamed tensors that no open unit shows; give them the true bytes until the step ends."""
+        """Find reads of streamed tensors outside of open units: these show their true bytes until the step ends."""
         binding, modules = self._installed.binding, self._installed.modules
         streamed = {id(face.tensor): face for face in binding.faces}
         shown: set[int] = set()
@@ -109,7 +109,7 @@ class Learning:
             for unit in binding.open_units[-1:]:
                 modules.hide(unit.index)
 
-        # what an earlier step read may be read again: a prompt does not take the way of a token
+        # reads of earlier steps may come again: a prompt runs other code than a token
         streaming = {face.alias for face in binding.faces}
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
@@ -119,7 +119,7 @@ class Learning:
             binding.withdraw()
 
     def steps(self) -> Iterator[None]:
-        """Steps of an engine that are to be watched, until one teaches nothing new, or what it taught has no room."""
+        """Steps of an engine to watch, until one shows nothing new, or a weight that is to stay has no room."""
         for _ in range(_WATCHED):
             if not (self.watches and self._has_room):
                 return
@@ -149,9 +149,9 @@ class Learning:
         return None
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """Before a call of a new kind: follow it on shapes, and change the plan as its work and its order ask for.
+        """Before a call of a new kind: trace it on shapes, and change the plan for its work and its order.
 
-        Where a workload was planned for, as a language model's always is, a kind must come twice in a row.
+        Where the plan is for a workload, as a language model's always is, a kind must come twice in a row.
         """
         exact, kind, last = kind, _class_of(kind), self._last
         self._last = kind
@@ -163,7 +163,7 @@ class Learning:
             try:
                 plan = self._installed.replanning.foresee(self._installed.plan, exact, args, kwargs)
             except Exception:  # the call itself is not at fault
-                logger.warning("the work of this call cannot be told before it runs", exc_info=True)
+                logger.warning("the work of this call is not known before it runs", exc_info=True)
                 return
             if plan is None:
                 return
@@ -179,9 +179,10 @@ class Learning:
             self._try_switch(plan, any_error=True)
 
     def learn(self, *, watched: bool, is_whole: bool = True) -> None:
-        """Change the plan as the step that ended teaches: weights to keep on the device, order.
+        """Change the plan after a step: weights that are to stay on the device, and the order of units.
 
-        `is_whole`: else units that it did not reach stay on the device, as others may read them outside of these.
+        `is_whole`: the step runs all of the model. Else units that it did not reach stay on the device, as other code
+        may read their weights outside of them.
         """
         binding, plan = self._installed.binding, self._installed.plan
         is_part = self._last is not None and self._last.what != "forward"
@@ -208,18 +209,18 @@ class Learning:
             self.correct()
 
     def _to_keep(self) -> frozenset[str]:
-        """Alias groups that steps showed to need bytes of their own."""
+        """Alias groups that need bytes of their own, as steps have shown."""
         streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
         return frozenset(self.read_outside).union(*streamed)
 
     def _unreached(self, plan: Plan) -> frozenset[str]:
-        """Alias groups that open, of units which the step that ended did not reach."""
+        """Alias groups that open, and whose units the step that ended did not reach."""
         units = enumerate(plan.manifest.units)
         found = (unit.aliases() for u, unit in units if u not in self.sequence)
         return plan.opened.intersection(chain(*found))
 
     def _keep(self, order: tuple[int, ...] | None) -> None:
-        """Plan again with what was asked for on the device for good. Reads that do not fit are served one by one."""
+        """Plan again with the groups in `_asked` on the device for good. Where they do not fit, each read is served."""
         installed = self._installed
         units = ", ".join(installed.modules.units[unit].name for unit in installed.binding.kept)
         if self.outside:
@@ -231,14 +232,14 @@ class Learning:
             reason = self._try_switch(plan.reordered(order) if order is not None else plan)
         except PlanError as error:
             reason = self._cut_finer(error)
-            if reason is not None and self.outside and not self._has_told:
+            if reason is not None and self.outside and not self._has_warned:
                 names = ", ".join(self.read_outside)
                 logger.warning(
                     "%s are read outside of their module's forward: they are copied for each read, which is slow. They "
                     "would stay on the device with more room: %s",
                     *(names, error),
                 )
-                self._has_told = True
+                self._has_warned = True
         self._has_room = reason is None
         if units:
             logger.warning(
@@ -250,8 +251,8 @@ class Learning:
             )
 
     def _cut_finer(self, reason: Exception) -> Exception | None:
-        """Where what is read outside of units has no room to stay: units that are called around these reads, of the
-        grain that leaves least outside. Returns `reason` where no grain leaves less."""
+        """Where weights that are read outside of units have no room to stay: plan in the grain whose units enclose most
+        of these reads. Returns `reason` where no grain encloses more."""
         installed = self._installed
         nbytes = installed.plan.manifest.aliases
         left = {index: self._outside_of(units) for index, units in enumerate(installed.grains)}
@@ -267,8 +268,8 @@ class Learning:
         return reason
 
     def _outside_of(self, units: Sequence[UnitModule]) -> frozenset[str]:
-        """Alias groups that the reads which were seen would read outside of these units. One is open around a read if
-        it is, or holds, the module that read, unless the step passed it by."""
+        """Alias groups that the watched reads would read outside of these units. A unit is open around a read if it is,
+        or holds, the reading module, unless the step skipped it."""
         homes = self._installed.homes.homes.items()
         aliases = {id(member.tensor): alias for alias, home in homes for member in home.group.members}
         passed = {unit.name for i, unit in enumerate(self._installed.modules.units) if i not in self.sequence}
@@ -279,32 +280,33 @@ class Learning:
         return frozenset(left)
 
     def correct(self) -> None:
-        """Take measured times into what is predicted of the plan in force; nothing moves."""
+        """Correct the predictions of the plan in force by measured times; nothing moves."""
         installed = self._installed
         plan = installed.replanning.correct(installed.plan, installed.counters.steps, installed.timeline)
         if plan is not None:
             installed.binding.plan = plan
 
     def switch(self, plan: Plan) -> None:
-        """As `Installation.switch`; reads outside of units of another grain are to be seen."""
+        """As `Installation.switch`; with units of another grain, the next step is watched."""
         units = self._installed.modules.units
         self._installed.switch(plan)
         self._orders.forget()
         if self._installed.modules.units is not units:
-            self._seen, self.outside = frozenset(), {}
+            self._seen = frozenset()
+            self.outside = {}
             self.watching = True
 
     def rebudget(self, device_budget: int) -> None:
-        """Move to the plan of another budget. What had no room is asked for again."""
+        """Switch to the plan of another budget, and try again to keep the groups that had no room."""
         replanning = self._installed.replanning
         self.switch(replanning.rebudget(device_budget))
         self._asked, self._has_room = replanning.kept, True
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
-        """Switch, if that can be; else the plan in force stays. Returns why it did.
+        """Switch if possible, else keep the plan in force; returns the error in that case.
 
-        Nobody vouches for what opens first then, so addresses are not fixed before a step has shown its reads.
-        `any_error`: whatever the error, a call is to go on for which the change was only better.
+        After a switch, units may stream whose reads no step has watched: then the next step is watched before addresses
+        are fixed. `any_error`: keep the plan on any error, as the change is an improvement that a call can do without.
         """
         try:
             self.switch(plan)

@@ -19,7 +19,7 @@ from weightstream.runtime.tensors.pytree import tensors_in
 
 
 class OperatorMode(TorchDispatchMode):
-    """A dispatch mode that sees operators of higher order, too, and is no reason to compile."""
+    """A dispatch mode that sees operators of higher order, too, and does not load the compiler."""
 
     supports_higher_order_operators = True
 
@@ -52,7 +52,7 @@ class ReadWatch(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`: we show a face
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:  # `tensor.data = …`, to show a view
             return func(*args, **(kwargs or {}))
         read = list(plain_tensors(tensors_in((args, kwargs))))
         for tensor in read:

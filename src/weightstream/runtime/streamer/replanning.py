@@ -1,4 +1,4 @@
-"""The planner's inputs of a streamer, and what it learns: the work of calls, measured times, compressed sizes."""
+"""The planner's inputs of a streamer, and what it learns: work of calls, measured times, compressed sizes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger("weightstream")
 
 _EVERY, _AGAIN = 4, 64  # steps
 _FROM = 3  # timed steps of one kind
-_MISSED = 1.25  # times what was predicted, or as much less: what is known of a kind of steps holds no more
-_DOUBTED = 2.0  # times: what the machine can do is measured again
+_MISSED = 1.25  # factor between measured and predicted seconds from which measured times correct a known kind again
+_DOUBTED = 2.0  # factor from which the profile of the machine is measured again
 
 # (inputs, the method that is called, args, kwargs) -> the inputs for that call
 ForCall = Callable[[PlannerInputs, str, Any, Any], PlannerInputs | None]
 
 
 class Replanning:
-    """Plans, and plans again with the work of calls before they run; measured times correct what is predicted.
+    """Plans, and plans again with the work of calls before they run; measured times correct predictions.
 
-    `for_call` gives the inputs for a call, or None where it cannot be followed; `doubt()` is called where the profile
+    `for_call` gives the inputs for a call, or None where it cannot be followed. `doubt()` is called where the profile
     was far off.
     """
 
@@ -48,9 +48,9 @@ class Replanning:
         self._for_call = for_call
         self._doubt = doubt
         self.kept = frozenset[str]()  # on the device for good
-        self._kind: Kind | None = None  # of the steps that the plan was held against last
-        self._foreseen = _planned(inputs)  # of the call that the plan was predicted for from its work
-        self._looked_at = 0  # so many steps
+        self._kind: Kind | None = None  # of the steps whose measured times corrected the plan last
+        self._foreseen = _planned(inputs)  # the kind that the plan's seconds are predicted for by its work
+        self._looked_at = 0  # the number of steps when measured times were read last
 
     def plan(self, manifest: Manifest) -> Plan:
         """The plan of a manifest, proved. Raises `PlanError`."""
@@ -62,7 +62,7 @@ class Replanning:
         return self.inputs.planner(self.inputs.grain_of(manifest))
 
     def replan(self, manifest: Manifest, *, kept: frozenset[str], movable: frozenset[str]) -> Plan:
-        """The same with the alias groups `kept` on the device for good, now that those `movable` can be on disk.
+        """The plan with the alias groups `kept` on the device for good, where those in `movable` can be on disk.
 
         Raises `PlanError` where that does not fit.
         """
@@ -72,7 +72,7 @@ class Replanning:
         return plan
 
     def rebudget(self, device_budget: int) -> Plan:
-        """The plan of another budget, which holds from now on. Raises `PlanError` where it cannot work."""
+        """The plan of another budget, which later plans keep. Raises `PlanError` where there is none."""
         inputs = self.inputs.at_budget(device_budget).keeping(self.kept)
         plan = inputs.plan()[1]
         prove(plan)
@@ -85,11 +85,11 @@ class Replanning:
         return tuple(nbytes for alias, nbytes in plan.manifest.aliases.items() if alias in whole)
 
     def lane(self, plan: Plan) -> Lane:
-        """A plan as that of one of several devices."""
+        """The lane of a plan, for one of several devices."""
         return Lane.of(plan, self._planner_of(plan.manifest))
 
     def learn_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Take over what compressed weights take, which was estimated before."""
+        """Take over the true sizes of compressed weights, in bytes, which were estimated before."""
         weights = self.inputs.weights
         self.inputs = replace(self.inputs, weights=replace(weights, codes={**weights.codes, **sizes}))
 
@@ -98,25 +98,25 @@ class Replanning:
         self.inputs = replace(self.inputs, machine=replace(self.inputs.machine, maps_host_memory=False))
 
     def cannot_fetch(self) -> None:
-        """They cannot read single rows of stacks where these lie."""
+        """Kernels cannot read single rows of stacks where these are."""
         self.inputs = replace(self.inputs, machine=replace(self.inputs.machine, fetches_rows=False))
 
     def foresee(self, plan: Plan, kind: Kind, args: Any, kwargs: Any) -> Plan | None:
         """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
 
-        None: nothing tells of them.
+        None: their work is not known.
         """
         inputs = self._for_call(self.inputs, kind.what, args, kwargs)
         if inputs is None:
             return None
-        # what one kind of calls keeps stays for all
+        # weights that one kind of calls keeps on the device stay for all kinds
         self.inputs = inputs = inputs.keeping(self.kept)
         index = inputs.grain_of(plan.manifest)
         planner, grain = inputs.planner(index), inputs.grains[index]
         same = planner.priced(plan.reordered(grain.order))
         try:
             better = inputs.plan()[1]
-        except PlanError as error:  # what the call needs beside weights leaves no room for a plan: it may still run
+        except PlanError as error:  # activations and cache of the call leave no room for a plan: it may still run
             logger.warning("%s", error)
             better = same
         fits = grain.kept <= plan.resident and (planner.budget is None or same.device_nbytes <= planner.budget)
@@ -124,17 +124,21 @@ class Replanning:
         chosen = better if not fits or is_better else same
         if short := inputs.shortage(chosen):
             logger.warning("device memory may run out: %s", short)
-        told = f"this call takes {1e3 * same.step_s:.1f} ms by its shapes, {1e3 * plan.step_s:.1f} predicted without"
-        logger.info("%s%s", told, f"; a better plan takes {1e3 * better.step_s:.1f}" if chosen is better else "")
+        logger.info(
+            "this call takes %.1f ms by its shapes, %.1f ms predicted without%s",
+            1e3 * same.step_s,
+            1e3 * plan.step_s,
+            f"; a better plan takes {1e3 * better.step_s:.1f} ms" if chosen is better else "",
+        )
         self._kind, self._foreseen = None, kind
         prove(chosen)
         return chosen
 
     def correct(self, plan: Plan, num_steps: int, timeline: Timeline) -> Plan | None:
-        """The plan in force as measured times predict it; None where nothing is new.
+        """The plan in force with predictions from measured times; None where nothing is new.
 
-        Steps of a kind that is known are looked at again now and then, as others may use the machine by now, and caches
-        have counts.
+        Steps of a known kind are compared again now and then: other programs may use the machine by now, and caches of
+        experts have counted more.
         """
         is_known = timeline.kind == self._kind
         if timeline.kind is None or num_steps - self._looked_at < (_AGAIN if is_known else _EVERY):
@@ -148,14 +152,18 @@ class Replanning:
             return None
         if missed > _DOUBTED and timeline.kind == self._foreseen:
             self._doubt()
-        self._kind, self._foreseen = measured.kind, None  # from here on measured times are in what is predicted
+        self._kind, self._foreseen = measured.kind, None  # from now on predictions hold measured times
         found = corrected(self._planner_of(plan.manifest), plan, _times(measured))
-        told = f"{1e3 * measured.step_s:.1f} ms per step, {1e3 * plan.step_s:.1f} predicted"
-        logger.info("%s; from what was measured %.1f", told, 1e3 * found.step_s)
+        logger.info(
+            "%.1f ms per step, %.1f ms predicted; %.1f ms with measured times",
+            1e3 * measured.step_s,
+            1e3 * plan.step_s,
+            1e3 * found.step_s,
+        )
         return found
 
     def _learn_counts(self, counts: Counts | None) -> bool:
-        """Plan by what caches have counted from now on; returns whether that is new: twice as many as were known."""
+        """Plan by the counts of the caches from now on; returns whether these are new: twice as many as were known."""
         known = self.inputs.counts
         if counts is None or counts.num_rows < 2 * (known.num_rows if known else 1):
             return False

@@ -1,4 +1,4 @@
-"""The streamer: a model whose weights stream. Lets steps in one at a time, and opens and closes their units.
+"""The streamer of a model: runs steps one at a time, and opens and closes their units.
 
 A unit is open while its module's forward runs; a step is a forward of the whole model.
 """
@@ -36,7 +36,7 @@ from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.streamer.stats import Stats, stats_of
 from weightstream.runtime.tensors.pytree import moved
-from weightstream.runtime.tensors.thread_state import ThreadState
+from weightstream.runtime.tensors.thread_state import restored_block, restoring
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
@@ -48,8 +48,8 @@ _casts = torch._C._is_any_autocast_enabled
 
 
 def _is_traced() -> bool:
-    """Whether `torch.jit.trace` follows this thread. It would record what a change of plan does to weights as a part of
-    the model, and fail, or crash."""
+    """Whether `torch.jit.trace` records this thread. It would record the moves of a change of plan as operators of the
+    model, and fail, or crash."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -73,22 +73,25 @@ class Streamer(BaseStreamer):
         self._backend = backend
         self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
         self._compiled = Compiled(model, blocks)
-        made = self._compiled, homes, backend, replanning, grains, on_close, block
-        self._installed = Installation(self._modules, *made)
+        self._homes = homes
+        self._installed = Installation(
+            self._modules, self._compiled, homes, backend, replanning, grains, on_close, block
+        )
+        self._gate = self._installed.gate
+        self.graphs = self._installed.graphs
         self._learning = Learning(self._installed)
-        self._gate, self.graphs, self._homes = self._installed.gate, self._installed.graphs, homes
         self._installed.start(plan)
 
-    # -- what it tells ---------------------------------------------------------------------------------------------
+    # -- the plan, statistics and traces -----------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; learning the order replaces it."""
+        """The plan in force; steps that teach another order replace it."""
         return self._binding.plan
 
     @property
     def lane(self) -> Lane:
-        """The plan in force, and the seconds of its units as one of several devices has them."""
+        """The plan in force, and its units' seconds for the simulation of several devices."""
         return self._installed.replanning.lane(self.plan)
 
     @property
@@ -102,16 +105,16 @@ class Streamer(BaseStreamer):
 
     @property
     def learned(self) -> bool:
-        """Whether a step has taught the order of the weights."""
+        """Whether a step has shown the order of the weights."""
         return not self._learning.watches
 
     def watch(self) -> None:
-        """Watch the next step, too: it may read what no step before did."""
+        """Watch the next step, too: it may read weights outside of their units that no step before did."""
         self._learning.watching = True
 
     def stats(self) -> Stats:
-        """Counters and bytes held, as of now, from any thread. Waits for the device where experts are cached there."""
-        with self._gate.lock:  # not while the plan changes
+        """Counters and bytes held, as of now, from any thread. Waits for the device where it caches experts."""
+        with self._gate.lock:  # the plan may not change meanwhile
             return stats_of(self._installed)
 
     @contextmanager
@@ -144,7 +147,7 @@ class Streamer(BaseStreamer):
             try:
                 self._installed.remove()
             except BaseException:
-                if not self._gate.is_removed:  # it was cut short: the weights are to come back all the same
+                if not self._gate.is_removed:  # it was cut short: the weights come back all the same
                     self._installed.remove()
                 raise
 
@@ -152,9 +155,9 @@ class Streamer(BaseStreamer):
         self._gate.refuse_inside()
 
     def switch(self, plan: Plan) -> None:
-        """Put another plan of the same model in force, between steps; what does not change its place is not moved.
+        """Put another plan of the same model in force, between steps; only weights whose place changes are moved.
 
-        Graphs of `capture` must be captured again, and what `compile` made is made again.
+        Graphs of `capture` must be captured again, and the code of `compile` is compiled again.
         Raises `InvariantError` for a plan that breaks a rule; `OffloadError` where the addresses of weights are held;
         `StoreError`, `torch.OutOfMemoryError` where weights cannot be moved. On every error the plan in force stays.
         """
@@ -162,11 +165,11 @@ class Streamer(BaseStreamer):
             self._learning.switch(plan)
 
     def on_added(self, callback: Callable[[], None]) -> None:
-        """Call it whenever tensors such as adapters came to the device, or left, besides the weights of the plan."""
+        """Call it whenever tensors besides the plan's weights, such as adapters, came to the device or left it."""
         self._modules.on_adopted = callback
 
     def place_added(self, device: torch.device | None) -> None:
-        """Move what was added to the model since, such as adapters; None: to the weights beside it."""
+        """Move tensors that were added to the model, such as adapters, to a device; None: to their neighbours'."""
         self._modules.adopt(device, again=True)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -176,11 +179,11 @@ class Streamer(BaseStreamer):
         return self._in_turn(partial(self._step, forward, args, kwargs, what))
 
     def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
-        if self._gate.is_running or self._gate.is_removed:  # the model calls itself; or it was let go
+        if self._gate.is_running or self._gate.is_removed:  # the model calls itself; or nothing streams any more
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
         if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
-            step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if that was asked for
+            step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if `compile` was called
             return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
         if self._backend.capturing():
             if self._modules.session.streams:
@@ -193,7 +196,7 @@ class Streamer(BaseStreamer):
         return self.run(partial(forward, *args, **kwargs), kind)
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """Before a call that runs these units: what it is to take, and what was added, is seen to."""
+        """Prepare a call that runs these units: plan for its work, and bring tensors that were added to the device."""
         with self._turn():
             self._modules.refuse_foreign()
             self._learning.watching |= self._modules.has_other_code()
@@ -201,7 +204,7 @@ class Streamer(BaseStreamer):
             self._learning.foresee(kind, args, kwargs)
 
     def run(self, step: Callable[[], Any], kind: Kind) -> Any:
-        """An eager step that runs these units; what of it is not known is learned."""
+        """Run an eager step, and learn from it."""
         return self._in_turn(partial(self._run_and_learn, step, kind))
 
     def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
@@ -227,7 +230,7 @@ class Streamer(BaseStreamer):
             return self._awake(whole, mode)
         except RuntimeError as error:
             if re.search("device|weight type", str(error)):
-                self._learning.watching = True  # a weight may have been read outside of its unit: the next step sees it
+                self._learning.watching = True  # a weight may have been read outside of its unit: watch the next step
             if self._modules.was_replaced():
                 raise OffloadError(
                     "parameters or modules of the model were replaced while it is offloaded: call remove(), "
@@ -236,38 +239,32 @@ class Streamer(BaseStreamer):
             raise
 
     def _in_turn(self, work: Callable[[], Any], progress: Callable[[], int | None] | None = None) -> Any:
-        """Run `work` in the turn, with nothing left of a step that was cut short. Not a context manager: what an
-        interrupt leaves of one ends when its traceback does."""
+        """Run `work` in the turn, after a step that was cut short is healed.
+
+        Not a context manager: one that an interrupt skips is closed only when the traceback is freed.
+        """
         return self._gate.turn.run(partial(self._healed, work), progress)
 
     def _healed(self, work: Callable[[], Any], is_first: bool) -> Any:
-        if not is_first:
-            return work()
-        state = ThreadState(self.device)
-        try:
+        def healed() -> Any:
             self._heal_if_cut()
             return work()
-        except BaseException:
-            state.restore()
-            raise
+
+        return restoring(healed, self.device) if is_first else work()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The same around a block."""
+        """Have the turn inside of a block, in the same way."""
         with self._gate.turn.taken() as is_first:
             if not is_first:
                 yield
                 return
-            state = ThreadState(self.device)
-            try:
+            with restored_block(self.device):
                 self._heal_if_cut()
                 yield
-            except BaseException:
-                state.restore()
-                raise
 
     def _awake(self, work: Callable[[], Any], mode: StepState) -> Any:
-        """Run `work` while units may open, in this mode; updates that were made outside are seen at the entry."""
+        """Run `work` while units may open, in this mode; updates made between steps are taken in at the entry."""
         try:
             with self._gate.lock:
                 self._binding.wake()
@@ -287,14 +284,14 @@ class Streamer(BaseStreamer):
             raise
 
     def _heal_if_cut(self) -> None:
-        """No step is under way: if one seems to be, what was to heal it was cut short, too."""
+        """Heal if a step seems to be under way: none is, so the call that should have healed it was cut short."""
         if self._gate.is_cut or (self._binding.is_awake and not self._gate.is_held):
             self._heal()
 
     def _heal(self) -> None:
-        """After an error, or an interrupt at any line: no unit is open, and every weight shows its true bytes."""
+        """Close every unit and show the true bytes of every weight, after an error or an interrupt at any line."""
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            if self._gate.is_held:  # the engine that drives the layers goes on with these addresses
+            if self._gate.is_held:  # the engine that drives the layers keeps these addresses
                 self._binding.abandon()
                 self._gate.end_forward()
                 return
@@ -315,9 +312,9 @@ class Streamer(BaseStreamer):
     def _run_alone(
         self, units: Sequence[UnitModule], unit: int, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """A unit that is called alone is a step of its own, where this thread has not joined one.
+        """Run a unit that was called outside of a step as a step of its own, unless this thread joined one.
 
-        `units`: those among which it had its index. Where the plan has others by now, the module is called anew.
+        `units`: the units that the index counts in. Where the plan has others by now, call the module again.
         """
 
         def alone() -> Any:
@@ -330,7 +327,7 @@ class Streamer(BaseStreamer):
         if self._modules.units is not units:
             return forward_patch.anew(forward)(*args, **kwargs)
         if self._gate.is_running:
-            args, kwargs = moved((args, kwargs), self.device)  # the thread may have nothing to do with the step
+            args, kwargs = moved((args, kwargs), self.device)  # the thread may be unrelated to the step
             return self._run_opened(unit, forward, args, kwargs)
         if self._gate.is_fixed:
             try:
@@ -343,9 +340,10 @@ class Streamer(BaseStreamer):
         return self._awake(alone, StepState.EAGER)
 
     def _progress(self) -> int | None:
-        """How many units the forward under way has opened; None where none is, which other threads could join.
+        """How many units the forward under way has opened; None where no forward is under way.
 
-        At fixed addresses it always goes on: a unit of another thread may not find room in the ring there.
+        At fixed addresses the time, so that it never seems to stall: a unit of a thread that joins may have no room in
+        the ring there.
         """
         if not self._gate.is_running:
             return None
@@ -375,7 +373,7 @@ class Streamer(BaseStreamer):
             self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
-        watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the error, holds views
+        watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the traceback, holds views
         binding = self._installed.binding
         with self._gate.lock:
             training = binding.units[unit].has_buffers and self._modules.trains(unit)
@@ -388,11 +386,11 @@ class Streamer(BaseStreamer):
     def step(self) -> Iterator[None]:
         """Inside, weights show their fixed addresses in the ring, for code that is compiled or captured.
 
-        Any number of forwards and graph launches may run inside, and cost less than outside: weights are looked at for
-        updates at the entry alone. Gradients are off. Other threads wait.
+        Any number of forwards and graph launches may run inside. They take less time than outside, as updates of
+        weights are looked for at the entry only. Gradients are off. Other threads wait.
         Where classes, forwards or hooks of the model have changed since the last step, forwards inside run eager, and
         the first one is watched: weights may be read outside of their modules now.
-        Raises `OffloadError` where the model cannot run so; the message says why.
+        Raises `OffloadError` where weights cannot have fixed addresses; the message says why.
         """
         self._gate.refuse_forked()
         with self._turn(), torch.no_grad():
@@ -403,7 +401,7 @@ class Streamer(BaseStreamer):
                     yield
 
     def sees_other_code(self) -> bool:
-        """Whether the next step is to be watched, as the model's Python has changed."""
+        """Whether the model's code has changed, so that the next step is to be watched."""
         if self._gate.mode is not StepState.IDLE or self._backend.capturing():
             return False
         if not self._modules.has_other_code(looks_closely=True):
@@ -414,7 +412,7 @@ class Streamer(BaseStreamer):
 
     @contextmanager
     def _fixed(self) -> Iterator[None]:
-        """The same for code that is compiled or captured."""
+        """Have fixed addresses inside of the block, also where the model's code has changed."""
         with self._turn(), torch.no_grad():
             if self._gate.is_fixed:
                 yield
@@ -430,9 +428,10 @@ class Streamer(BaseStreamer):
             self._learning.correct()
 
     def learn(self, step: Callable[[], object]) -> bool:
-        """Watch steps that an engine runs until one teaches nothing new: the plan follows what they read.
+        """Watch steps that an engine runs until one shows nothing new; the plan changes for the reads that they show.
 
-        Returns whether units may have fixed addresses; not if weights are read outside of them that cannot stay.
+        Returns whether units may have fixed addresses: not if a weight is read outside of its unit, and has no room to
+        stay on the device.
         """
         with self._turn():
             for _ in self._learning.steps():
@@ -442,12 +441,12 @@ class Streamer(BaseStreamer):
             return not self._learning.watches
 
     def rebudget(self, device_budget: int) -> None:
-        """Move to the plan of another budget, in bytes, as `switch`; raises `PlanError` where it cannot work."""
+        """Switch to the plan of another budget, in bytes; raises `PlanError` where there is none, else as `switch`."""
         with self._turn():
             self._learning.rebudget(device_budget)
 
     def fix(self) -> None:
-        """Enter `step` until `unfix`, for an engine that owns the model and says that no weight is read elsewhere."""
+        """Enter `step` until `unfix`, for an engine that owns the model and reads no weight outside of its unit."""
         self._learning.watching = False
         self._refuse_fixed()
         try:
@@ -467,7 +466,7 @@ class Streamer(BaseStreamer):
             if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
                 self.graphs.clear()
                 self._homes.sources_changed = False
-            self._binding.engine.prime()  # now, as a capture by hand may be under way later
+            self._binding.engine.prime()  # now: a capture by the user may be under way later
             self._binding.fix()
             self._modules.session.fixed = True
             self._gate.change(mode)
@@ -489,23 +488,23 @@ class Streamer(BaseStreamer):
     def compile(self, scope: Literal["model", "blocks"] = "model", **options: Any) -> None:
         """Run the model through `torch.compile` from now on, whole or block by block; `remove()` undoes it.
 
-        The first call of a fresh streamer still runs eager, as it teaches the order of the weights.
+        The first call of a fresh streamer still runs eager, as it shows the order of the weights.
 
         Args:
             scope: "model" makes one graph; "blocks" one for all blocks of a kind, which compiles faster.
-            options: for `torch.compile`, such as `fullgraph=True`: nothing of ours breaks a graph.
+            options: for `torch.compile`, such as `fullgraph=True`, as offloading breaks no graph.
         """
         self._compiled.request(scope, options)
 
     def _is_compiled(self) -> bool:
-        """Whether this step runs compiled; says once why not."""
+        """Whether this step runs compiled; where not, log the reason once."""
         if self._compiled.is_wanted:
             self.sees_other_code()
         is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))
         return is_due and self._compiled.runs(self.why_not_fixed())
 
     def run_fixed(self, step: Callable[[], Any], kind: Kind) -> Any:
-        """As `run`, at fixed addresses."""
+        """Run a step at fixed addresses."""
         with self._installed.timeline.step(kind), self._fixed():
             try:
                 self._gate.change(StepState.FORWARD)
@@ -518,13 +517,13 @@ class Streamer(BaseStreamer):
                 raise
 
     def wait_unit(self, unit: int) -> None:
-        """What `weightstream::wait` does: order compute after the unit's fill."""
+        """The operator `weightstream::wait`: order compute after the unit's fill."""
         self._modules.session.traced = True
         with self._gate.lock:
             self.graphs.wait(unit)
 
     def release_unit(self, unit: int, output: object = None) -> None:
-        """What `weightstream::release` does: the unit's last kernel is queued."""
+        """The operator `weightstream::release`: the unit's last kernel is queued."""
         with self._gate.lock:
             if output is not None:
                 self._installed.binding.own_outputs(unit, output)
@@ -532,9 +531,10 @@ class Streamer(BaseStreamer):
 
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        """Capture a step, or a piece of one, in place of `torch.cuda.graph(graph, **options)`, or inside of it.
+        """Capture a step, or a piece of one, instead of `torch.cuda.graph(graph, **options)`, or inside of it.
 
-        All forks and joins are made here. Launch the graph with `replay`; a streamer may have any number of graphs.
+        All forks and joins of streams are made here. Launch the graph with `replay`; a streamer may have any number of
+        graphs.
         `options` are `torch.cuda.graph`'s, for which `graph` is made: `pool`, `stream`, `capture_error_mode`.
         """
         with self._turn():
@@ -543,7 +543,7 @@ class Streamer(BaseStreamer):
             yield
 
     def replay(self, graph: Any) -> None:
-        """Launch a captured graph: the fills that it needs go before, those for the next step behind it."""
+        """Launch a captured graph: the fills that it needs are queued before, those of the next step after it."""
         with self._fixed() if graph in self.graphs.recordings else nullcontext(), self._gate.lock:
             self.graphs.replay(graph, graph.replay)
 

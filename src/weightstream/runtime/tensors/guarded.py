@@ -1,7 +1,7 @@
-"""A guarded parameter: a tensor object that tells before its memory is read, written to or taken out.
+"""A guarded tensor: an object that calls back before its memory is read, written to or handed out.
 
-While it is guarded it is of a class that sees every call of torch, made once for each class of tensors. Calls that ask
-for facts, such as a shape, pass. Its copies and pickles are of the plain class.
+A guarded tensor is of a class that sees every call of torch, made once for each class of tensors. Calls that read
+facts, such as a shape, pass. Its copies and pickles are of the plain class.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _FACTS = frozenset(
     ]
     + [getattr(owner, n) for n in _METHODS.split() for owner in (torch.Tensor, torch) if hasattr(owner, n)]
 )
-_LIKE_ANOTHER = frozenset(  # of their second argument they take facts alone
+_LIKE_ANOTHER = frozenset(  # these read only facts of their second argument
     getattr(torch.Tensor, name) for name in ("to", "type_as", "view_as", "expand_as", "reshape_as")
 )
 
 
 class Access(Enum):
-    """What a call does with the memory of a tensor."""
+    """How a call uses the memory of a tensor."""
 
     READ = "read"
-    WRITE = "write"  # it writes, or gives out the address
-    VIEW = "view"  # it has made a view; it is made again if the tensor has other memory now
-    TAKE = "take"  # it hands the memory to what raises no version when it writes
+    WRITE = "write"  # it writes, or returns the address
+    VIEW = "view"  # it has made a view; the view is made again if the tensor has other memory now
+    TAKE = "take"  # it hands the memory out to code whose writes raise no version
 
 
 def guard(tensor: torch.Tensor, kind: type[torch.Tensor], on_access: Callable[[Access], None]) -> None:
@@ -70,16 +70,16 @@ def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
 
 @restored
 def before(tensor: torch.Tensor, access: Access) -> None:
-    """Tell who guards the tensor, if somebody does."""
+    """Call the guard of the tensor, if there is one."""
     if (on_access := tensor.__dict__.get(_GUARD)) is not None:
         quietly(on_access, access)
 
 
 @contextmanager
 def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, these are of their plain classes, which libraries ask for by `type(tensor)`, and views of them are made.
+    """Inside, these are of their plain classes: libraries look at `type(tensor)`, and make views of them.
 
-    Their guards count that as a view of each, whatever is made.
+    The guards count this as a read and a view of each.
     """
     guarded = {id(tensor): (tensor, type(tensor)) for tensor in tensors if _GUARD in tensor.__dict__}.values()
     for tensor, kind in guarded:
@@ -97,7 +97,7 @@ def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @cache
 def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
-    # Plain classes do nothing of their own in a call, and may meet any other class in it.
+    # Plain classes add nothing to a call, which may have arguments of any other class.
     plain = base in (torch.Tensor, nn.Parameter)
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -129,12 +129,12 @@ def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that does what the plain class does, after a read."""
+    """A method that counts a read, and then runs as that of the plain class."""
 
     def method(self: torch.Tensor, *args: Any) -> Any:
         before(self, Access.READ)
         ours, kept = type(self), self.__dict__
-        # in its place, as what `__reduce_ex__` returns may hold the dictionary itself
+        # another dictionary, as the result of `__reduce_ex__` may hold the dictionary itself
         self.__dict__ = {name: value for name, value in kept.items() if name != _GUARD}
         self.__class__ = base
         try:
@@ -148,7 +148,7 @@ def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[...
 
 
 def _access(func: Any, kwargs: dict[str, Any]) -> Access:
-    name: str = func.__name__.partition(".")[0]  # operators have their overload behind it
+    name: str = func.__name__.partition(".")[0]  # without the overload of an operator
     if func == _DATA or name in _TAKING:
         return Access.TAKE
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"

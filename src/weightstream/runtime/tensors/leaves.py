@@ -1,8 +1,8 @@
-"""The plain tensors behind a module: what its parameters, buffers and attributes consist of, by path.
+"""The leaves of a module: the plain tensors that its parameters, buffers and attributes consist of, by path.
 
-A parameter may be a wrapper subclass around others (`__tensor_flatten__`: torchao, DTensor), or carry more tensors in
-its attributes, such as bitsandbytes' `quant_state`. Modules may keep tensors in attributes of their own. What can be
-moved as bytes are the plain strided tensors at the end of all these paths.
+A parameter may be a wrapper subclass around other tensors (`__tensor_flatten__`: torchao, DTensor), or have more
+tensors in its attributes, such as bitsandbytes' `quant_state`. Modules may keep tensors in attributes of their own.
+Only the plain strided tensors at the end of all these paths can be moved as bytes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightstream.errors import UnsupportedError
 
-_SKIPPED = frozenset(nn.Module().__dict__)  # what every module has: parameters, buffers and children among it
-_OURS = ("weightstream", "_weightstream")  # what we leave on modules and tensors
+_SKIPPED = frozenset(nn.Module().__dict__)  # attributes of every module: parameters, buffers and children among them
+_OURS = ("weightstream", "_weightstream")  # begins of the names of attributes that the package sets
 _FACTS = (NoneType, bool, int, float, str, torch.dtype, torch.device)
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a class may report another
 _DEPTH = 2  # of lists, dicts and holders inside of an attribute: `weight.quant_state.state2.absmax`
 
 
 class Role(Enum):
-    """How a module holds what a leaf belongs to."""
+    """How a module holds the tensor that a leaf belongs to."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
-    ATTRIBUTE = "attribute"  # as any other value: `.to()` does not know it, and a forward may replace it
+    ATTRIBUTE = "attribute"  # like any other value: `.to()` skips it, and a forward may replace it
 
 
 class Leaf(NamedTuple):
@@ -49,14 +49,15 @@ class Leaf(NamedTuple):
 class Shell:
     """A wrapper subclass, of class `kind`. It reports a device of its own, which follows the leaves when they move.
 
-    `is_blind`: it sees no call of torch, and hands the one tensor inside to kernels past what that sees, as DTensor.
+    `is_blind`: its class sees no call of torch, and passes the one tensor inside to kernels without a call that the
+    inner tensor's class would see, as DTensor does.
     """
 
     tensor: torch.Tensor
     kind: type[torch.Tensor] = field(init=False)
     is_blind: bool = field(init=False)
-    _names: tuple[str, ...] = field(init=False)  # of the tensors inside: to ask for them costs as much as to show one
-    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)  # to copy it from
+    _names: tuple[str, ...] = field(init=False)  # of the tensors inside: to list them takes as long as to show one
+    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)  # a wrapper that reports them
 
     def __post_init__(self) -> None:
         self.kind = type(self.tensor)
@@ -65,7 +66,7 @@ class Shell:
         self.is_blind = sees_none and len(self._names) == 1
 
     def follow(self) -> None:
-        """Report the device that its class would report, now that the tensors inside are where they are."""
+        """Report the device that the class would report for the tensors inside, which have moved."""
         devices = tuple([getattr(self.tensor, name).device for name in self._names])
         if devices not in self._on:
             self._on[devices] = self._like_this(devices[0])
@@ -75,13 +76,13 @@ class Shell:
     def _like_this(self, device: torch.device) -> Any:
         try:
             return rewrapped(self.tensor, self.kind)
-        except Exception:  # the class takes no tensors on this device, as it packs for another, or not on several
+        except Exception:  # the class takes no tensors on this device, as it packs for another, or none on several
             made = {"strides": self.tensor.stride(), "dtype": _DTYPE(self.tensor), "device": device}
             return torch.Tensor._make_wrapper_subclass(self.kind, self.tensor.size(), **made)
 
 
 def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
-    """A new wrapper of this class like `shell`, around what is inside of that; or around `others`, by their names."""
+    """A new wrapper of this class like `shell`, around the same tensors; `others` replace some of them, by name."""
     names, context = shell.__tensor_flatten__()
     inside = {name: getattr(shell, name) for name in names} | others
     return kind.__tensor_unflatten__(inside, context, shell.size(), shell.stride())
@@ -98,7 +99,7 @@ def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:
     """The plain tensors that a module holds itself; those of parameters first. Paths begin with `name`.
 
-    Raises `UnsupportedError` for what hides its tensors, with its path.
+    Raises `UnsupportedError` for a value that hides its tensors, with its path.
     """
     prefix = f"{name}." if name else ""
     for role, named in ((Role.PARAMETER, module._parameters), (Role.BUFFER, module._buffers)):
@@ -112,8 +113,8 @@ def leaves(module: nn.Module, name: str = "") -> Iterator[Leaf]:
 
 
 def computed_by_hooks(module: nn.Module) -> frozenset[str]:
-    """The attributes with tensors that forward pre-hooks of a module compute anew before each call: what these hooks
-    store, or set by a name that they hold, as those of weight_norm, spectral_norm and pruning do."""
+    """The attributes with tensors that forward pre-hooks of a module compute before each call: attributes that these
+    hooks store, or set by a name that they hold, as those of weight_norm, spectral_norm and pruning do."""
     stored: set[str] = set()
     for hook in module._forward_pre_hooks.values():
         stored |= _stored_by(hook)
@@ -149,7 +150,7 @@ def leaves_of(model: nn.Module) -> Iterator[Leaf]:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same tensors, with those inside in place of each wrapper."""
+    """The same tensors, with the tensors inside instead of each wrapper."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from plain_tensors(inner for _, inner in _inside(tensor))
@@ -168,19 +169,19 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _inside(shell: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors right inside of a wrapper; DTensor lists its mesh beside them."""
+    """The tensors directly inside of a wrapper; DTensor lists its mesh besides."""
     found = ((name, getattr(shell, name)) for name in shell.__tensor_flatten__()[0])
     return ((name, inner) for name, inner in found if isinstance(inner, torch.Tensor))
 
 
 def behind(path: str, tensor: torch.Tensor, role: Role, shells: tuple[torch.Tensor, ...] = ()) -> Iterator[Leaf]:
-    """The leaves of one tensor: itself, or what is inside of it, and what its attributes hold."""
+    """The leaves of one tensor: the tensor itself, or those inside of it, and those that its attributes hold."""
     if type(tensor) not in (nn.Parameter, torch.Tensor) and is_traceable_wrapper_subclass(tensor):
         for name, inner in _inside(tensor):
             if inner is not getattr(tensor, name):
-                raise UnsupportedError(f"{path}.{name} is another tensor whenever it is asked for: it cannot be moved")
+                raise UnsupportedError(f"{path}.{name} is another tensor at each access: it cannot be moved")
             yield from behind(f"{path}.{name}", inner, role, (tensor, *shells))
-        return  # its other attributes describe it: what it consists of is in the list
+        return  # other attributes describe it: `__tensor_flatten__` lists all tensors
     yield Leaf(path, tensor, shells, role)
     for name, value in tuple(tensor.__dict__.items()):
         if type(value) not in _FACTS and not name.startswith(_OURS):
@@ -206,7 +207,7 @@ def _held(path: str, value: object, role: Role, depth: int) -> Iterator[Leaf]:
 
 
 def _is_holder(value: object) -> bool:
-    """Whether it may be a mere holder of tensors: no module, function or class, and nothing of torch's own."""
+    """Whether it may be a plain holder of tensors: no module, function or class, and no object of torch's own."""
     if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] != "torch"

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map_only
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in an output or argument: nested tuples, lists, dicts and dataclasses, and what is derived of these.
+    """Every tensor in an output or argument: nested tuples, lists, dicts and dataclasses, and classes derived of these.
 
-    It runs around every unit, and in compiled code. pytree would take three times as long and leave out derived
-    classes; `is_dataclass` asks with `hasattr`, which torch 2.11 cannot trace for None.
+    It runs around every unit, and in compiled code. torch's pytree would take three times as long and skip derived
+    classes; `is_dataclass` calls `hasattr`, which torch 2.11 cannot trace for None.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -30,7 +30,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same arguments with their CPU tensors on the device. What holds none of them stays the same object."""
+    """The same arguments with their CPU tensors on the device. A part without CPU tensors stays the same object."""
     if device.type == "cpu":
         return value
 
@@ -46,10 +46,11 @@ def with_tensors(
     memo: dict[int, Any],
     copied: Callable[[Any, Any], object] = lambda *_: None,
 ) -> Any:
-    """The same with other tensors, found as by `tensors_in`; what holds none that changes stays the same object.
+    """The same value with `change(tensor)` for each tensor that `tensors_in` finds.
 
-    Else it is a copy, one of each container however often that is there, and `copied(original, copy)` is told of those
-    that can be written to. `memo` says by its id what stands for a container, which has to live as long.
+    A container without changed tensors stays the same object. Others are copied, once however often they occur;
+    `copied(original, copy)` is called for mutable ones. `memo` has the copy by the id of the container, which must
+    live as long as the memo.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -84,7 +85,7 @@ def set_items(value: Any, items: dict[Any, Any]) -> None:
 
 
 def items_of(value: Any) -> dict[Any, Any]:
-    """The items of a tuple, list, dict or dataclass, by place, key or name; none of anything else."""
+    """The items of a tuple, list, dict or dataclass, by index, key or name; no items for other objects."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, (list, tuple)):
@@ -94,6 +95,6 @@ def items_of(value: Any) -> dict[Any, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object of a derived class, or a dataclass, has beside its items."""
+    """The attributes that an object of a derived class, or a dataclass, has besides its items."""
     items = items_of(value)
     return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in items}

@@ -1,14 +1,15 @@
-"""What torch keeps for each thread: changed inside of our own code, and as it was before, wherever that is cut.
+"""State that torch keeps for each thread: the package's code changes it, and restores it wherever that code is cut.
 
-A `with` block does not promise that. An interrupt may come when its last line has run and its exit has not, and a mode
-that was left so stays for good. With gradients off a model would train no more; with the classes of tensors blind, an
-update of a weight between steps would not be seen.
+A `with` block does not ensure this. An interrupt may come after its last line and before its exit, and a mode that was
+left entered stays for good. With gradients off a model could not train any more; with calls hidden from the classes of
+tensors, an update of a weight between steps would not be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,13 +18,14 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 _without_classes: Any = torch._C._disabled_torch_function_impl
 
 
 def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call it; the classes of tensors, such as guarded ones, do not see what is done to them inside."""
-    return _without_classes(func, (), args, kwargs)  # enters and leaves in C, where no interrupt comes between
+    """Call it; the classes of tensors, such as guarded ones, do not see the calls of torch inside."""
+    return _without_classes(func, (), args, kwargs)  # enters and leaves in C, so that no interrupt comes in between
 
 
 def unseen(method: _Method) -> _Method:
@@ -46,18 +48,20 @@ class ThreadState:
     __slots__ = ("_grad", "_hooks", "_index", "_keeps_casts", "_num_dispatch", "_num_function", "_stream")
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._grad, self._keeps_casts = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        self._grad = torch.is_grad_enabled()
+        self._keeps_casts = torch.is_autocast_cache_enabled()
         self._hooks = _hooks()
-        self._num_function, self._num_dispatch = _len_torch_function_stack(), _len_torch_dispatch_stack()
+        self._num_function = _len_torch_function_stack()
+        self._num_dispatch = _len_torch_dispatch_stack()
         has_streams = device is not None and device.type != "cpu"
         self._index = torch.accelerator.current_device_index() if has_streams else None
         self._stream = torch.accelerator.current_stream(device) if has_streams else None
 
     def restore(self) -> None:
-        """Make it what it was; modes that were entered since are left, and so are hooks."""
+        """Restore the state; leave modes and hooks that were entered since."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
-        # A pair of hooks that is entered again inside of itself counts as one: torch tells no depth.
+        # A pair of hooks that is entered again inside of itself counts as one: torch gives no depth.
         while (found := _hooks()) is not None and found != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
@@ -81,16 +85,32 @@ def _leave(mode: Any, pop: Callable[[], Any]) -> None:
         pop()
 
 
+def restoring(work: Callable[[], _Result], device: torch.device | None = None) -> _Result:
+    """Run it; where it fails, the thread's state is as before."""
+    state = ThreadState(device)
+    try:
+        return work()
+    except BaseException:
+        state.restore()
+        raise
+
+
 def restored(method: _Method) -> _Method:
-    """A function that leaves the thread's state as it was where it fails."""
+    """A function that is always run so."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        state = ThreadState()
-        try:
-            return method(*args, **kwargs)
-        except BaseException:
-            state.restore()
-            raise
+        return restoring(partial(method, *args, **kwargs))
 
     return cast(_Method, call)
+
+
+@contextmanager
+def restored_block(device: torch.device | None = None) -> Iterator[None]:
+    """The same for a block that fails inside; an interrupt between its last line and its exit is not seen."""
+    state = ThreadState(device)
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise

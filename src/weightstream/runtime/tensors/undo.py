@@ -1,4 +1,4 @@
-"""What undoes changes, the last one first. Cut short by an interrupt, it goes on where it was. Knows no model."""
+"""Undo changes, the last one first; after an interrupt, go on where it was. Knows no model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Undo:
         self._steps: list[Callable[[], object]] = []
 
     def add(self, step: Callable[..., object], *args: Any) -> None:
-        """`step(*args)` is to run before all that were added so far."""
+        """Add a step: `step(*args)` runs before all steps that were added so far."""
         self._steps.append(partial(step, *args) if args else step)
 
     def __call__(self) -> None:

@@ -33,20 +33,20 @@ class Member:
     begin: int  # in its storage, in bytes
     spec: TensorSpec = field(init=False)  # once its group is known
     kind: type[torch.Tensor]
-    stride: tuple[int, ...]  # the spec's, until somebody assigns data of another layout
+    stride: tuple[int, ...]  # the spec's, until data of another layout is assigned
     role: Role
     shells: tuple[Shell, ...]
-    touched: bool = False  # since the last step: other data may be assigned, or written through a view
-    lent: bool = False  # its memory was handed out: nothing tells when others write to it
-    written: bool | None = None  # its module's forward writes to it, and raises no version; None: not looked at yet
-    blind: tuple[Shell, ...] = field(init=False)  # of its shells: what writes to it through these raises their version
+    touched: bool = False  # since the last step, other data may have been assigned, or written through a view
+    lent: bool = False  # its memory was handed out: writes to it cannot be noticed any more
+    written: bool | None = None  # its module's forward writes to it without raising the version; None: not known yet
+    blind: tuple[Shell, ...] = field(init=False)  # of its shells, those whose versions writes through them raise
 
     def __post_init__(self) -> None:
         self.blind = tuple(shell for shell in self.shells if shell.is_blind)
 
     @property
     def end(self) -> int:
-        """Behind its last byte in its storage."""
+        """The byte after its last one in its storage."""
         return self.begin + span(self.tensor.shape, self.tensor.stride()) * self.tensor.element_size()
 
     @property
@@ -69,14 +69,14 @@ class Member:
             guarded.guard(shell.tensor, shell.kind, on_access)
 
     def unguard(self) -> None:
-        """Be plain again."""
+        """Make the tensor plain again."""
         guarded.unguard(self.tensor, self.kind)
         for shell in self.blind:
             guarded.unguard(shell.tensor, shell.kind)
 
     @unseen
     def show(self, view: torch.Tensor) -> None:
-        """Be a view of these bytes; no version counts it."""
+        """Make the tensor a view of these bytes; its version does not change."""
         torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
         for shell in self.shells:
             shell.follow()
@@ -96,7 +96,7 @@ class Group:
 
 
 class Scope(Enum):
-    """Which tensors of a module a unit takes."""
+    """Which tensors of a module belong to its unit."""
 
     TREE = "tree"  # all in its subtree
     OWN = "own"  # its direct ones: the children are units themselves
@@ -144,8 +144,8 @@ def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[
 
 
 def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]:
-    """The tensors that several of these models have, by id, for each model that has some: whose weights they are to
-    be, which is the largest model that has them."""
+    """The tensors that several of these models have, by id, for each model: the name of the model that they are to be
+    weights of, which is the largest one that has them."""
     holders: dict[int, dict[str, None]] = {}
     for name, model in models.items():
         for leaf in leaves_of(model):
@@ -161,12 +161,12 @@ def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]
 
 
 def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors without bytes: nothing to stream, but they must be where the model computes."""
+    """The tensors without bytes: they do not stream, but must be on the device of the model."""
     return [leaf.tensor for leaf in leaves_of(model) if not leaf.tensor.numel()]
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for a tensor of which torch itself tells no size, with its name."""
+    """Raise `UnsupportedError` for a tensor that has no size in torch itself, with its name."""
     for path, tensor, *_ in leaves_of(model):
         if is_lazy(tensor):
             raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
@@ -175,7 +175,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def leave_inference(model: nn.Module) -> None:
-    """Make normal tensors of those that were made in inference mode: same objects, same bytes, but versions count."""
+    """Turn tensors that were made in inference mode into normal ones: same objects and bytes, with a version."""
     for _, tensor, _, _ in list(leaves_of(model)):
         if tensor.is_inference():
             normal = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -187,8 +187,8 @@ def leave_inference(model: nn.Module) -> None:
 
 
 def groups(model: nn.Module, *, allow_meta: bool = False, without: Collection[int] = frozenset()) -> dict[str, Group]:
-    """Every alias group of a model by name; tensors without bytes have none, tensors on meta on request. Those whose
-    ids are in `without` are left out.
+    """Every alias group of a model by name, without tensors that have no bytes, and those whose ids are in `without`.
+    Tensors on meta raise, unless `allow_meta`.
 
     Attributes that are on another device than all parameters and buffers are there on purpose, and stay. Raises
     `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
@@ -261,8 +261,8 @@ def _group(members: list[Member]) -> Group:
 def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     """Names of tensors whose memory a tensor outside of the model shows too; a numpy array is a view of such a one.
 
-    Of owners that no Python object stands for nothing is told: the graphs of autograd hold views of weights. Nor is an
-    array known that a tensor was made of, as `torch.from_numpy` does.
+    Owners without a Python object are not found: the graphs of autograd hold views of weights. Nor is an array that a
+    tensor was made from, as by `torch.from_numpy`.
     """
     handles = {alias: group.home.untyped_storage() for alias, group in by_alias.items()}
     showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
@@ -274,8 +274,8 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
     showing.update(base.untyped_storage()._cdata for key, base in bases.items() if key not in members)
     suspects = {storage for storage, num in showing.items() if torch._C._storage_Use_Count(storage) > num}
     if not suspects:
-        return []  # to look at all objects takes up to a second
-    gc.collect()  # what a cycle of objects holds is nobody's any more
+        return []  # before the walk over all objects, which takes up to a second
+    gc.collect()  # tensors that unreachable cycles hold do not count
     own = members | bases.keys() | {id(group.home) for group in by_alias.values()}
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in own)
     suspects &= {_memory_of(tensor) for tensor in tensors}
@@ -283,7 +283,7 @@ def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """What tells a storage from others. Its address is not asked for: those of fake tensors have none, and warn."""
+    """A number that identifies a storage. Not its address: storages of fake tensors have none, and warn."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
@@ -339,6 +339,6 @@ def _check_supported(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
     if storage is None or (tensor.numel() and not tensor.is_meta and storage.data_ptr() == 0):
         kind = type(tensor)
         raise UnsupportedError(
-            f"{name} is a {kind.__module__}.{kind.__name__}, which has no memory of its own and does not tell what is "
-            "behind it (__tensor_flatten__): it is not supported"
+            f"{name} is a {kind.__module__}.{kind.__name__}, which has no memory of its own and does not name the "
+            "tensors inside (__tensor_flatten__): it is not supported"
         )

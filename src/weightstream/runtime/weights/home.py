@@ -1,4 +1,4 @@
-"""The home of one alias group: where its true bytes are, and what its tensors show. Knows no device and no plan."""
+"""The home of one alias group: where its true bytes are. Knows no device and no plan."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from weightstream.runtime.weights.sources import OnDisk, Pageable, Tier, WeightS
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Home:
-    """The true bytes of one alias group: where they are, the device they came from, and the file that holds them too.
-
-    `file` is given up when the bytes are written to. Of bytes that left it `version` tells whether tensors were.
-    """
+    """The true bytes of one alias group: where they are, and where they came from."""
 
     group: Group
-    origin: torch.device
-    source: WeightSource
-    file: OnDisk | None = None
-    version: int = 0
+    origin: torch.device  # the device before the model was offloaded
+    source: WeightSource  # where the bytes are
+    file: OnDisk | None = None  # a file that holds the same bytes; None once they are written to
+    version: int = 0  # of the tensors when `source` was shown: another one means that they were updated since
 
     @property
     def tier(self) -> Tier:
@@ -32,7 +29,7 @@ class Home:
 
     @property
     def layout(self) -> Layout | None:
-        """Of the coded form in force."""
+        """The layout of the compressed form; None where the bytes are uncompressed."""
         return self.source.layout
 
     @property
@@ -41,12 +38,12 @@ class Home:
 
     @property
     def coded(self) -> torch.Tensor | None:
-        """The coded form, if it is in memory."""
+        """The compressed form, if it is in memory."""
         return self.source.coded
 
     @property
     def is_undecoded(self) -> bool:
-        """Whether the tensors view memory that holds nothing yet."""
+        """Whether the tensors view memory that is filled by the first read, and none has come yet."""
         return self.source.is_unread
 
     def check(self) -> None:
@@ -54,7 +51,7 @@ class Home:
         self.source.check()
 
     def show(self, source: WeightSource) -> None:
-        """Let every tensor of the group view this source; those that were given data of their own keep it."""
+        """Have every tensor of the group view this source; tensors with assigned data keep it."""
         before, self.source = self.group.home, source
         if source.view is before:
             return
@@ -74,19 +71,19 @@ class Home:
         return self.file is not None and self.version == self.versions()
 
     def leave_pages(self) -> None:
-        """The bytes are held elsewhere: those that were read from the file need not be in this process, too."""
+        """Unmap the pages of the file that were read: the bytes are held elsewhere."""
         for extent in () if self.file is None else self.file.extents:
             extent.mapping.leave(extent.begin, extent.end)
 
     def after_write(self) -> None:
         """The tensors were written to: no file holds their bytes any more.
 
-        Raises `OffloadError` where that was before the bytes were there, which would go over what was written.
+        Raises `OffloadError` where they were written to before their memory was filled, which would overwrite that.
         """
         if self.source.was_read_early:
             raise OffloadError(
-                f"{self.group.alias} was read or written to before it was decoded, as the classes of tensors saw "
-                "nothing (torch._C.DisableTorchFunctionSubclass): what was there were zeros. Call remove(), and change "
+                f"{self.group.alias} was read or written to before it was decoded, while the classes of tensors saw "
+                "no calls (torch._C.DisableTorchFunctionSubclass): its bytes were zeros. Call remove(), and change "
                 "it then"
             )
         if self.is_undecoded:
@@ -99,28 +96,28 @@ class Home:
 
     @property
     def readable(self) -> OnDisk | None:
-        """The file, if it holds the plain bytes as they are now, in whole rows."""
+        """The file, if it holds the uncompressed bytes as they are now, in whole rows."""
         file = self.fits(coded=False) if self.source.is_in_file else None
         return file if file is not None and not any(extent.pitch for extent in file.extents) else None
 
     def forget_other_file(self) -> None:
-        """Give the file up where its bytes are others, or cannot be read: compared byte by byte."""
+        """Forget the file if its bytes are different, or cannot be read: they are compared byte by byte."""
         if self.file is not None and not self.holds_same(self.file):
             self.file = None
 
     def forget(self) -> None:
-        """The weights are the model's alone again: whoever keeps the streamer keeps no memory of them."""
+        """Hold no memory any more: the weights are the model's, and a streamer that is kept does not keep them."""
         self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
         self.group.home = self.source.view
 
     def holds_same(self, source: WeightSource) -> bool:
-        """Whether these are the plain bytes of a source; False where it cannot be read."""
-        if source.view is self.source.plain or self.is_undecoded:  # what was not read was not written to
+        """Whether these are the uncompressed bytes of a source; False where it cannot be read."""
+        if source.view is self.source.plain or self.is_undecoded:  # no read has come yet, so no write
             return True
         return self.holds_same_as(source.plain_into)
 
     def holds_same_as(self, write: Callable[[torch.Tensor], None]) -> bool:
-        """Whether these are the bytes that `write` writes; False where it cannot."""
+        """Whether these are the bytes that `write` writes; False where it raises `StoreError`."""
         plain = torch.empty(self.group.nbytes, dtype=torch.uint8, device="cpu")
         try:
             write(plain)

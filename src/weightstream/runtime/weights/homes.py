@@ -1,8 +1,8 @@
-"""The homes of all alias groups: moved when a plan settles, by what differs; moved back when it is undone.
+"""The homes of all alias groups: a plan that settles moves those whose place differs; `restore` moves all back.
 
-Residents go to the device. What streams stays where it is, or moves to pinned memory where the device copies from that
-alone, or to the offload folder where RAM is short. What left its file and was not written to can go back there. Where
-bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
+Residents go to the device. Weights that stream stay where they are, or move to pinned memory where the device copies
+from that only, or to the offload folder where RAM is short. Weights that left their file and were not written to can go
+back there. Where bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightstream.runtime.devices.backend import Backend, Copy
 from weightstream.runtime.tensors.guarded import Access
 from weightstream.runtime.weights.alias_groups import Group, Member
 from weightstream.runtime.weights.home import Home
-from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, CodeOverflow, Goal, Moves
+from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, BlockPart, CodeOverflow, Goal, Moves
 from weightstream.runtime.weights.sources import (
     Mapped,
     Pageable,
@@ -43,7 +43,7 @@ from weightstream.store.pages import PageCache
 
 
 class Homes:
-    """All homes of a model on one backend. `plan` is the one that is in force."""
+    """All homes of a model on one backend; `plan` is the one that they have settled to."""
 
     def __init__(
         self,
@@ -60,8 +60,11 @@ class Homes:
         self.plan: Plan | None = None
         self.by_row = by_row  # alias groups of which a step reads a few rows
         self.can_map = True  # until pinning is refused
-        self.sources_changed = False  # graphs that were captured before read old ones
-        self._backend, self._arena, self._pages, self._can_spill = backend, arena, pages, spill is not None
+        self.sources_changed = False  # since the last capture: captured graphs copy from old sources
+        self._backend = backend
+        self._arena = arena
+        self._pages = pages
+        self._can_spill = spill is not None
         self._moves = Moves(backend, arena, spill)
         self._empty = [(tensor, tensor.device) for tensor in empty]
         self._memories = tuple(mappings)
@@ -77,25 +80,25 @@ class Homes:
         if (memory := next((m for m in self._memories if m.locate(view.data_ptr()) is not None), None)) is None:
             return Home(group=group, origin=device, source=Pageable(view=view))
         if (file := in_file(view, memory)) is None:
-            memory.populate(0, memory.nbytes)  # a part of a coded tensor cannot be taken as it is
+            memory.populate(0, memory.nbytes)  # a part of a compressed tensor cannot be used compressed
         return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Of the groups whose file holds them coded."""
+        """The layouts of groups whose file holds them compressed."""
         files = ((alias, home.file) for alias, home in self.homes.items())
         return {alias: file.layout for alias, file in files if file is not None and file.layout is not None}
 
     @property
     def in_parts(self) -> dict[str, list[torch.Tensor]]:
-        """Of the groups that nobody has read yet, and that are plain in several places of files: these."""
+        """The pieces of groups that lie uncompressed in several places of files, and that no read has gathered yet."""
         sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
         files = ((alias, source.extents) for alias, source in sources.items() if isinstance(source, Mapped))
         return {a: [extent.bytes() for extent in extents] for a, extents in files}
 
     @property
     def movable(self) -> frozenset[str]:
-        """Alias groups that can be on disk as things are now: those in files, and with an offload folder all."""
+        """Alias groups that can be on disk now: those in files, and with an offload folder all."""
         homes = self.homes.items()
         return frozenset(a for a, h in homes if self._can_spill or h.source.is_in_file or h.has_file)
 
@@ -107,14 +110,14 @@ class Homes:
     # -- between plans ---------------------------------------------------------------------------------------------
 
     def settle(self, plan: Plan) -> None:
-        """Move what is not where the plan wants it, or not as the plan wants it. No copy may be under way.
+        """Move each group that the plan has elsewhere, or in another form. No copy may be under way.
 
-        On an error all goes back to the plan before, and if that fails too to where it came from. Raises `StoreError`
-        before anything moves where weights cannot be on disk, and `CodeOverflow` once all are in place.
+        On an error all groups move back to the plan before, or, if that fails, too, to where they came from. Raises
+        `StoreError`, before any move, where weights cannot be on disk, and `CodeOverflow` once all are in place.
         """
         goal, self._moves.too_large = Goal(plan), {}
         self._see_writes()
-        if self.plan is not None and goal.is_settled_by(self.plan):  # it has another order alone
+        if self.plan is not None and goal.is_settled_by(self.plan):  # only the order differs
             self.plan = plan
             return
         self._refuse(goal)
@@ -130,7 +133,7 @@ class Homes:
 
     def _put_back(self) -> None:
         if self.plan is not None:
-            with suppress(Exception):  # the error that is told is the one before
+            with suppress(Exception):  # the error before is raised
                 self._place(Goal(self.plan))
                 return
         self.restore(decode=False)
@@ -138,7 +141,7 @@ class Homes:
     def restore(self, *, decode: bool = True) -> None:
         """Bring every group back to where it came from: its file, if that holds its bytes, or memory of its own.
 
-        Without `decode`, what a file holds coded and nobody has read may stay so: it is to be settled again.
+        Without `decode`, groups that their file holds compressed and no read has decoded stay so, for another plan.
         Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
         """
         self.unguard()
@@ -161,11 +164,11 @@ class Homes:
             raise errors[0]
 
     def _bring_home(self, home: Home, decode: bool) -> None:
-        if home.file is not None and self._is_given(home.file) and home.holds_same(home.file):
+        if home.file is not None and self._is_in_model_file(home.file) and home.holds_same(home.file):
             home.show(home.file)
             if not home.source.lazy or (home.is_undecoded and not decode):
                 return
-        elif self._is_given(home.source):
+        elif self._is_in_model_file(home.source):
             return
         kind = Pageable if home.origin.type == "cpu" else Resident
         is_ours = isinstance(home.source, Pinned) and home.layout is None
@@ -174,15 +177,15 @@ class Homes:
             home.source = kind(view=home.source.view)
         else:
             self._moves.move(home, kind(view=torch.empty(home.group.nbytes, dtype=torch.uint8, device=home.origin)))
-        if home.file is not None and not self._is_given(home.file):
-            home.file = None  # it is of the offload folder
+        if home.file is not None and not self._is_in_model_file(home.file):
+            home.file = None  # it is in the offload folder
 
-    def _is_given(self, source: WeightSource) -> bool:
-        """Whether the view is in a file that weights came from; the offload folder goes with the homes."""
-        return source.place is not None and source.is_in_file and source.place[0] in self._memories
+    def _is_in_model_file(self, source: WeightSource) -> bool:
+        """Whether the view is in a file that weights came from; files of the offload folder are removed with it."""
+        return source.place is not None and source.is_in_file and source.place.memory in self._memories
 
     def _see_writes(self) -> None:
-        """What was written to since it was last looked at is in no file any more, however it was written to."""
+        """Find groups that were written to in any way: no file holds their bytes any more."""
         files = {alias: home.file.place for alias, home in self.homes.items() if home.file is not None}
         left = written(files)
         for alias, home in self.homes.items():
@@ -194,7 +197,7 @@ class Homes:
                 home.file = None
 
     def _refuse(self, goal: Goal) -> None:
-        """See which weights can go back to their files; raise where one that is to be on disk cannot be there."""
+        """Find weights that can go back to their files; raise where one that is to be on disk cannot be there."""
         lost = []
         for alias, home in self.homes.items():
             on_disk, coded = alias in goal.plan.disk, alias in goal.coded
@@ -215,7 +218,7 @@ class Homes:
         self.sources_changed = True
         for alias in plan.manifest.aliases:
             self._return_to_file(goal, alias)
-        for unit in units:  # first what leaves the device: it makes room there
+        for unit in units:  # first units with weights that leave the device, which makes room there
             if any(self.homes[alias].tier is Tier.DEVICE for alias in plan.hosted(unit)):
                 self._settle_unit(goal, unit)
         self._settle_residents(goal)
@@ -229,7 +232,7 @@ class Homes:
         self._keep_blocks()
 
     def _return_to_file(self, goal: Goal, alias: str) -> None:
-        """Where a plan wants a weight in its file, copies start there again."""
+        """Have copies of a weight start at its file again, where the plan has it there."""
         home, plan = self.homes[alias], goal.plan
         if isinstance(home.source, ZeroCopy) and (home.source.is_read_only or alias not in plan.mapped):
             home.show(home.source.host)
@@ -245,11 +248,11 @@ class Homes:
             home.show(file.mapped())
 
     def _keeps_files(self) -> bool:
-        """Whether what streams from host memory is copied from pages of its file, if it has one."""
+        """Whether weights that stream from host memory are copied from pages of their files, if they have any."""
         return self._pages is not None or not self._moves.pins
 
     def _keep_blocks(self) -> None:
-        """Let go of pinned memory that nothing is in any more."""
+        """Free pinned memory that holds no weight any more."""
         if self._arena is not None:
             self._arena.keep(part for home in self.homes.values() for part in home.source.parts)
 
@@ -264,7 +267,7 @@ class Homes:
         self._moves.to_device([home for alias, home in moving.items() if alias not in goal.coded])
 
     def _settle_unit(self, goal: Goal, unit: int) -> None:
-        """Give a unit's groups a home that the device can copy from: together, so that one copy moves them all."""
+        """Move a unit's groups to where the device can copy from: together, so that one copy moves them all."""
         waiting = []
         for alias, offset in goal.plan.hosted(unit).items():
             home, spec = self.homes[alias], goal.coded.get(alias)
@@ -272,7 +275,7 @@ class Homes:
                 if not home.source.is_in_file or home.is_coded != (spec is not None):
                     self._moves.to_folder(home)
             elif home.is_coded != (spec is not None) or not self._streams(home):
-                waiting.append((home, spec, offset, goal.plan.manifest.aliases[alias]))
+                waiting.append(BlockPart(home, spec, offset, goal.plan.manifest.aliases[alias]))
         if waiting and self._moves.pins:
             self._moves.to_block(waiting)
             return
@@ -283,12 +286,12 @@ class Homes:
                 self._moves.to_code(home, spec, Pageable)
 
     def _streams(self, home: Home) -> bool:
-        """Whether a group is where copies of the device begin."""
+        """Whether a group is where the device can copy from."""
         is_paged = self._pages is not None and home.file is not None
         return home.tier is Tier.HOST and (isinstance(home.source, Pinned) or is_paged or not self._moves.pins)
 
     def _hold_pages(self, plan: Plan) -> None:
-        """Bring what stays in files into the page cache, in the order of need, and let copies start there."""
+        """Bring weights that stay in files into the page cache, in the order of need, and copy them from there."""
         if self._pages is None:
             return
         streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.hosted(unit))
@@ -304,7 +307,7 @@ class Homes:
             self.homes[alias].source = source.windowed([next(held) for _ in source.extents])
 
     def _map(self, homes: list[Home]) -> None:
-        """Let kernels read these from host memory: of exact size and pinned; where the host is the device, in place."""
+        """Have kernels read these from host memory: pinned, of exact size; where the host is the device, in place."""
         if self._backend.device.type == "cpu":
             for home in homes:
                 self._moves.map_on_host(home)
@@ -319,12 +322,12 @@ class Homes:
     # -- while a plan is in force --------------------------------------------------------------------------------------
 
     def copies(self, plan: Plan, unit: int, ring: torch.Tensor) -> list[Copy]:
-        """What a fill of the unit moves into the ring, as few copies as possible. Waits for pages on their way."""
+        """The copies of a fill of the unit, as few as possible. Waits for pages that are being pinned."""
         found: list[Copy] = []
         for alias, offset in plan.streamed(unit).items():
             home, start = self.homes[alias], plan.extents[unit].offset + offset
             if home.layout is None and alias in plan.manifest.codes:
-                continue  # it was written to, and its plain bytes do not fit here
+                continue  # it was written to, and its uncompressed bytes do not fit here
             for copy in home.source.copies(ring[start : start + plan.manifest.aliases[alias]], self._backend):
                 if found and (joined := found[-1].joined(copy)):
                     found[-1] = joined
@@ -333,16 +336,16 @@ class Homes:
         return found
 
     def in_files(self, aliases: Iterable[str]) -> set[str]:
-        """Those of these that copies take from a file or a coded form."""
+        """Of these groups, those that copies read from a file or a compressed form."""
         return {alias for alias in aliases if self.homes[alias].source.reads_file}
 
     def leave_files(self, aliases: Iterable[str]) -> None:
-        """These are updated: their bytes are in memory, and copies start there. Forget earlier copies of them first."""
+        """These are updated: their bytes are in memory, and are copied from there. Forget earlier copies first."""
         for alias in aliases:
             self.homes[alias].after_write()
 
     def written(self) -> set[str]:
-        """Those in files that were written to in this process, by whom and how ever: the kernel knows."""
+        """Groups in files that this process wrote to in any way, as the kernel reports."""
         places = {alias: home.source.place for alias, home in self.homes.items() if home.source.place is not None}
         return written({alias: place for alias, place in places.items() if self.homes[alias].source.reads_file})
 
@@ -350,7 +353,7 @@ class Homes:
         """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""
         self.homes[alias].check()
         data = self.homes[alias].group.home.to(self._backend.device)
-        # kernels choose their way by alignment, and with it the last bits
+        # kernels of PyTorch depend on alignment, and so do the last bits
         return member.view(data.clone() if data.data_ptr() % CPU_ALIGNMENT else data, 0)
 
     def held_nbytes(self) -> dict[str, int]:
@@ -359,7 +362,8 @@ class Homes:
         return {tier.value: held[tier] for tier in Tier}
 
     def guard(self) -> None:
-        """Between steps nobody writes to pages of a file, which the device may not: they get memory of their own."""
+        """Guard weights that kernels read from pages of a file: before a write they get memory of their own, as the
+        device must not write to these pages."""
         for home, member in self._read_only():
             member.guard(partial(self._make_writable, home))
 
@@ -384,17 +388,19 @@ class Homes:
 
 
 class UnitCopies(dict[int, list[Copy]]):
-    """The copies of every unit of a plan, made when the first fill of the unit needs them."""
+    """The copies of every unit of a plan, made at the first fill of the unit."""
 
     def __init__(self, homes: Homes, plan: Plan, ring: torch.Tensor) -> None:
-        self._homes, self._plan, self._ring = homes, plan, ring
+        self._homes = homes
+        self._plan = plan
+        self._ring = ring
 
     def __missing__(self, unit: int) -> list[Copy]:
         self[unit] = made = self._homes.copies(self._plan, unit, self._ring)
         return made
 
     def forget(self, aliases: set[str]) -> list[int]:
-        """The sources of these changed; returns the units that hold them."""
+        """Forget the copies of these groups, whose sources changed; returns the units that hold them."""
         units = [u for u in range(len(self._plan.manifest.units)) if aliases & self._plan.streamed(u).keys()]
         for unit in units:
             self.pop(unit, None)

@@ -1,7 +1,7 @@
-"""Moves of single homes: to memory of the device, pinned memory, a coded form, the offload folder. Knows no plan.
+"""Moves of single homes: to memory of the device, pinned memory, a compressed form, the offload folder. Knows no plan.
 
 A `Home` says where the bytes of one alias group are; `Moves` makes the source that they go to, copies them there and
-shows it to the tensors. A home is in a whole source before and after every move, so an error leaves none in between.
+has the tensors view it. A home has a whole source before and after every move, so that an error leaves none in between.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from weightstream.runtime.devices.host_stream import STAGING_NBYTES
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import (
     Mapped,
+    MemoryPlace,
     Pageable,
     PageWindow,
     Pinned,
@@ -47,8 +49,8 @@ _STAGED = "Copies go through a small staging ring instead: the CPU copies each b
 class CodeOverflow(Exception):
     """Compressed forms that are larger than was planned for: alias group -> bytes.
 
-    All homes are where the plan wants them, and some take more: a plan of the sizes that are known now is to settle,
-    or else the one before.
+    All homes are where the plan has them, and some take more bytes: next, a plan with these sizes is to settle, or the
+    plan before.
     """
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -57,7 +59,7 @@ class CodeOverflow(Exception):
 
 
 class Goal:
-    """A plan that is to be settled, with one tensor of each group that it wants coded."""
+    """A plan that is to be settled, with one tensor of each group that it has compressed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -70,26 +72,37 @@ class Goal:
         return is_same and self.plan.manifest.units == other.manifest.units
 
 
+class BlockPart(NamedTuple):
+    """The place of a group in a block of memory, in bytes; `spec` is a tensor of it where it is to be compressed."""
+
+    home: Home
+    spec: TensorSpec | None
+    begin: int
+    nbytes: int
+
+
 class Moves:
-    """What moves homes on one backend."""
+    """Moves homes on one backend."""
 
     def __init__(self, backend: Backend, arena: Arena | None, folder: OffloadFolder | None) -> None:
-        self._backend, self._arena, self._folder = backend, arena, folder
+        self._backend = backend
+        self._arena = arena
+        self._folder = folder
         self._alignment = CPU_ALIGNMENT if backend.device.type == "cpu" else ALIGN_NBYTES
-        self._told = False
+        self._has_warned = False
         self.too_large: dict[str, int] = {}  # alias group -> bytes, where more than planned for
-        self.pins = arena is not None  # until the system refuses
+        self.pins = arena is not None  # False once the system refuses
 
     def move(self, home: Home, source: WeightSource) -> None:
-        """Copy the plain bytes to what the source views, and show that."""
+        """Copy the uncompressed bytes to the view of the source, and have the tensors show it."""
         home.source.plain_into(source.view)
         home.show(source)
         home.leave_pages()
 
     def to_device(self, homes: Sequence[Home]) -> None:
-        """Hold groups in plain form on the device; where that is the host, in place.
+        """Hold groups uncompressed on the device; where that is the host, in place.
 
-        What lies in files is read by several threads, but for little: to map its pages takes several times as long.
+        Groups in files are read by several threads, as to map their pages takes several times as long; not a few bytes.
         """
         files = {home: file for home in homes if (file := home.readable) is not None}
         if sum(home.group.nbytes for home in files) < STAGING_NBYTES:
@@ -110,7 +123,7 @@ class Moves:
         for home, made in read.items():
             was_read = not home.is_undecoded
             home.show(made)
-            if was_read:  # of the hundreds of parts of a stack that nobody read each would be a call of the system
+            if was_read:  # a stack that was not read has hundreds of parts, each a system call
                 home.leave_pages()
 
     def is_resident(self, home: Home, coded: bool) -> bool:
@@ -119,33 +132,33 @@ class Moves:
         return home.tier is Tier.DEVICE and home.is_coded == coded and is_here
 
     def to_host(self, home: Home, memory: torch.Tensor | None = None) -> None:
-        """Hold a group in plain form in RAM: in `memory`, or else where its view is if that is in RAM."""
+        """Hold a group uncompressed in RAM: in `memory`, or, without it, where its view is if that is in RAM."""
         if memory is None and home.source.view.device.type == "cpu":
             home.check()
             home.source = home.source.of_view()
         else:
             self.move(home, Pageable(view=_host_memory(home.group.nbytes) if memory is None else memory))
 
-    def to_block(self, parts: Sequence[tuple[Home, TensorSpec | None, int, int]]) -> None:
-        """Hold groups, each in plain form or coded as its tensor says, in one block of pinned memory, so that one copy
-        moves them all: from so many bytes on, so many bytes."""
+    def to_block(self, parts: Sequence[BlockPart]) -> None:
+        """Hold groups in one block of pinned memory, so that one copy moves them all."""
         if self._arena is None:
             raise StoreError("no memory is pinned here")
-        block = self._arena.take(max(start + nbytes for _, _, start, nbytes in parts))
-        if any(spec is not None for _, spec, _, _ in parts):
-            block.zero_()  # all cores touch it, where a copy from the device would page by page
-        for home, spec, start, nbytes in parts:
+        block = self._arena.take(max(part.begin + part.nbytes for part in parts))
+        if any(part.spec is not None for part in parts):
+            block.zero_()  # by all cores: a copy from the device would touch its pages one by one
+        for home, spec, begin, nbytes in parts:
             if spec is None:
-                self.to_host(home, block[start : start + nbytes])
+                self.to_host(home, block[begin : begin + nbytes])
             else:
-                self.to_code(home, spec, Pageable, block[start : start + nbytes])
+                self.to_code(home, spec, Pageable, block[begin : begin + nbytes])
         try:
             self._arena.pin(block)
         except StoreError as error:
             self.tell(error)
             self.pins = False
             return
-        for source, home in ((home.source, home) for home, _, _, _ in parts):
+        for part in parts:
+            home, source = part.home, part.home.source
             if isinstance(source, Pageable) and source.data.untyped_storage().data_ptr() == block.data_ptr():
                 home.source = source.pinned()
 
@@ -154,7 +167,7 @@ class Moves:
     def to_code(
         self, home: Home, spec: TensorSpec, kind: type[Resident | Pageable], memory: torch.Tensor | None = None
     ) -> None:
-        """Hold a group in coded form, in `memory` if that has room."""
+        """Hold a group compressed, in `memory` if that has room."""
         layout, coded = self._coded(home, spec)
         if layout.nbytes > spec.nbytes:
             self.too_large[spec.alias], memory = layout.nbytes, None
@@ -167,15 +180,15 @@ class Moves:
         lazy = home.source.lazy
         if place is None or (lazy is not None and lazy.is_filled and home.layout != layout):
             made = DecodedMemory(spec.name, Path(spec.name), layout, source, decode=self.decode)
-            view, place = made.bytes(0, made.nbytes), (made, 0, made.nbytes)
+            view, place = made.bytes(0, made.nbytes), MemoryPlace(made, 0, made.nbytes)
         elif isinstance(lazy, DecodedMemory) and not lazy.extents:
             lazy.hold(source, layout)
         home.show(kind(view=view, place=place, layout=layout, coded=memory))
         home.leave_pages()
 
     def memory_of_coded(self, coded: Sequence[tuple[Home, TensorSpec]]) -> list[torch.Tensor | None]:
-        """Memory of the device in one piece, as its allocator rounds up each; where plain weights are to make room for
-        coded ones, each has to find its own."""
+        """Memory of the device for each of these, in one piece, as its allocator rounds up each allocation. None for
+        each where the uncompressed weights are on the device: they make room one by one."""
         if any(home.origin == self._backend.device for home, _ in coded) or not coded:
             return [None] * len(coded)
         starts = list(accumulate((aligned(spec.nbytes) for _, spec in coded), initial=0))
@@ -183,7 +196,7 @@ class Moves:
         return [block[start : start + spec.nbytes] for start, (_, spec) in zip(starts, coded, strict=False)]
 
     def _coded(self, home: Home, spec: TensorSpec) -> tuple[Layout, torch.Tensor]:
-        """The coded form of a group: as it is there, or else made on the device."""
+        """The compressed form of a group: the present one, or one that is made on the device."""
         lazy = home.source.lazy
         if home.layout is not None:
             if home.coded is not None:
@@ -199,7 +212,7 @@ class Moves:
         return coding.encode(plain, spec.dtype)
 
     def _plain(self, home: Home) -> torch.Tensor:
-        """The plain bytes in memory of the device, for as long as that is wanted."""
+        """The uncompressed bytes, in memory of the device that is free once the caller drops it."""
         plain = self._backend.alloc(home.group.nbytes)
         if home.group.nbytes >= STAGING_NBYTES and (file := home.readable) is not None:
             self._backend.bring([file.cached_copy(plain)])
@@ -222,7 +235,7 @@ class Moves:
     # -- files and zero-copy -----------------------------------------------------------------------------------------
 
     def to_folder(self, home: Home) -> None:
-        """Write a group's plain bytes to a file of the offload folder, which is its file from now on."""
+        """Write a group's uncompressed bytes to a file of the offload folder, which is its file from now on."""
         if self._folder is None:
             raise StoreError(f"{home.group.alias} cannot be on disk without an offload_folder")
         plain = home.source.view
@@ -234,11 +247,11 @@ class Moves:
         home.file = file
 
     def reads_in_place(self, source: WeightSource) -> bool:
-        """Whether kernels give the same bits from a file's pages: they choose their way by alignment."""
-        return source.place is not None and source.lazy is None and source.place[1] % self._alignment == 0
+        """Whether kernels give the same bits from a file's pages, which depends on alignment."""
+        return source.place is not None and source.lazy is None and source.place.begin % self._alignment == 0
 
     def map_on_host(self, home: Home) -> None:
-        """Let kernels read a group where it is, the device being the host."""
+        """Have kernels read a group where it is, as the device is the host."""
         source = home.source
         if source.place is not None and source.lazy is None and not self.reads_in_place(source):
             self.to_host(home, _host_memory(home.group.nbytes))
@@ -248,7 +261,7 @@ class Moves:
             self.to_host(home)
 
     def map_to_device(self, homes: Sequence[Home]) -> None:
-        """Let kernels of the device read groups from host memory: from pages of their file, or memory of exact size."""
+        """Have kernels read groups from host memory: from pages of their files, or pinned memory of exact size."""
         for home in homes:
             source = home.source
             if isinstance(source, PageWindow) and source.lazy is None and (memory := source.window()) is not None:
@@ -279,10 +292,10 @@ class Moves:
         home.show(ZeroCopy(view=view, host=host))
 
     def tell(self, error: Exception) -> None:
-        """Pinning was refused, or pages could not be brought in: said once."""
-        if not self._told:
+        """Warn once that pinning was refused, or that pages could not be brought into memory."""
+        if not self._has_warned:
             logger.warning("%s %s", str(error), _STAGED)  # text alone: a record must not hold the error's frames
-        self._told = True
+        self._has_warned = True
 
 
 def _host_memory(nbytes: int) -> torch.Tensor:

@@ -1,30 +1,30 @@
 """Where the true bytes of an alias group are: one class per kind of place. Knows memory and files, no model or plan.
 
 [Note: page cache]
-What stays in a file can be copied from three places. `PageWindow`: a second map of the file, shared, whose pages the
-device has pinned. `Mapped`: the private map that the tensors view, through a staging ring where the device needs one.
-`OnDisk`: direct reads past the page cache, for what host memory has no room for. What is brought to the device once is
-read through the page cache (`cached_copy`), where no page has to be mapped. Their bytes are the same until this
-process writes to the private map: a page that was written leaves the file for good, and is in the private map alone.
-So a source that reads the file (`reads_file`) is right only as long as nothing wrote to the tensors, and
-`after_write` gives the one that is right from then on. On a device that cannot pin pages of a file, or on the CPU,
-where nothing is pinned, a `PageWindow` has no window, and its copies are those of `Mapped`.
+Weights that stay in a file can be copied from three places. `PageWindow`: a second map of the file, shared, whose
+pages the device has pinned. `Mapped`: the private map that the tensors view, through a staging ring where the device
+needs one. `OnDisk`: direct reads past the page cache, for weights that host memory has no room for. Weights that are
+brought to the device once are read through the page cache (`cached_copy`), so that no page has to be mapped. The bytes
+of all three are the same until this process writes to the private map: a page that was written to leaves the file for
+good, and is in the private map only. So a source that reads the file (`reads_file`) is right only until the first write
+to the tensors, and `after_write` gives the source that is right from then on. On a device that cannot pin pages of a
+file, or on the CPU, where nothing is pinned, a `PageWindow` has no window, and its copies are those of `Mapped`.
 
 [Note: who may write a weight]
-Between steps anybody may write to the tensors of a group, and `view` is what they write to. Three sources tell:
-versions of the tensors and the mark of memory that was handed out, which the binding looks at before each step; and
-the kernel, which knows every page of a private map that was written, however it was. No copy may start from a file
-after that. Memory that was pinned, the device's own and plain RAM are copied from the view itself and need no telling.
-A view of pages that the device reads in place (`ZeroCopy`) must not be written by it at all: that would be an error of
-the device, so the tensors are guarded and get memory of their own before the first write.
+Between steps any code may write to the tensors of a group, that is, to `view`. Three facts show it: versions of the
+tensors and the mark of memory that was handed out, which the binding reads before each step; and the kernel's record of
+every page of a private map that was written to in any way. No copy may start from a file after that. Pinned memory, the
+device's own and plain RAM are copied from the view itself, where a write needs no notice. A view of pages that the
+device reads in place (`ZeroCopy`) must never be written to by the device, which would fault; so the tensors are guarded
+and get memory of their own before the first write.
 
 [Note: coded bytes]
-A source with a `layout` holds and copies a coded form, of a file or in memory that was coded when the plan settled.
-Its plain bytes may be nowhere: the view is then addresses without memory (`lazy`), filled by the first read. Reading
-changes nothing but the memory held. After a write the coded form is no longer true, the view is, and there is no way
-back: `after_write` gives the decoded memory as a plain source. Gathered tensors work alike: their true bytes lie in
-several places of files, or in some columns of a matrix. Copies read them there one after another, and the view is
-filled when it is first read.
+A source with a `layout` holds and copies a compressed form, of a file, or in memory since the plan settled. Its
+uncompressed bytes may be nowhere: the view is then addresses without memory (`lazy`), filled by the first read, which
+changes only the memory held. After a write the view is true, and the compressed form is not, for good: `after_write`
+gives the decoded memory as an uncompressed source. Gathered tensors work alike: their true bytes lie in several places
+of files, or in some columns of a matrix. Copies read them there one after another, and the view is filled by the first
+read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -52,51 +52,53 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"  # RAM, pages of a file in the page cache included
-    DISK = "disk"  # a file of which nothing is meant to be in RAM
+    DISK = "disk"  # a file that is not to be in RAM
 
 
-MemoryPlace = tuple[Memory, int, int]  # where in it
+class MemoryPlace(NamedTuple):
+    """Bytes [begin, end) of a memory."""
+
+    memory: Memory
+    begin: int
+    end: int
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WeightSource:
-    """What every kind answers. `view` is what the tensors show between steps: flat plain bytes.
-
-    `place` is the memory that it is in, if that has to be made readable first: a file's, or one that is filled by the
-    first read. With a `layout` the bytes are held and copied in that coded form, as `coded` where it is in memory.
-    """
+    """Where the bytes of a group are: the questions that every kind of place answers."""
 
     tier: ClassVar[Tier] = Tier.HOST
     is_in_file: ClassVar[bool] = False
 
-    view: torch.Tensor
-    place: MemoryPlace | None = None
-    layout: Layout | None = None
-    coded: torch.Tensor | None = None
+    view: torch.Tensor  # flat uncompressed bytes, which the tensors show between steps
+    place: MemoryPlace | None = None  # of the view, if it is in a file, or filled by the first read
+    layout: Layout | None = None  # of the compressed form that is held and copied; None: none
+    coded: torch.Tensor | None = None  # that form, where it is in memory
 
     @property
     def lazy(self) -> LazyMemory | None:
         """The memory of the view, if it is filled by the first read."""
-        return self.place[0] if self.place is not None and isinstance(self.place[0], LazyMemory) else None
+        memory = None if self.place is None else self.place.memory
+        return memory if isinstance(memory, LazyMemory) else None
 
     @property
     def is_unread(self) -> bool:
-        """Whether the view holds nothing yet."""
-        return self.place is not None and not self.place[0].is_filled
+        """Whether the view's memory is not filled yet."""
+        return self.place is not None and not self.place.memory.is_filled
 
     @property
     def was_read_early(self) -> bool:
-        """Whether the view was read, or written to, while it held nothing."""
+        """Whether the view was read, or written to, before its memory was filled."""
         return self.lazy is not None and self.lazy.was_read_early
 
     @property
     def plain(self) -> torch.Tensor:
-        """The plain bytes, once `check` has returned."""
+        """The uncompressed bytes, once `check` has returned."""
         return self.view
 
     @property
     def reads_file(self) -> bool:
-        """Whether copies take the bytes from where updates made in this process are not."""
+        """Whether copies read bytes that lack updates made in this process."""
         return self.layout is not None
 
     @property
@@ -105,20 +107,19 @@ class WeightSource:
         return [self.plain] if self.coded is None else [self.plain, self.coded]
 
     def held(self) -> Counter[Tier]:
-        """Bytes on each tier; what was decoded or gathered to be read is in RAM besides."""
+        """Bytes on each tier; bytes that were decoded or gathered for a read are in RAM besides."""
         nbytes = Counter({self.tier: self.view.numel() if self.layout is None else self.layout.nbytes})
         if self.lazy is not None and self.lazy.is_filled:
             nbytes[Tier.HOST] += self.view.numel()
         return nbytes
 
     def check(self) -> None:
-        """Make sure that the view can be read here and now; raises `StoreError`."""
+        """Make sure that the view can be read; raises `StoreError`."""
         if self.place is not None:
-            memory, begin, end = self.place
-            memory.populate(begin, end)
+            self.place.memory.populate(self.place.begin, self.place.end)
 
     def plain_into(self, target: torch.Tensor) -> None:
-        """Copy the plain bytes, to any device; what was not read yet is not kept for it on the host."""
+        """Copy the uncompressed bytes, to any device, without filling a view that was not read yet."""
         if self.lazy is not None and self.is_unread:
             self.lazy.write(target)
             return
@@ -126,22 +127,23 @@ class WeightSource:
         target.copy_(self.plain)
 
     def copies(self, ring: torch.Tensor, backend: Backend) -> list[Copy]:
-        """What a fill moves into `ring`; waits for pages that are on their way."""
+        """The copies of a fill into `ring`; waits for pages that are being pinned."""
         raise NotImplementedError
 
     def after_write(self) -> WeightSource:
-        """The source that is true once the view was written to."""
+        """The source that is right after a write to the view."""
         return self.of_view() if self.reads_file else self
 
     def of_view(self) -> WeightSource:
         """The view itself as the source, once `check` has returned."""
-        if self.place is not None and isinstance(mapping := self.place[0], FileMapping):
-            return Mapped(view=self.view, place=self.place, extents=(FileSlice(mapping, *self.place[1:]),))
+        if self.place is not None and isinstance(mapping := self.place.memory, FileMapping):
+            extent = FileSlice(mapping, self.place.begin, self.place.end)
+            return Mapped(view=self.view, place=self.place, extents=(extent,))
         return Pageable(view=self.view)
 
 
 class _InMemory(WeightSource):
-    """Bytes in memory, plain or coded."""
+    """Bytes in memory, compressed or not."""
 
     __slots__ = ()
     is_pinned: ClassVar[bool] = False
@@ -152,7 +154,7 @@ class _InMemory(WeightSource):
         return self.view if self.coded is None else self.coded
 
     def copies(self, ring: torch.Tensor, backend: Backend) -> list[Copy]:
-        nbytes = min(self.data.numel(), ring.numel())  # a coded form has room to spare
+        nbytes = min(self.data.numel(), ring.numel())  # the memory of a compressed form may be larger
         return [Copy(dst=ring[:nbytes], src=self.data[:nbytes], pinned=self.is_pinned)]
 
 
@@ -174,7 +176,7 @@ class Pageable(_InMemory):
 
 
 class Pinned(_InMemory):
-    """RAM that the device copies from by itself: a part of a block of the arena."""
+    """Pinned RAM, which the device copies from by itself: a part of a block of the arena."""
 
     __slots__ = ()
     is_pinned = True
@@ -182,7 +184,7 @@ class Pinned(_InMemory):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Mapped(WeightSource):
-    """Pages of the private maps of files, pageable: the extent that the view is in, or those that it is made of."""
+    """Pageable pages of private maps of files: the extent that the view is in, or those that it is gathered from."""
 
     is_in_file = True
 
@@ -208,7 +210,7 @@ class Mapped(WeightSource):
         return PageWindow(view=self.view, place=self.place, layout=self.layout, extents=self.extents, pages=parts)
 
     def _bytes(self, index: int) -> torch.Tensor:
-        """An extent in the private map; the view where it is that."""
+        """An extent in the private map, which is the view itself if that was not gathered."""
         return self.view if self.lazy is None else self.extents[index].bytes()
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
@@ -220,7 +222,7 @@ class Mapped(WeightSource):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PageWindow(Mapped):
-    """Pages of the page cache, pinned where they are: one for all processes. They are on their way at first."""
+    """Pages of the page cache, pinned in place: all processes share them. A thread pins them in the background."""
 
     pages: tuple[Pages, ...]
 
@@ -230,12 +232,12 @@ class PageWindow(Mapped):
 
     @property
     def is_coming(self) -> bool:
-        """Whether pages are on their way."""
+        """Whether some pages are still being pinned."""
         return not all(pages.done.is_set() for pages in self.pages)
 
     @property
     def is_refused(self) -> bool:
-        """Whether some are known not to be pinned."""
+        """Whether some pages could not be pinned."""
         return any(pages.is_refused for pages in self.pages)
 
     def window(self, index: int = 0) -> torch.Tensor | None:
@@ -245,7 +247,7 @@ class PageWindow(Mapped):
         return None if data is None else extent.within(data)
 
     def shown(self, index: int) -> torch.Tensor | None:
-        """The same by addresses of the device, where kernels can read it in a row."""
+        """An extent by addresses of the device, where kernels can read it as one piece."""
         extent = self.extents[index]
         return None if extent.pitch else self.pages[index].shown(extent.begin, extent.end)
 
@@ -256,7 +258,7 @@ class PageWindow(Mapped):
 
 
 class OnDisk(Mapped):
-    """Direct reads, which leave nothing in the page cache; but columns are read through that."""
+    """Direct reads, which leave nothing in the page cache; except columns, which are read through it."""
 
     __slots__ = ()
     tier = Tier.DISK
@@ -271,14 +273,14 @@ class OnDisk(Mapped):
         return Copy(dst=dst, src=self._bytes(index), read=read)
 
     def cached_copy(self, dst: torch.Tensor) -> Copy:
-        """One copy of whole rows, read through the page cache; for what is brought to a device once."""
+        """One copy of whole rows, read through the page cache; for weights that are brought to a device once."""
         joined = Joined(self.extents)
         return Copy(dst=dst[: joined.nbytes], src=self.view, read=(joined, 0, joined.nbytes))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ZeroCopy(WeightSource):
-    """Host memory that kernels read over the link: `view` has its addresses on the device, `host` is what it shows."""
+    """Host memory, `host`, that kernels read over the link; `view` has its addresses on the device."""
 
     host: PageWindow | Pinned
 
@@ -299,27 +301,27 @@ class ZeroCopy(WeightSource):
 
 
 def in_file(view: torch.Tensor, memory: Memory) -> OnDisk | None:
-    """What views all of a tensor of files, which nobody has read yet where it is to be made; else None."""
+    """The source in files of a view of a whole tensor, in one place or to be gathered or decoded; None for others."""
     begin = memory.locate(view.data_ptr())
     if begin is not None and isinstance(memory, FileMapping):
         end = begin + view.numel()
-        return OnDisk(view=view, place=(memory, begin, end), extents=(FileSlice(memory, begin, end),))
+        return OnDisk(view=view, place=MemoryPlace(memory, begin, end), extents=(FileSlice(memory, begin, end),))
     if not isinstance(memory, LazyMemory) or memory.is_filled or memory.nbytes != view.numel() or not memory.extents:
         return None
-    return OnDisk(view=view, place=(memory, 0, memory.nbytes), layout=memory.layout, extents=memory.extents)
+    place = MemoryPlace(memory, 0, memory.nbytes)
+    return OnDisk(view=view, place=place, layout=memory.layout, extents=memory.extents)
 
 
 def written(places: Mapping[str, MemoryPlace | None]) -> set[str]:
-    """Those of which this process holds bytes of its own in the map of a file, or may: loading may update them too."""
+    """The groups of which this process holds, or may hold, bytes of its own in the map of a file, also from loading."""
     ranges: dict[FileMapping, list[tuple[int, int]] | None] = {}
     found: set[str] = set()
     for alias, place in places.items():
-        if place is None or not isinstance(mapping := place[0], FileMapping):
+        if place is None or not isinstance(mapping := place.memory, FileMapping):
             continue
         if mapping not in ranges:
             ranges[mapping] = mapping.written()
-        _, begin, end = place
         where = ranges[mapping]
-        if where is None or any(start < end and begin < stop for start, stop in where):
+        if where is None or any(start < place.end and place.begin < stop for start, stop in where):
             found.add(alias)
     return found
