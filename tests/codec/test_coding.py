@@ -88,7 +88,7 @@ def test_ragged_weights_without_a_kernel_are_decoded_beside_the_others(monkeypat
         return lambda: None
 
     monkeypatch.setattr(coding, "_available", lambda device, dtype, is_ragged: not is_ragged)
-    monkeypatch.setattr("weightstream.codec.triton_codec", SimpleNamespace(Decoding=decoding), raising=False)
+    monkeypatch.setattr("weightstream.codec.triton_codec", SimpleNamespace(DecodeLaunch=decoding), raising=False)
     monkeypatch.setattr(reference, "decode", lambda *_: threads.append(threading.current_thread()))
     coding.decoding(parts)()
     assert [layout.count for _, layout, _ in by_kernel] == [2 * 4096]
@@ -111,7 +111,7 @@ class Launches:
             raise RuntimeError(f"{name}: no such instruction")
         return self._wrong == f"{name} differs"
 
-    def prepare(self) -> None:
+    def warm_triton(self) -> None:
         assert not self.calls, "alone, before the others start"
 
     def histograms(self, data: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Launches:
         layout, coded = reference.encode(data, dtype)
         return layout, coded ^ 1 if differs else coded
 
-    def Decoding(self, parts: Sequence[reference.CodedPart]) -> Callable[[], None]:
+    def DecodeLaunch(self, parts: Sequence[reference.CodedPart]) -> Callable[[], None]:
         ((coded, layout, out),) = parts
 
         def run() -> None:

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.codec import coding
+from weightstream.codec.reference import CodedPart
 from weightstream.errors import OffloadError
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.plan import Plan
@@ -203,7 +204,7 @@ def unit_decoder(
         elif home.layout is None:
             plain.append((home, out[: home.group.nbytes]))
         else:
-            parts.append((_coded(plan, index, home, memory[0]), home.layout, out))
+            parts.append(CodedPart(_coded(plan, index, home, memory[0]), home.layout, out))
     run = coding.decoding(parts) if parts else None
 
     def decode() -> None:
