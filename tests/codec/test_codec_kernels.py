@@ -385,7 +385,7 @@ for num in (1, 2, 7, 33):
         for offset in (0, 2, 4, 16, 18):
             for dtype in ("bfloat16", "float16"):
                 layout, coded = triton_codec.encode(memory[offset : offset + nbytes], dtype)
-                triton_codec.Decoding([(coded, layout, memory[4 * offset :])] * num)()
+                triton_codec.DecodeLaunch([(coded, layout, memory[4 * offset :])] * num)()
 names = [name.rpartition(".")[2] for name, _ in found]
 print(json.dumps({name: names.count(name) for name in names}))
 """

@@ -20,7 +20,7 @@ import torch
 from weightstream.codec import reference
 from weightstream.codec.device import on
 from weightstream.codec.format import ELEMENTS, TILE, Layout
-from weightstream.codec.reference import CodedPart
+from weightstream.codec.reference import CodedPart, Encoded
 from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
@@ -90,7 +90,7 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
         def decodes(data: torch.Tensor) -> bool:
             layout, coded = reference.encode(data, dtype)
             out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
-            decode, right = triton_codec.DecodeLaunch([(coded.to(device), layout, out)]), True
+            decode, right = triton_codec.DecodeLaunch([CodedPart(coded.to(device), layout, out)]), True
             for _ in range(2):  # looked up, and as it was found
                 decode()
                 right &= torch.equal(out[: data.numel()].cpu(), data)
@@ -122,7 +122,7 @@ def counted_layout(data: torch.Tensor, dtype: str, device: torch.device = _CPU) 
     """The layout of flat bytes in compressed form, counted on a device."""
 
     def num_escapes(part: torch.Tensor) -> int:
-        return int(reference.windows(reference.histograms(part.to(device), dtype), dtype)[1].sum())
+        return int(reference.windows(reference.histograms(part.to(device), dtype), dtype).num_escapes.sum())
 
     count = data.numel() // ELEMENTS[dtype].nbytes
     return Layout(dtype=dtype, count=count, num_escapes=sum(_each(num_escapes, _parts(data, dtype, device))))
@@ -133,9 +133,9 @@ def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> I
     layout.check()
     encode_part = encode if _has_kernels(device, layout.dtype) else reference.encode
 
-    def encoded(part: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        found, coded = encode_part(part.to(device), layout.dtype)
-        return found, coded.cpu()
+    def encoded(part: torch.Tensor) -> Encoded:
+        part_layout, coded = encode_part(part.to(device), layout.dtype)
+        return Encoded(part_layout, coded.cpu())
 
     starts, bases, escapes, total = [torch.zeros(1, dtype=torch.int64, device="cpu")], [], [], 0
     for part, coded in _each(encoded, _parts(data, layout.dtype, device)):
@@ -165,11 +165,11 @@ def _is_ragged(layout: Layout) -> bool:
     return layout.count % TILE != 0
 
 
-def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
-    """The coded form of flat bytes, where they are."""
+def encode(data: torch.Tensor, dtype: str) -> Encoded:
+    """The compressed form of flat bytes, on their device."""
     if not _has_kernels(data.device, dtype):
         layout = counted_layout(data, dtype, data.device)
-        return layout, torch.cat([piece.to(data.device) for piece in pieces(data, layout, data.device)])
+        return Encoded(layout, torch.cat([piece.to(data.device) for piece in pieces(data, layout, data.device)]))
     from weightstream.codec import triton_codec
 
     return triton_codec.encode(data, dtype)
@@ -180,7 +180,7 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
     Damaged bytes give wrong weights.
     """
-    decoding([(coded, layout, out)])()
+    decoding([CodedPart(coded, layout, out)])()
 
 
 def decoding(parts: Sequence[CodedPart]) -> Callable[[], None]:
@@ -188,14 +188,14 @@ def decoding(parts: Sequence[CodedPart]) -> Callable[[], None]:
     with_kernels, found = [], list[Callable[[], None]]()
     for coded, layout, out in parts:
         if _has_kernels(out.device, layout.dtype, is_ragged=_is_ragged(layout)):
-            with_kernels.append((coded, layout, out))
+            with_kernels.append(CodedPart(coded, layout, out))
         else:
             found.append(partial(_decode_in_torch, coded, layout, out))
     if with_kernels:
         from weightstream.codec import triton_codec
 
         kinds = sorted({_kind(layout) for _, layout, _ in with_kernels})
-        found += [triton_codec.DecodeLaunch(p for p in with_kernels if _kind(p[1]) == kind) for kind in kinds]
+        found += [triton_codec.DecodeLaunch(p for p in with_kernels if _kind(p.layout) == kind) for kind in kinds]
     return found[0] if len(found) == 1 else partial(_run, found)
 
 

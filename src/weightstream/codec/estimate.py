@@ -29,7 +29,7 @@ def estimate(parts: Sequence[torch.Tensor], dtype: str) -> int:
     """
     count = sum(part.numel() for part in parts) // ELEMENTS[dtype].nbytes
     counts = histograms(_sample(parts, TILE * ELEMENTS[dtype].nbytes), dtype)
-    return _nbytes(windows(counts, dtype)[1], dtype, count)
+    return _nbytes(windows(counts, dtype).num_escapes, dtype, count)
 
 
 def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:

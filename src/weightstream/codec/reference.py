@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from weightstream.codec import digits
 from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
-CodedPart = tuple[torch.Tensor, Layout, torch.Tensor]  # coded bytes, their layout, memory for the weights
 _TILES = 4096  # whose bytes in each base are held at once
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
+
+
+class CodedPart(NamedTuple):
+    """Compressed bytes, their layout, and memory for the decoded weights."""
+
+    coded: torch.Tensor
+    layout: Layout
+    out: torch.Tensor
+
+
+class Encoded(NamedTuple):
+    """The compressed form of weights: its layout and its bytes."""
+
+    layout: Layout
+    coded: torch.Tensor
+
+
+class Windows(NamedTuple):
+    """For each tile the base of its symbols, and the bytes of its escapes: int32, (tiles,)."""
+
+    bases: torch.Tensor
+    num_escapes: torch.Tensor
 
 
 def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -26,17 +48,17 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return torch.bincount(places, minlength=num_tiles * num).view(num_tiles, num).to(torch.int32)
 
 
-def windows(counts: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The base of each tile, the least with the fewest bytes of escapes, and how many these are: int32, (tiles,)."""
+def windows(counts: torch.Tensor, dtype: str) -> Windows:
+    """The base of each tile, the least with the fewest bytes of escapes, and the number of these bytes."""
     element = ELEMENTS[dtype]
     if element.is_dense:
         found = [_least(digits.nbytes(part)) for part in counts.split(_TILES)]
         bases, nbytes = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return bases.to(torch.int32), nbytes
+        return Windows(bases.to(torch.int32), nbytes)
     sums = torch.nn.functional.pad(counts.cumsum(1, dtype=torch.int32), (1, 0))
     num_symbols = 2**element.symbol_bits - 1
     bases, outside = _least(sums[:, :-num_symbols] - sums[:, num_symbols:])
-    return bases.to(torch.int32), sums[:, -1] + outside
+    return Windows(bases.to(torch.int32), sums[:, -1] + outside)
 
 
 def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,8 +67,8 @@ def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (numbers == least[:, None]).to(torch.uint8).argmax(1), least
 
 
-def prepared(counts: torch.Tensor, dtype: str, count: int) -> tuple[Layout, torch.Tensor]:
-    """The layout of weights with these histograms, and their coded form with starts and bases in place alone."""
+def prepared(counts: torch.Tensor, dtype: str, count: int) -> Encoded:
+    """The compressed form of weights with these histograms, in which only starts and bases are written yet."""
     bases, num_escapes = windows(counts, dtype)
     starts = torch.nn.functional.pad(num_escapes.cumsum(0), (1, 0))
     layout = Layout(dtype=dtype, count=count, num_escapes=int(starts[-1]))
@@ -55,11 +77,11 @@ def prepared(counts: torch.Tensor, dtype: str, count: int) -> tuple[Layout, torc
     coded[layout.starts_at : layout.bases_at] = starts.to(torch.int32).view(torch.uint8)
     coded[layout.bases_at :] = 0
     coded[layout.bases_at :][: len(bases)] = bases.to(torch.uint8)
-    return layout, coded
+    return Encoded(layout, coded)
 
 
-def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
-    """The coded form of flat bytes."""
+def encode(data: torch.Tensor, dtype: str) -> Encoded:
+    """The compressed form of flat bytes."""
     element = ELEMENTS[dtype]
     bits, escape = element.symbol_bits, 2**element.symbol_bits - 1
     exponents, raw = _fields(data, dtype)
@@ -78,7 +100,7 @@ def encode(data: torch.Tensor, dtype: str) -> tuple[Layout, torch.Tensor]:
     else:
         escaped = _in_order(rest - escape, dtype)[_in_order(escapes, dtype)] & 2**element.exponent_bits - 1
         written.copy_(escaped.to(torch.uint8))
-    return layout, coded
+    return Encoded(layout, coded)
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 0, last: int | None = None) -> None:

@@ -17,7 +17,7 @@ import triton
 from weightstream.codec import kernels, reference
 from weightstream.codec.device import on
 from weightstream.codec.format import ELEMENTS, TILE, Element, Layout
-from weightstream.codec.reference import CodedPart
+from weightstream.codec.reference import CodedPart, Encoded
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
 _MOST = 32  # tensors in a launch: a warp counts those that begin before it in one go
@@ -36,7 +36,7 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     return counts
 
 
-def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -> tuple[Layout, torch.Tensor]:
+def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -> Encoded:
     """As `reference.encode`; `counts` are its histograms, where they are known."""
     element = ELEMENTS[dtype]
     count = data.numel() // element.nbytes
@@ -49,7 +49,7 @@ def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -
     layout, coded = reference.prepared(counts, dtype, count)
     with on(data.device):
         kernels.encode[(layout.num_tiles,)](data, coded, count, EXPONENT=element.exponent_bits, num_warps=WARPS)
-    return layout, coded
+    return Encoded(layout, coded)
 
 
 def warm_triton() -> None:

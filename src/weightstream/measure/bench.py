@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
+from weightstream.codec.reference import CodedPart
 from weightstream.errors import StoreError
 from weightstream.measure import kernels, machine, unit_overhead
 from weightstream.measure.sample_block import SampleBlock
@@ -349,7 +350,7 @@ class _Bench:
             sizes[dtype], out = [data.nbytes for data in plain], torch.empty_like(plain[0])
             for data in plain:
                 layout, coded = coding.encode(data, dtype)
-                decode = coding.decoding([(coded, layout, out[: data.nbytes])])
+                decode = coding.decoding([CodedPart(coded, layout, out[: data.nbytes])])
                 works[f"{dtype}, {data.nbytes}"] = _TimedWork(decode, _SAMPLE_S)
         best = yield works
         seconds = {dtype: [best[f"{dtype}, {n}"] for n in nbytes] for dtype, nbytes in sizes.items()}

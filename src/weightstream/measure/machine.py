@@ -9,6 +9,7 @@ import platform
 import re
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -25,12 +26,19 @@ def nvidia_gpus(root: Path = _ROOT) -> tuple[str, ...]:
     return tuple(address for address, vendor, kind in facts if vendor == _NVIDIA and kind.startswith(_DISPLAY))
 
 
-def huge_pages(root: Path = _ROOT) -> tuple[str | None, str | None]:
-    """The setting of transparent huge pages, for anonymous and for shared memory: `always`, `madvise`, `never`, ..."""
+class HugePages(NamedTuple):
+    """Settings of transparent huge pages: `always`, `madvise`, `never`, ...; None: unknown."""
+
+    anonymous: str | None
+    shared: str | None
+
+
+def huge_pages(root: Path = _ROOT) -> HugePages:
+    """The settings of transparent huge pages for anonymous and for shared memory."""
     folder = root / "sys/kernel/mm/transparent_hugepage"
     chosen = (re.search(r"\[(\w+)\]", text_of(folder / name)) for name in ("enabled", "shmem_enabled"))
     anonymous, shared = (match[1] if match else None for match in chosen)
-    return anonymous, shared
+    return HugePages(anonymous, shared)
 
 
 def machine_id(root: Path = _ROOT) -> str:

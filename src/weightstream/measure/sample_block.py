@@ -30,7 +30,9 @@ class SampleBlock(nn.Module):
         w, linear = self.width, partial(_Linear, bias=False, device=device, dtype=torch.bfloat16)
         self.scale = nn.Parameter(torch.empty(w, device=device, dtype=torch.bfloat16))
         self.q, self.k, self.v, self.o = (linear(w, w) for _ in range(4))
-        self.gate, self.up, self.down = linear(w, 2 * w), linear(w, 2 * w), linear(2 * w, w)
+        self.gate = linear(w, 2 * w)
+        self.up = linear(w, 2 * w)
+        self.down = linear(2 * w, w)
         self.act = nn.SiLU()
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS, Layout
+from weightstream.codec.reference import CodedPart
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
@@ -89,7 +90,7 @@ def overhead_works(backend: Backend, coded: str | None = None) -> Iterator[dict[
             works["coded"] = stack.enter_context(steps(backend, FEW_TENSORS, coded))
             plain = torch.zeros(ELEMENTS[coded].nbytes * _COUNT, dtype=torch.uint8, device=backend.device)
             layout, data = coding.encode(plain, coded)
-            decode = coding.decoding([(data, layout, plain)])
+            decode = coding.decoding([CodedPart(data, layout, plain)])
             works["launches"] = lambda: [decode() for _ in range(NUM_UNITS)]
         yield works
 

@@ -24,7 +24,9 @@ class Arena:
     stays pageable."""
 
     def __init__(self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None) -> None:
-        self._pin, self._unpin, self._node = pin, unpin, node
+        self._pin = pin
+        self._unpin = unpin
+        self._node = node
         self._pinned: list[torch.Tensor] = []
         finalize(self, _unpin_all, self._pinned, unpin)  # before the memory is unmapped, whoever forgets us
 

@@ -63,8 +63,11 @@ class Checkpoint:
         index: Mapping[str, Any] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.mappings, self.entries, self.metadata = tuple(mappings), entries, metadata
-        self.index, self.notes = index, tuple(notes)
+        self.mappings = tuple(mappings)
+        self.entries = entries
+        self.metadata = metadata
+        self.index = index
+        self.notes = tuple(notes)
         self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered
 
     @classmethod

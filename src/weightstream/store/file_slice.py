@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from weightstream.store.mapping import FileMapping
+from weightstream.store.mapping import FileMapping, FileRange
 from weightstream.store.readers import CachedFile
-from weightstream.store.staging import StagingSource
+from weightstream.store.staging import SourceRange
 
 
 class FileSlice(NamedTuple):
@@ -36,9 +36,9 @@ class FileSlice(NamedTuple):
         return -(-(self.end - self.begin) // self.pitch) if self.pitch else 1
 
     @property
-    def range(self) -> tuple[FileMapping, int, int]:
+    def range(self) -> FileRange:
         """Where all of it lies."""
-        return self.mapping, self.begin, self.end
+        return FileRange(self.mapping, self.begin, self.end)
 
     def within(self, data: torch.Tensor) -> torch.Tensor:
         """Its own bytes in those of the range: flat, or `[num_rows, width]`."""
@@ -52,9 +52,9 @@ class FileSlice(NamedTuple):
         """The same, once they can be read; raises `StoreError`."""
         return self.within(self.mapping.populated(self.begin, self.end))
 
-    def reading(self) -> tuple[StagingSource, int, int]:
+    def reading(self) -> SourceRange:
         """What gives its own bytes in pieces, and where they begin and end there."""
-        return (_Rows(self), 0, self.nbytes) if self.pitch else self.range
+        return SourceRange(_Rows(self), 0, self.nbytes) if self.pitch else SourceRange(*self.range)
 
 
 class _Rows(NamedTuple):

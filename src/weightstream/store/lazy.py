@@ -27,7 +27,9 @@ class LazyMemory(Memory):
     layout: Layout | None = None  # of the coded form that it is made of
 
     def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[FileSlice]) -> None:
-        self.path, self.nbytes, self.extents = path, nbytes, tuple(extents)
+        self.path = path
+        self.nbytes = nbytes
+        self.extents = tuple(extents)
         self._lock = threading.RLock()
         super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
 
@@ -102,12 +104,14 @@ class DecodedMemory(LazyMemory):
     ) -> None:
         super().__init__(name, path, layout.raw_nbytes, extents)
         self.layout: Layout = layout
-        self.source, self.decode = source or partial(_coded, self.extents[0]), decode
+        self.source = source or partial(_coded, self.extents[0])
+        self.decode = decode
 
     def hold(self, source: Callable[[], torch.Tensor], layout: Layout) -> None:
         """From now on the coded bytes are those of `source`, in a layout of the same weights."""
         with self._lock:
-            self.source, self.layout = source, layout
+            self.source = source
+            self.layout = layout
 
     def _write(self, out: torch.Tensor) -> None:
         self.decode(self.source(), self.layout, out)

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,7 +99,8 @@ class Memory:
     is_filled = True  # whether reading an address gives its byte; a file's pages come in by themselves
 
     def __init__(self, title: str, buffer: Any) -> None:
-        self._title, self._buffer = title, buffer
+        self._title = title
+        self._buffer = buffer
         self.address = ctypes.addressof(buffer) if buffer is not None else 0
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
@@ -138,6 +139,14 @@ class Memory:
             raise StoreError(f"{self._title}: bytes [{begin}, {end}) are not inside its {self.nbytes} bytes")
 
 
+class FileIdentity(NamedTuple):
+    """Facts that differ once a file was replaced, truncated or written to."""
+
+    nbytes: int
+    mtime_ns: int
+    inode: int
+
+
 class FileMapping(Memory):
     """Maps the regular file at `path`; raises `StoreError` when it cannot be opened, is no regular file, or changed."""
 
@@ -145,7 +154,7 @@ class FileMapping(Memory):
         self.path = Path(path)
         with opened_file(self.path) as descriptor:
             self.identity = _identity(os.fstat(descriptor))
-            self.nbytes = self.identity[0]
+            self.nbytes = self.identity.nbytes
             address = _map(descriptor, self.nbytes, self.path, mmap.MAP_PRIVATE) if self.nbytes else 0
             super().__init__(str(path), _buffer(address, self.nbytes) if address else None)
 
@@ -159,11 +168,11 @@ class FileMapping(Memory):
 
     def compare(self, status: os.stat_result) -> None:
         """Raises `StoreError` when this is not the state of the file that was mapped."""
-        found = _identity(status)
-        if found != self.identity:
+        identity = _identity(status)
+        if identity != self.identity:
             raise StoreError(
-                f"{self.path}: changed since it was mapped: (bytes, mtime ns, inode) was {self.identity}, "
-                f"is {found}; load the model again"
+                f"{self.path}: changed since it was mapped: (bytes, mtime ns, inode) was {tuple(self.identity)}, "
+                f"is {tuple(identity)}; load the model again"
             )
 
     def populate(self, begin: int, end: int) -> None:
@@ -211,7 +220,9 @@ class Window:
     """Pages of a file, shared with every process that reads it: `memory` holds the bytes from `begin` on."""
 
     def __init__(self, mapping: FileMapping, begin: int, memory: torch.Tensor) -> None:
-        self.mapping, self.begin, self.memory = mapping, begin, memory
+        self.mapping = mapping
+        self.begin = begin
+        self.memory = memory
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
         """Returns bytes [begin, end) of the file; raises `IndexError` outside of the window."""
@@ -231,6 +242,14 @@ class Window:
         self.mapping.check()
         code = _populate(self.memory.data_ptr() + begin - self.begin, end - begin)
         self.mapping.raise_unread(code, begin, end)
+
+
+class FileRange(NamedTuple):
+    """Bytes [begin, end) of a file."""
+
+    mapping: FileMapping
+    begin: int
+    end: int
 
 
 def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
@@ -288,5 +307,5 @@ def opened_file(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ino
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino)

@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from weightstream.store import malloc
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.ending import finalize
-from weightstream.store.mapping import FileMapping, Window
+from weightstream.store.mapping import FileMapping, FileRange, Window
 from weightstream.store.numa import Node, on_node
 
 _PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
@@ -32,7 +33,6 @@ _LONGEST_PAUSE_S = 0.01  # its time may be that of whoever measured the device
 _ROOM_NBYTES = 64 << 20  # a first step took 36, for kernels that were not loaded before [H100]
 _AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
 
-FileRange = tuple[FileMapping, int, int]
 Show = Callable[[torch.Tensor], torch.Tensor | None]
 
 
@@ -40,7 +40,9 @@ class Pages:
     """One range of a file, on its way into memory or there; `ranges` are those that were asked for."""
 
     def __init__(self, mapping: FileMapping, begin: int, end: int) -> None:
-        self.mapping, self.begin, self.end = mapping, begin, end
+        self.mapping = mapping
+        self.begin = begin
+        self.end = end
         self.ranges: set[FileRange] = set()
         self.window: Window | None = None
         self.view: torch.Tensor | None = None  # the window, as a device has it
@@ -77,8 +79,10 @@ class PageCache:
     def __init__(
         self, pin: Pin | None = None, unpin: Pin | None = None, node: Node | None = None, show: Show | None = None
     ) -> None:
-        self.pins, self._show = pin is not None, show
-        self._arena, self._node = Arena(pin, unpin), node
+        self.pins = pin is not None
+        self._show = show
+        self._arena = Arena(pin, unpin)
+        self._node = node
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,6 +131,18 @@ class PageCache:
             self._thread = None
 
 
+class _Waiting(NamedTuple):
+    window: Window
+    pages: Pages
+
+
+class _WindowState(NamedTuple):
+    """A window that can be pinned if it `is_there`, and is to be read first if not."""
+
+    window: Window
+    is_there: bool
+
+
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the one that pins them.
 
@@ -135,8 +151,9 @@ class _Ahead:
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
-        self._found: dict[Pages, Future[tuple[Window, bool]]] = {each: Future() for each in pages}
-        self._waiting, self._closed = deque[tuple[Window, Pages]](), closed
+        self._found: dict[Pages, Future[_WindowState]] = {each: Future() for each in pages}
+        self._waiting = deque[_Waiting]()
+        self._closed = closed
         self._leave_room = finalize(self, malloc.room(_ROOM_NBYTES))
         self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
         self._node = node
@@ -147,7 +164,7 @@ class _Ahead:
             if _has_ended(self._closed):
                 break
             try:
-                self._waiting.append((each.mapping.window(each.begin, each.end), each))
+                self._waiting.append(_Waiting(each.mapping.window(each.begin, each.end), each))
             except Exception as error:
                 found.set_exception(error)
                 break
@@ -165,7 +182,7 @@ class _Ahead:
                 window, each = self._waiting.popleft()
                 found = self._found[each]
                 try:
-                    found.set_result((window, self._is_there(window, each)))
+                    found.set_result(_WindowState(window, self._is_there(window, each)))
                 except Exception as error:
                     found.set_exception(error)
 
@@ -173,7 +190,7 @@ class _Ahead:
         """Whether all of it is mapped now; not where a disk is to be read, or that is wanted no more."""
         return not _has_ended(self._closed) and window.is_cached() and _populate(window, each, self._closed)
 
-    def window(self, each: Pages) -> tuple[Window, bool]:
+    def window(self, each: Pages) -> _WindowState:
         """Waits for pages; returns their window, and whether it can be pinned, or is to be read first."""
         return self._found[each].result()
 
@@ -257,5 +274,5 @@ def _merged(ranges: Sequence[FileRange]) -> list[Pages]:
             last = Pages(mapping, begin, end)
             found.append(last)
         last.end = max(last.end, end)
-        last.ranges.add((mapping, begin, end))
+        last.ranges.add(FileRange(mapping, begin, end))
     return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))

@@ -27,7 +27,8 @@ class DirectFile:
     """The file of a mapping, unchanged since that was made."""
 
     def __init__(self, mapping: FileMapping) -> None:
-        self.path, self._mapping = mapping.path, mapping
+        self.path = mapping.path
+        self._mapping = mapping
         self.is_direct = True  # until the file system has refused it, so that reads go through the page cache
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,16 @@ from weightstream.store.ending import finalize
 from weightstream.store.numa import Node, on_node
 
 _Drained = Callable[[], None] | None  # blocks until the buffer's last use is over
-_Free = SimpleQueue[tuple[torch.Tensor, _Drained] | None]  # None wakes who waits, at the end
+
+
+class _FreeBuffer(NamedTuple):
+    """A buffer that may be written once `drained` has returned, if there is such a call."""
+
+    memory: torch.Tensor
+    drained: _Drained
+
+
+_Free = SimpleQueue[_FreeBuffer | None]  # None wakes a thread that waits, at the end
 
 _PATIENCE_S = 1.0  # that a process which ends waits for reads under way
 
@@ -34,6 +43,14 @@ class StagingSource(Protocol):
     """Bytes with positions, such as a file; several threads read at once."""
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor: ...
+
+
+class SourceRange(NamedTuple):
+    """Bytes [begin, end) of a source."""
+
+    source: StagingSource
+    begin: int
+    end: int
 
 
 class MemorySource(NamedTuple):
@@ -53,11 +70,15 @@ class StagedPiece:
     memory: torch.Tensor
 
     def __init__(self, source: StagingSource, origin: int, begin: int, end: int, free: _Free) -> None:
-        self.begin, self.end = begin - origin, end - origin
+        self.begin = begin - origin
+        self.end = end - origin
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.dropped = False
-        self._source, self._begin, self._end, self._free = source, begin, end, free
+        self._source = source
+        self._begin = begin
+        self._end = end
+        self._free = free
         self._lent: list[torch.Tensor] = []
 
     def fill(self, buffer: torch.Tensor, drained: _Drained) -> None:
@@ -67,7 +88,7 @@ class StagedPiece:
             self.memory = self._source.read(self._begin, self._end, buffer)
             self._lent.append(buffer)
         except BaseException as error:  # carried to the consumer, whatever it is
-            self._free.put((buffer, drained))  # it may be what failed
+            self._free.put(_FreeBuffer(buffer, drained))  # it may be what failed
             self.error = error
         self.done.set()
 
@@ -80,7 +101,7 @@ class StagedPiece:
     def release(self, drained: _Drained = None) -> None:
         """Gives the buffer back, to be written once `drained` has returned. Only the first call counts."""
         if self._lent:
-            self._free.put((self._lent.pop(), drained))
+            self._free.put(_FreeBuffer(self._lent.pop(), drained))
 
     def __del__(self) -> None:
         self.release()
@@ -90,7 +111,8 @@ class StagedReading:
     """The pieces of one range, in order, each as soon as it was read. They can be iterated over once."""
 
     def __init__(self, pieces: Sequence[StagedPiece], staging: Staging) -> None:
-        self._num, self._pieces = len(pieces), deque(pieces)
+        self._num = len(pieces)
+        self._pieces = deque(pieces)
         self._staging = staging  # whoever reads keeps it open
         finalize(self, _forget, self._pieces)
 
@@ -138,7 +160,7 @@ class _Desk:
         self.pieces: SimpleQueue[StagedPiece | None] = SimpleQueue()  # None: closed
         self.free: _Free = SimpleQueue()
         for buffer in buffers:
-            self.free.put((buffer, None))
+            self.free.put(_FreeBuffer(buffer, None))
         self._turn = threading.Lock()
         self.is_closed = False
 
@@ -182,7 +204,8 @@ class Staging:
     def __init__(self, buffers: Sequence[torch.Tensor], num_threads: int = 3, node: Node | None = None) -> None:
         self._step = buffers[0].numel()
         self._desk = _Desk(buffers)
-        self._num_threads, self._node = num_threads, node
+        self._num_threads = num_threads
+        self._node = node
         self._threads: list[threading.Thread] = []
         self._lock = threading.RLock()
         self._close = finalize(self, self._desk.close)
@@ -212,6 +235,7 @@ class Staging:
         """Ends the threads, waiting for the requests under way; readings that are not done raise `StoreError`."""
         with self._lock:
             self._close()
-            threads, self._threads = self._threads, []
+            threads = self._threads
+            self._threads = []
         for thread in threads:
             thread.join()

@@ -16,7 +16,7 @@ import torch
 
 from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import ALIGN_NBYTES
-from weightstream.store.staging import StagingSource
+from weightstream.store.staging import SourceRange
 
 Event = Any  # made by a backend and understood by that backend alone
 Stamp = Any  # likewise
@@ -49,7 +49,7 @@ class Copy:
     src: torch.Tensor
     pinned: bool = False
     prepare: Callable[[], None] | None = None
-    read: tuple[StagingSource, int, int] | None = None
+    read: SourceRange | None = None
 
     def joined(self, other: Copy) -> Copy | None:
         """One copy for two that are neighbours at both ends, the alignment gap between them included."""
@@ -146,7 +146,8 @@ class StepEnd:
     """The end of the last step, which the next one runs behind, and whoever writes to what copies may still read."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self._event = backend, backend.event()
+        self._backend = backend
+        self._event = backend.event()
         self._num_marked = self._num_passed = 0
 
     def mark(self) -> None:

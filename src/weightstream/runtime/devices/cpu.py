@@ -120,7 +120,7 @@ class CpuBackend:
         move(self._moves(copies), _put)
 
     def _moves(self, copies: Sequence[Copy]) -> list[Move]:
-        return [(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
+        return [Move(copy, None if copy.read is None else self._staging.start(*copy.read)) for copy in copies]
 
     @cached_property
     def _staging(self) -> Staging:

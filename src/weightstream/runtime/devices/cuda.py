@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import cache, cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from weightstream.store.arena import Arena
 from weightstream.store.ending import finalize
 from weightstream.store.limits import describe_limits
 from weightstream.store.numa import Node, nearest
-from weightstream.store.staging import MemorySource, StagedReading, Staging
+from weightstream.store.staging import MemorySource, SourceRange, StagedReading, Staging
 
 logger = logging.getLogger("weightstream")
 
@@ -51,10 +51,14 @@ _FED = (
 )
 
 
-def memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of device memory that are free, and all."""
-    free, total = torch.cuda.mem_get_info(device)
-    return free, total
+class DeviceMemory(NamedTuple):
+    free_nbytes: int
+    total_nbytes: int
+
+
+def memory(device: torch.device) -> DeviceMemory:
+    """Free and total bytes of a device's memory."""
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
 
 
 def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
@@ -258,12 +262,13 @@ class CudaBackend:
     def copy(self, copies: Sequence[Copy]) -> None:
         if self._feeder is None and all(copy.pinned for copy in copies):
             with self._current():
-                move([(copy, None) for copy in copies], self._queue)
+                move([Move(copy, None) for copy in copies], self._queue)
             return
         if self.capturing():
             raise OffloadError(_FED)
         if self._feeder is None:
-            self._feeder, self._was_fed = Worker("weightstream-feed"), True
+            self._was_fed = True
+            self._feeder = Worker("weightstream-feed")
             self._stop = finalize(self, self._feeder.stop)
         moves = self._moves(copies)
         self._feeder.submit(lambda: self._move(moves))
@@ -280,7 +285,7 @@ class CudaBackend:
         self._copies.synchronize()
 
     def _moves(self, copies: Sequence[Copy]) -> list[Move]:
-        return [(copy, None if copy.pinned else self._read(copy)) for copy in copies]
+        return [Move(copy, None if copy.pinned else self._read(copy)) for copy in copies]
 
     def _move(self, moves: Sequence[Move]) -> None:
         with torch.cuda.stream(self._copies):
@@ -306,7 +311,7 @@ class CudaBackend:
 
     def _read(self, copy: Copy) -> StagedReading:
         """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
-        return self._staging.start(*(copy.read or (MemorySource(copy.src), 0, copy.src.numel())))
+        return self._staging.start(*(copy.read or SourceRange(MemorySource(copy.src), 0, copy.src.numel())))
 
     @cached_property
     def _staging(self) -> Staging:
@@ -390,7 +395,7 @@ def node(device: torch.device) -> Node | None:
 
 def allocatable_nbytes(device: torch.device) -> int:
     """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
-    return memory(device)[0] + torch.cuda.memory_reserved(device) - allocated_nbytes(device)
+    return memory(device).free_nbytes + torch.cuda.memory_reserved(device) - allocated_nbytes(device)
 
 
 def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:

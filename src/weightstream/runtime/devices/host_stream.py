@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +16,15 @@ from weightstream.store.numa import Node
 from weightstream.store.staging import StagedReading, Staging
 
 STAGING_NBYTES, STAGING_BUFFERS = 8 << 20, 8
-_THREADS = 3, 8  # that read, a half of the cores: a disk has work with the least, in memory one copies 3 to 5 GB/s
+# Reading threads, half as many as cores: the least keep a disk busy; from memory each copies 3 to 5 GB/s.
+_MIN_THREADS, _MAX_THREADS = 3, 8
 
-Move = tuple[Copy, StagedReading | None]  # a copy, and the reading that its bytes come from, if not from its source
+
+class Move(NamedTuple):
+    """A copy, and the reading that its bytes come from; None: they come from the copy's source."""
+
+    copy: Copy
+    reading: StagedReading | None
 
 
 class Point:
@@ -69,7 +76,8 @@ class Worker:
         point = Point()
 
         def reach() -> None:
-            point.error, self._error = self._error, None
+            point.error = self._error
+            self._error = None
             point.reach()
 
         self._jobs.put(reach)
@@ -90,7 +98,7 @@ def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> St
     """The staging ring of a device, in memory from `take`, it and its threads at a node."""
     with nullcontext() if node is None else node.first():
         memory = take(STAGING_BUFFERS * STAGING_NBYTES)
-    num_threads = min(max(_THREADS[0], len(os.sched_getaffinity(0)) // 2), _THREADS[1])
+    num_threads = min(max(_MIN_THREADS, len(os.sched_getaffinity(0)) // 2), _MAX_THREADS)
     return Staging(memory.split(STAGING_NBYTES)[:STAGING_BUFFERS], num_threads, node)
 
 

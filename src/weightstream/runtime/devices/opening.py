@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -73,17 +74,25 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
     raise UnsupportedError(f"device {device}: weightstream runs on 'cuda' and 'cpu'")
 
 
-def pinned(backend: Backend, config: OffloadConfig) -> tuple[Arena | None, PageCache | None]:
+class HostPlaces(NamedTuple):
+    """Host memory that a device copies from: of its own, and the page cache; None: not to be used."""
+
+    arena: Arena | None
+    pages: PageCache | None
+
+
+def pinned(backend: Backend, config: OffloadConfig) -> HostPlaces:
     """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
     nothing is pinned, read ahead."""
     if backend.device.type != "cuda" or not config.pin_memory:
-        return None, PageCache()
+        return HostPlaces(None, PageCache())
     node, index = cuda.node(backend.device), backend.device.index
 
     def pin(memory: torch.Tensor, *, read_only: bool = False) -> None:
         with backend.pinning:
             cuda.pin_in_place(memory, backend.device, read_only=read_only)
 
-    pins = partial(pin, read_only=True), cuda.unregister, node, backend.device_view
-    pages = PageCache(*pins) if cuda_driver.pins_read_only(index) else None
-    return Arena(pin, cuda.unregister, node), pages
+    pages: PageCache | None = None
+    if cuda_driver.pins_read_only(index):
+        pages = PageCache(partial(pin, read_only=True), cuda.unregister, node, backend.device_view)
+    return HostPlaces(Arena(pin, cuda.unregister, node), pages)

@@ -85,7 +85,7 @@ def unit_decoder(unit: BufferedUnit, aliases: Collection[str]) -> Callable[[], N
         if home.layout is None:
             updated.append((home, room[: home.group.nbytes]))
         else:
-            compressed.append((unit.compressed(alias), home.layout, room))
+            compressed.append(CodedPart(unit.compressed(alias), home.layout, room))
     decompress = coding.decoding(compressed) if compressed else None
     capturing = unit.backend.capturing
 

@@ -45,6 +45,7 @@ from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping, Memory
 from weightstream.store.pages import Pages
 from weightstream.store.readers import DirectFile
+from weightstream.store.staging import SourceRange
 
 
 class Tier(Enum):
@@ -269,13 +270,13 @@ class OnDisk(Mapped):
 
     def _copy(self, index: int, dst: torch.Tensor, backend: Backend) -> Copy:
         extent = self.extents[index]
-        read = extent.reading() if extent.pitch else (DirectFile(extent.mapping), extent.begin, extent.end)
-        return Copy(dst=dst, src=self._bytes(index), read=read)
+        direct = SourceRange(DirectFile(extent.mapping), extent.begin, extent.end)
+        return Copy(dst=dst, src=self._bytes(index), read=extent.reading() if extent.pitch else direct)
 
     def cached_copy(self, dst: torch.Tensor) -> Copy:
         """One copy of whole rows, read through the page cache; for weights that are brought to a device once."""
         joined = Joined(self.extents)
-        return Copy(dst=dst[: joined.nbytes], src=self.view, read=(joined, 0, joined.nbytes))
+        return Copy(dst=dst[: joined.nbytes], src=self.view, read=SourceRange(joined, 0, joined.nbytes))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
