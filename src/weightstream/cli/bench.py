@@ -180,7 +180,7 @@ def _verdict(row: dict[str, Any]) -> str:
     if row["skipped"]:
         return "not compared"
     if not row["reproducible"]:
-        return "not known: the resident model itself gives different bits from run to run here"
+        return "not known: the model itself is not reproducible here, as its bits differ from run to run"
     if row["equal"]:
         return f"yes, {row['num_compared']} outputs of offloaded and resident are bit for bit the same"
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"
