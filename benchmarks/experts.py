@@ -119,19 +119,19 @@ def measured(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3")
-    parser.add_argument("--layers", type=int, help="the shape's own, if it is not given")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--shares", default="coded,50,25,10")
     parser.add_argument("--codecs", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument(
-        "--recalls", default="", help="of guesses for the next layer: as the routers, which know no table"
+        "--recalls", default="", help="share of right guesses for the next layer; default: those of the routers"
     )
-    parser.add_argument("--aheads", default="", help="rows to fetch ahead, in place of what the plan says")
+    parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
     parser.add_argument("--uniform", action="store_true")
-    parser.add_argument("--ring", action="store_true", help="experts stream: none are in a cache")
+    parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint that is loaded; written where it is not there")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint, which is written if it is missing")
     parser.add_argument("--tiny", action="store_true", help="with --first: matrices of 8 KiB")
     args = parser.parse_args()
     shape = SHAPES[args.shape]

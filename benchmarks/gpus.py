@@ -377,8 +377,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--brief", action="store_true", help="leave out one GPU, and neighbours together")
-    parser.add_argument("--files", type=Path, default=Path("/dev/shm"), help="where a file for links is")
+    parser.add_argument("--brief", action="store_true", help="without one GPU and without neighbours together")
+    parser.add_argument("--files", type=Path, default=Path("/dev/shm"), help="folder for the file of the links")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "gpus.jsonl")
     gpus = Gpus(parser.parse_args())
     for name in gpus.args.only.split(","):

@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--only", default="8b,prompt,70b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--layers", type=int, help="of 405b; 63 of its 126 give two GPUs the shards' bytes of four")
+    parser.add_argument("--layers", type=int, help="of 405b; with 63 of 126 two GPUs hold the bytes of four")
     parser.add_argument("--files", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "tensor_parallel.jsonl")
     ranks = Ranks(parser.parse_args())

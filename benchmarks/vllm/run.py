@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=16, help="of first_ms")
-    parser.add_argument("--long", type=int, default=0, help="tokens of each of these; as --prompt")
+    parser.add_argument("--long", type=int, default=0, help="tokens of each of these; default: --prompt")
     parser.add_argument("--prompt-only", action="store_true")
     parser.add_argument("--verify", action="store_true", help="compare all weights with the files at the end")
     parser.add_argument("--new", type=int, default=33, help="tokens to generate")
