@@ -151,10 +151,10 @@ Group = Callable[[Trials], None]
 def main(name: str, doc: str, groups: Mapping[str, Group]) -> None:
     """Parse the command line, make the checkpoint if it is missing, and run the chosen groups."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint, made when it is not there")
-    parser.add_argument("--nf4", action="store_true", help="the layers in bitsandbytes' NF4")
+    parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; others are ignored")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, to check that it runs")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint, which is made if it is missing")
+    parser.add_argument("--nf4", action="store_true", help="layers in bitsandbytes' NF4")
     parser.add_argument("--out", type=Path, help=f"results/{name}.jsonl, or results/quantised.jsonl with --nf4")
     args = parser.parse_args()
     args.folder = args.folder or checkpoint.default_folder(args.smoke, args.nf4)

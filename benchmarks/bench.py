@@ -327,12 +327,12 @@ def main(
 ) -> None:
     """Parse the command line, and measure the resident model for each length, then the chosen groups."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; names of others are skipped")
-    parser.add_argument("--seconds", type=float, default=seconds, help="how long to time a system, at least 5 steps")
-    parser.add_argument("--steps", type=int, default=100, help="how many steps to time of a system, at most")
+    parser.add_argument("--only", default=",".join(groups), help=f"of {', '.join(groups)}; others are ignored")
+    parser.add_argument("--seconds", type=float, default=seconds, help="seconds to time a system, for at least 5 steps")
+    parser.add_argument("--steps", type=int, default=100, help="most steps to time of a system")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", default=",".join(map(str, tokens)))
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, to check that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.jsonl")
     options(parser)
     args = parser.parse_args()

@@ -19,7 +19,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rows
 import torch
@@ -91,7 +91,25 @@ def priced(plan: Plan, inputs: PlannerInputs) -> Plan:
     return planner.priced(plan)
 
 
-def best_classic(inputs: PlannerInputs, plan: Plan) -> tuple[tuple[int, int, int] | None, float | None, int]:
+class BestClassic(NamedTuple):
+    """Classic settings (group size, number in a group, prefetch step) with the least predicted step.
+
+    `num` settings fit the memory; the others are None if none does.
+    """
+
+    settings: tuple[int, int, int] | None
+    step_s: float | None
+    num: int
+
+
+class Timed(NamedTuple):
+    """Seconds of each step, and the allocator's peak besides the memory before."""
+
+    seconds: list[float]
+    beside_nbytes: int
+
+
+def best_classic(inputs: PlannerInputs, plan: Plan) -> BestClassic:
     """The classic settings, of those that need no more device memory, that are predicted to be fastest."""
     manifest, planner = inputs.grains[0], inputs.planner(0)
     found = []
@@ -102,7 +120,8 @@ def best_classic(inputs: PlannerInputs, plan: Plan) -> tuple[tuple[int, int, int
         classic = place_layers(manifest, prefetch, profile=planner.profile(manifest))
         if classic.device_nbytes <= max(plan.device_nbytes, plan.budget or 0):
             found.append((classic.step_s, (group_size, num_in_group, step)))
-    return (min(found)[1], min(found)[0], len(found)) if found else (None, None, 0)
+    step_s, settings = min(found, default=(None, None))
+    return BestClassic(settings, step_s, len(found))
 
 
 def first_outputs(steps: DecodeSteps) -> list[torch.Tensor]:
@@ -127,7 +146,7 @@ class Cells:
         self.want: dict[str, list[torch.Tensor]] = {}  # by workload: the resident model's outputs
         self.equal = False
 
-    def timed(self, name: str) -> tuple[list[float], int]:
+    def timed(self, name: str) -> Timed:
         workload = WORKLOADS[name]
         if name not in self.want:  # a run of its own, so that the resident model is compared with itself
             self.want[name] = first_outputs(DecodeSteps(self.model, workload, self.device))
@@ -135,7 +154,7 @@ class Cells:
         self.equal = all(map(torch.equal, first_outputs(steps), self.want[name]))
         seconds = rounds_s(self.backend, steps, self.seconds)
         del steps
-        return seconds, self.beside_nbytes(workload)
+        return Timed(seconds, self.beside_nbytes(workload))
 
     @torch.no_grad()
     def beside_nbytes(self, workload: Workload) -> int:
@@ -175,7 +194,7 @@ class Cells:
                 seconds, peak = self.timed(name)
                 ms = rows.percentiles([1e3 * s for s in seconds])
                 plan = planned if name == first else priced(planned, self.inputs[name])
-                settings, classic_s, num = best_classic(self.inputs[name], plan)
+                classic = best_classic(self.inputs[name], plan)
                 refined = streamer.stats()
                 bound_ms = max(floor_ms, 1e3 * self.resident[name])
                 yield self.row(name, percent, plan, ms, peak) | {
@@ -188,24 +207,25 @@ class Cells:
                         what: round(1e3 * sum(getattr(unit, what) for unit in refined.units), 2)
                         for what in ("compute_s", "wait_s", "copy_s")
                     },
-                    "classic": settings,
-                    "classic_predicted_ms": classic_s and round(1e3 * classic_s, 3),
-                    "num_classic": num,
+                    "classic": classic.settings,
+                    "classic_predicted_ms": classic.step_s and round(1e3 * classic.step_s, 3),
+                    "num_classic": classic.num,
                 }
 
     def classic(self, percent: int, name: str = "decode, batch 1") -> Iterator[dict[str, Any]]:
         """The classic settings of no more device memory that are predicted to be best, measured."""
         plan = self.inputs[name].at_budget(self.nbytes * percent // 100).plan()[1]
-        settings, _, num = best_classic(self.inputs[name], plan)
-        if settings is None:
+        best = best_classic(self.inputs[name], plan)
+        if best.settings is None:
             return
         keys = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
-        over = {"context": WORKLOADS[name].context, **dict(zip(keys, settings, strict=True))}
+        over = {"context": WORKLOADS[name].context, **dict(zip(keys, best.settings, strict=True))}
         with weightstream.offload(self.model, device=self.device, codec="none", **over) as streamer:
             seconds, peak = self.timed(name)
             ms = rows.percentiles([1e3 * s for s in seconds])
             row = self.row(name, percent, streamer.plan, ms, peak)
-            yield row | {"system": f"{row['system']}, classic {settings}", "classic": settings, "num_classic": num}
+            system = f"{row['system']}, classic {best.settings}"
+            yield row | {"system": system, "classic": best.settings, "num_classic": best.num}
 
     def floor_ms(self, plan: Plan, read: tuple[int, ...]) -> float:
         """The plan's copies back to back, and what kernels read from host memory at the same rate."""

@@ -215,9 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--trained", type=Path, help="safetensors with trained weights")
-    parser.add_argument("--steps", type=int, default=40, help="decodings that are timed of each kind, at least 20")
+    parser.add_argument("--steps", type=int, default=40, help="timed decodings of each kind, at least 20")
     parser.add_argument(
-        "--smoke", action="store_true", help="tiny tensors in Triton's interpreter: does it run at all?"
+        "--smoke", action="store_true", help="tiny tensors in Triton's interpreter, to check that it runs"
     )
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "codec.jsonl")
     args = parser.parse_args()

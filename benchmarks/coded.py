@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import host
 import prefill
@@ -148,8 +148,16 @@ def llama(bench: Bench, cases: list[Case]) -> None:
         _tell("llama", bench.rows[-1], "x_resident_turns", "at most 1.003", "x resident")
 
 
-def _llamas(bench: Bench, tokens: int) -> tuple[Case, Any, Any]:
-    """Two equal models on the device, and the resident model's row."""
+class Llamas(NamedTuple):
+    """Two equal models on the device, one to be offloaded, and the case with the outputs of the plain one."""
+
+    case: Case
+    plain: Any
+    offloaded: Any
+
+
+def _llamas(bench: Bench, tokens: int) -> Llamas:
+    """Make the models, and add the resident model's row."""
     import cells
 
     torch.manual_seed(time.time_ns() % 2**31)
@@ -160,7 +168,7 @@ def _llamas(bench: Bench, tokens: int) -> tuple[Case, Any, Any]:
     want = tuple(_logits(plain, x.to(bench.device)).cpu() for x in ids)
     case = Case(tokens=tokens, x=tuple(ids), want=want, resident_ms=0.0)
     ms = bench.measure("resident, Llama, eager", partial(_logits, plain), case)
-    return replace(case, resident_ms=ms), plain, offloaded
+    return Llamas(replace(case, resident_ms=ms), plain, offloaded)
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -77,18 +77,18 @@ def same(wanted: list[torch.Tensor] | None, found: list[torch.Tensor]) -> bool |
     return None if wanted is None else all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def foretold(plan: Any) -> dict[str, float]:
+def predicted(plan: Any) -> dict[str, float]:
     """The prediction for a step of `model.generate`, and for one in a CUDA graph, which is measured."""
     return {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
 
 
-def foretold_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
+def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
     """The same for the plain model, from its config only."""
     with tempfile.TemporaryDirectory() as folder:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)
-        return foretold(weightstream.plan_model(folder, device_budget=nbytes + 2**30, batch=batch, context=256))
+        return predicted(weightstream.plan_model(folder, device_budget=nbytes + 2**30, batch=batch, context=256))
 
 
 def measured(
@@ -119,19 +119,19 @@ def measured(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3")
-    parser.add_argument("--layers", type=int, help="the shape's own, if it is not given")
+    parser.add_argument("--layers", type=int, help="default: the shape's")
     parser.add_argument("--shares", default="coded,50,25,10")
     parser.add_argument("--codecs", default="auto")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument(
-        "--recalls", default="", help="of guesses for the next layer: as the routers, which know no table"
+        "--recalls", default="", help="share of right guesses for the next layer; default: those of the routers"
     )
-    parser.add_argument("--aheads", default="", help="rows to fetch ahead, in place of what the plan says")
+    parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
     parser.add_argument("--uniform", action="store_true")
-    parser.add_argument("--ring", action="store_true", help="experts stream: none are in a cache")
+    parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
-    parser.add_argument("--folder", type=Path, help="of the checkpoint that is loaded; written where it is not there")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint, which is written if it is missing")
     parser.add_argument("--tiny", action="store_true", help="with --first: matrices of 8 KiB")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
@@ -177,16 +177,16 @@ def main() -> None:
         ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
         repeats = same(want, decoding.logits())
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
-        told = foretold_resident(model, nbytes, args.batch)
-        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **told)
+        predictions = predicted_resident(model, nbytes, args.batch)
+        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **predictions)
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for cell in product(*(values.split(",") for values in cells)):
         name, began = name_of(*cell), time.perf_counter()
         with rows.guarded(write, name), offloaded(*cell) as streamer:
-            load_s, told = round(time.perf_counter() - began, 1), foretold(streamer.plan)  # before any step ran
+            load_s, predictions = round(time.perf_counter() - began, 1), predicted(streamer.plan)  # before any step ran
             logits = decoding.logits()
             found = measured(streamer, decoding, same(want, logits), plain_ms, args.batch)
-            found |= {"equal_to": equal_to if want is not None else None, **told}
+            found |= {"equal_to": equal_to if want is not None else None, **predictions}
             budget_gib = round((streamer.plan.budget or 0) / 2**30, 2)
             write(system=name, budget_gib=budget_gib, load_s=load_s, nbytes=nbytes, **found)
             if want is None:

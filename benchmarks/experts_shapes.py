@@ -158,12 +158,19 @@ def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
     return table.hits / (table.hits + table.misses)
 
 
-def nbytes_of(shape: Shape, layers: int) -> tuple[int, int]:
+class Sizes(NamedTuple):
     """The bytes of all weights, in bfloat16, and of one expert."""
+
+    model_nbytes: int
+    expert_nbytes: int
+
+
+def nbytes_of(shape: Shape, layers: int) -> Sizes:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(shape.config(layers), dtype=torch.bfloat16)
     stacks = list(experts_of(model)[-1].parameters())
-    return sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in stacks) // shape.num_experts
+    expert_nbytes = sum(p.nbytes for p in stacks) // shape.num_experts
+    return Sizes(sum(p.nbytes for p in model.parameters()), expert_nbytes)
 
 
 def experts_of(model: Any) -> list[Any]:

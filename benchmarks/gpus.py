@@ -258,10 +258,10 @@ class Gpus:
     def text(self, system: str, model: Any, want: Any = None) -> Any:
         """Time each further token, launched one by one and from a graph, in turns; returns the tokens."""
         ids = torch.arange(2, 34, device=self.home).view(1, -1)
-        told: list[Any] = []
+        reports: list[Any] = []
         planned = getattr(model, "weightstream", None) and model.weightstream.plan
         static = {"cache_implementation": "static", "disable_compile": True}
-        graph = partial(weightstream.generate, model, on_decoding=told.append)
+        graph = partial(weightstream.generate, model, on_decoding=reports.append)
         ways = {"eager": partial(model.generate, **static), "graph": graph}
 
         def seconds(way: str, num: int) -> float:
@@ -283,7 +283,7 @@ class Gpus:
             for way in ways:
                 ms[way].append(1e3 * (seconds(way, MANY) - seconds(way, FEW)) / (MANY - FEW))
         row = {"token_ms": rows.percentiles(ms["graph"]), "eager_token_ms": rows.percentiles(ms["eager"])}
-        row |= {"decoding": str(told[-1]), "equal": all(same)}
+        row |= {"decoding": str(reports[-1]), "equal": all(same)}
         if planned is not None:
             predicted = {"token": 1e3 * planned.graph_s, "eager_token": 1e3 * planned.step_s}
             row |= {f"predicted_{name}_ms": round(value, 2) for name, value in predicted.items()}
@@ -377,8 +377,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--brief", action="store_true", help="leave out one GPU, and neighbours together")
-    parser.add_argument("--files", type=Path, default=Path("/dev/shm"), help="where a file for links is")
+    parser.add_argument("--brief", action="store_true", help="without one GPU and without neighbours together")
+    parser.add_argument("--files", type=Path, default=Path("/dev/shm"), help="folder for the file of the links")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "gpus.jsonl")
     gpus = Gpus(parser.parse_args())
     for name in gpus.args.only.split(","):

@@ -224,8 +224,8 @@ def ours(run: Run, budget: float) -> None:
             step = None if stats.step_s is None else round(stats.step_s, 4)
             row[name] = {"step_s": step, "predicted_s": round(stats.predicted_step_s, 4)}
             row[name] |= {"steps": stats.steps, "unplanned": stats.unplanned_fills, "stall_s": round(stats.stall_s, 2)}
-        told = ("x_", "act", "bound", "host")
-        print({key: row[key] for key in row if key in run.pipe.components or key.startswith(told)}, flush=True)
+        prefixes = ("x_", "act", "bound", "host")
+        print({key: row[key] for key in row if key in run.pipe.components or key.startswith(prefixes)}, flush=True)
     finally:
         run.pipe.weightstream.remove()
         if run.arguments.load is not None:

@@ -98,11 +98,11 @@ def tell(bench: Bench, name: str, floor_ms: float, unpacked_ms: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(SYSTEMS), help="of the names in tests/quantised/formats.py")
-    parser.add_argument("--seconds", type=float, default=2, help="how long to time a system, at least 5 steps")
-    parser.add_argument("--steps", type=int, default=100, help="how many steps to time of a system, at most")
+    parser.add_argument("--only", default=",".join(SYSTEMS), help="names in tests/quantised/formats.py")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds to time a system, for at least 5 steps")
+    parser.add_argument("--steps", type=int, default=100, help="most steps to time of a system")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: does it run at all?")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, to check that it runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "quantised.jsonl")
     args = parser.parse_args()
     with torch.no_grad():

@@ -159,9 +159,9 @@ class Ranks:
         if not all(y.isfinite().all() for y in want):
             raise ValueError(f"{name}: its outputs are not finite")
         ms, is_equal = self.timed(run, inputs, want)
-        told = {} if "prompt" in name else self.generated(model)
-        self.texts[name] = told.pop("text", None)
-        self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal, **told)
+        generation = {} if "prompt" in name else self.generated(model)
+        self.texts[name] = generation.pop("text", None)
+        self.write(system=f"{name}, resident", ms=rows.percentiles(ms), equal=is_equal, **generation)
         return want
 
     def generated(
@@ -183,12 +183,12 @@ class Ranks:
         seconds(few)
         ms = [1e3 * (seconds(many) - seconds(few)) / (many - few) for _ in range(rounds)]
         seconds(many)
-        told = {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
+        generation = {"token_ms": rows.percentiles(ms), "decoding": str(found[-1]), "text": self.text}
         if planned is None:
-            return told
+            return generation
         predicted = 1e3 * planned.graph_s
-        x_predicted = round(predicted / told["token_ms"]["p50"], 3)
-        return told | {"predicted_token_ms": round(predicted, 2), "x_predicted_token": x_predicted}
+        x_predicted = round(predicted / generation["token_ms"]["p50"], 3)
+        return generation | {"predicted_token_ms": round(predicted, 2), "x_predicted_token": x_predicted}
 
     @torch.no_grad()
     def cell(
@@ -213,8 +213,8 @@ class Ranks:
         ms, is_equal = self.timed(run, inputs, want)
         plan = streamer.plan
         held, grown = streamer.stats().held_nbytes["host"], host.anon_nbytes() - before
-        told = {} if "prompt" in system else self.generated(model, planned)
-        is_equal &= told.pop("text", None) == self.texts.get(system.partition(", ")[0] if told else "")
+        generation = {} if "prompt" in system else self.generated(model, planned)
+        is_equal &= generation.pop("text", None) == self.texts.get(system.partition(", ")[0] if generation else "")
         found = self.ranks.gather((plan.step_nbytes, held, grown, plan.offloaded_nbytes, is_equal, load_s))
         p50 = rows.percentiles(ms)["p50"]
         nbytes = [each[0] for each in found]
@@ -234,7 +234,7 @@ class Ranks:
             equal=all(each[4] for each in found),
             load_s=round(max(each[5] for each in found), 2),
             unplanned_fills=streamer.stats().unplanned_fills,
-            **told,
+            **generation,
             plan=plan.summary(),
         )
         del run
@@ -310,9 +310,9 @@ class Ranks:
                 want = [run(x) for x in inputs]
                 planned = streamer.plan
                 ms, is_equal = self.timed(run, inputs, want)
-                told, plan = self.generated(model, planned, 6, 12, 9), streamer.plan
+                generation, plan = self.generated(model, planned, 6, 12, 9), streamer.plan
                 is_equal &= all(y.isfinite().all() for y in want)
-                del told["text"]  # there is no reference
+                del generation["text"]  # there is no reference
                 every = self.ranks.gather((plan.step_nbytes, bool(is_equal)))
                 floor = max(n / rate / 1e6 for (n, _), rate in zip(every, self.together, strict=True))
                 p50 = rows.percentiles(ms)["p50"]
@@ -324,7 +324,7 @@ class Ranks:
                     link_nbytes=[n for n, _ in every],
                     floor_ms=round(floor, 2),
                     equal=all(same for _, same in every),
-                    **told,
+                    **generation,
                     plan=plan.summary(),
                 )
             if self.args.tiny:
@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--only", default="8b,prompt,70b")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--layers", type=int, help="of 405b; 63 of its 126 give two GPUs the shards' bytes of four")
+    parser.add_argument("--layers", type=int, help="of 405b; with 63 of 126 two GPUs hold the bytes of four")
     parser.add_argument("--files", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "tensor_parallel.jsonl")
     ranks = Ranks(parser.parse_args())

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "turns.jsonl")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU")
-    parser.add_argument("--case", choices=CASES, help="measure this one here, and print it")
+    parser.add_argument("--case", choices=CASES, help="measure this case in this process, and print it")
     args = parser.parse_args()
     if args.case:
         measure(args.case, args.smoke)

@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     # $ weightstream pack MODEL OUT --codec auto
     app(["pack", str(source), str(packed), "--codec", "auto"], standalone_mode=False)
-    print(f"{nbytes(packed)} bytes in place of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
+    print(f"{nbytes(packed)} bytes instead of {nbytes(source)}: {nbytes(packed) / nbytes(source):.2f}")
 
     # On a GPU leave codec out. Here RAM plays the device, where weights stay compressed only with an explicit codec.
     model = weightstream.from_pretrained(packed, device="cpu", device_budget="4MiB", codec="compressed", progress=False)

@@ -24,8 +24,8 @@ with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
     streamed = [model(ids).logits for _ in range(20)]
     stats = model.weightstream.stats()
     print(f"predicted before it ran: {1e3 * plan.step_s:.1f} ms per step")
-    print(f"predicted since:         {1e3 * stats.predicted_step_s:.1f} ms")
-    print(f"measured:                {1e3 * stats.step_s:.1f} ms, the median of the steps that were timed")
+    print(f"predicted later:         {1e3 * stats.predicted_step_s:.1f} ms")
+    print(f"measured:                {1e3 * stats.step_s:.1f} ms, the median of the timed steps")
     print(f"waited for copies:       {1e3 * stats.stall_s / stats.steps:.1f} ms per step")
     slowest = max(stats.units, key=lambda unit: unit.copy_s)
     print(f"slowest copy:            {1e3 * slowest.copy_s:.2f} ms, {slowest.name}")

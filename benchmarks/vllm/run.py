@@ -35,7 +35,7 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=16, help="of first_ms")
-    parser.add_argument("--long", type=int, default=0, help="tokens of each of these; as --prompt")
+    parser.add_argument("--long", type=int, default=0, help="tokens of each of these; default: --prompt")
     parser.add_argument("--prompt-only", action="store_true")
     parser.add_argument("--verify", action="store_true", help="compare all weights with the files at the end")
     parser.add_argument("--new", type=int, default=33, help="tokens to generate")
@@ -240,6 +240,13 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings | cases(args.model, args.prompts, args.long or args.prompt)[args.case]
 
 
+class Generated(NamedTuple):
+    """Milliseconds of each step of the engine (of the whole run, if it is in another process), and the tokens."""
+
+    times_ms: list[float]
+    tokens: list[list[int]]
+
+
 def one(args: argparse.Namespace) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if "+v2" in args.mode else "0"
     is_apart = "+own" in args.mode or args.tp * args.pp > 1
@@ -257,7 +264,7 @@ def one(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {"start_s": round(time.time() - start, 1)}
     found |= {"anon_before_gib": round(before / GIB, 2), "anon_peak_gib": round(memory.peak / GIB, 2)}
     found["anon_gib"] = round(memory.now() / GIB, 2)
-    ranks = llm.collective_rpc(told)
+    ranks = llm.collective_rpc(figures)
     found |= ranks[0]
     memory.ends = True  # sampling takes time from the measurement
     print("READY", flush=True)
@@ -268,13 +275,13 @@ def one(args: argparse.Namespace) -> None:
     short = torch.randint(10, vocab, (max([*batches, 1]), args.prompt), generator=generator).tolist()
     long = torch.randint(10, vocab, (args.prompts, args.long or args.prompt), generator=generator).tolist()
 
-    def run(prompts: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
-        """The milliseconds of every step of the engine, and the tokens."""
+    def run(prompts: list[list[int]], new: int) -> Generated:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         if is_apart:
             start = time.perf_counter()
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-            return [1e3 * (time.perf_counter() - start)], [list(o.outputs[0].token_ids) for o in outputs]
+            run_ms = 1e3 * (time.perf_counter() - start)
+            return Generated([run_ms], [list(o.outputs[0].token_ids) for o in outputs])
         for index, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         times, tokens = [], {}
@@ -283,19 +290,19 @@ def one(args: argparse.Namespace) -> None:
             outputs = llm.llm_engine.step()
             times.append(1e3 * (time.perf_counter() - start))
             tokens |= {int(o.request_id): list(o.outputs[0].token_ids) for o in outputs if o.finished}
-        return times, [tokens[index] for index in range(len(prompts))]
+        return Generated(times, [tokens[index] for index in range(len(prompts))])
 
     from rows import percentiles
 
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
-        again = run(short[:batch], args.new)[1]
+        again = run(short[:batch], args.new).tokens
         times, made = run(short[:batch], args.new)
         if batch == 1 or not is_apart:
             tokens[str(batch)] = made
             found["repeats"] = found.get("repeats", True) and again == made
         if is_apart:  # only whole runs can be timed from outside
-            firsts, wholes = ([run(short[:batch], new)[0][0] for _ in range(3)] for new in (1, args.new))
+            firsts, wholes = ([run(short[:batch], new).times_ms[0] for _ in range(3)] for new in (1, args.new))
             times = [(whole - median(firsts)) / (args.new - 1) for whole in wholes]
         else:
             times = times[2:]  # without the prompt, and the step that was queued with it
@@ -345,7 +352,7 @@ def verified(worker: Any) -> bool:
     return True
 
 
-def told(worker: Any) -> dict[str, Any]:
+def figures(worker: Any) -> dict[str, Any]:
     """Figures of a running engine, from inside of its worker."""
     import torch
     from vllm.model_executor.offloader.base import get_offloader

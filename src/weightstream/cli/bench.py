@@ -83,14 +83,14 @@ def bench(
         write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
     if is_pipeline_checkpoint(model):
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
-        planned, found = pipelines.bench_pipeline(
+        planned, comparison = pipelines.bench_pipeline(
             model, loading, call, variant=variant, seconds=seconds, as_json=as_json
         )
         plan = None
     else:
         pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
-        plan, found = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
-    row = environment() | {"model": model} | found
+        plan, comparison = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
+    row = environment() | {"model": model} | comparison
     if out is not None:
         write_file("--out", out, json.dumps(row) + "\n", append=True)
     if plot is not None:
@@ -180,7 +180,7 @@ def _verdict(row: dict[str, Any]) -> str:
     if row["skipped"]:
         return "not compared"
     if not row["reproducible"]:
-        return "not known: the resident model itself gives different bits from run to run here"
+        return "not known: the model itself is not reproducible here, as its bits differ from run to run"
     if row["equal"]:
         return f"yes, {row['num_compared']} outputs of offloaded and resident are bit for bit the same"
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"

@@ -54,29 +54,29 @@ def doctor(
     from weightstream.measure.checks import examine
     from weightstream.measure.profile import to_json
 
-    found, profile = examine(device, (model or path).expanduser(), anew=measure)
+    findings, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:
         write_file("--save", save, to_json(profile) + "\n")
     if as_json:
-        findings = [finding._asdict() | {"section": section} for section, finding in found]
-        typer.echo(json.dumps({"profile": asdict(profile), "findings": findings}, indent=2))
+        rows = [finding._asdict() | {"section": section} for section, finding in findings]
+        typer.echo(json.dumps({"profile": asdict(profile), "findings": rows}, indent=2))
     else:
-        _print(found)
+        _print(findings)
         if save is not None:
             typer.echo(f"The profile is in {save}: weightstream plan MODEL --profile {save}")
-    raise typer.Exit(1 if any(finding.mark == "broken" for _, finding in found) else 0)
+    raise typer.Exit(1 if any(finding.mark == "broken" for _, finding in findings) else 0)
 
 
-def _print(found: Sequence[tuple[str, Finding]]) -> None:
+def _print(findings: Sequence[tuple[str, Finding]]) -> None:
     """Print one line for each finding, and its remedy below."""
-    width = max(len(finding.label) for _, finding in found)
-    for section, rows in groupby(found, itemgetter(0)):
+    width = max(len(finding.label) for _, finding in findings)
+    for section, rows in groupby(findings, itemgetter(0)):
         screen().print(section, style="bold")
         for _, finding in rows:
             symbol, style, _ = _MARKS[finding.mark]
             print_folded(Text.assemble((f"{symbol:>4}", style), f"  {finding.label:<{width}} "), finding.text)
             if finding.remedy:
                 print_folded(Text(f"{'-> ':>{width + 7}}", "italic"), finding.remedy, "italic")
-    counts = Counter(finding.mark for _, finding in found)
+    counts = Counter(finding.mark for _, finding in findings)
     verdict = ", ".join(f"{counts[mark]} {text}" for mark, (_, _, text) in _MARKS.items() if text and counts[mark])
     typer.echo(f"\n{verdict or 'All is well'}.")

@@ -248,8 +248,8 @@ def _taken(model: str) -> Collection[str]:
 def _media(output: Any) -> Any:
     """The images or the frames of a call."""
     for name in ("images", "frames"):
-        if (found := getattr(output, name, None)) is not None:
-            return found
+        if (media := getattr(output, name, None)) is not None:
+            return media
     raise UnsupportedError(f"{type(output).__name__} has neither images nor frames")
 
 

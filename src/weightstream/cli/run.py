@@ -100,13 +100,13 @@ def run(
         loading["config"] = loading["config"].model_copy(update={"context": context})
     session.load(progress=sys.stderr.isatty() and not as_json, **loading)
     tokens = session.generate(inputs, max_new_tokens, show=not as_json)
-    found = session.report(inputs, tokens)
+    report = session.report(inputs, tokens)
     if not as_json:
-        print_labelled(_lines(found, tokens))
+        print_labelled(_lines(report, tokens))
     difference = first_difference(tokens.ids, session.plain(inputs, max_new_tokens)) if verify else None
     if as_json:
         verdict = {"identical": difference is None if verify else None, "first_difference": difference}
-        typer.echo(json.dumps(found | verdict))
+        typer.echo(json.dumps(report | verdict))
     elif verify:
         print_labelled({"identical": "yes" if difference is None else f"no (first difference at token {difference})"})
     raise typer.Exit(0 if difference is None else 1)
@@ -149,21 +149,21 @@ class Tokens:
         return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
 
 
-def _lines(found: dict[str, Any], tokens: Tokens) -> dict[str, str]:
+def _lines(report: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     """A report, as labelled lines."""
-    stats, speed = found["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
+    stats, speed = report["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
     speed += ", cut by --max-new-tokens" if tokens.is_cut else ""
-    held = f"{human(stats['held_nbytes']['device'])} held on {found['device']}"
+    held = f"{human(stats['held_nbytes']['device'])} held on {report['device']}"
     lines = {
-        "plan": found["plan"],
-        "speed": f"{speed}, the first after {found['first_token_s']:.2f} s)",
+        "plan": report["plan"],
+        "speed": f"{speed}, the first after {report['first_token_s']:.2f} s)",
         "decode": str(tokens.decoding),
         "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
         "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
-        "waited": f"{stats['stall_s']:.2f} s of {found['seconds']:.2f} s",
+        "waited": f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
     }
-    if found["experts"] is not None:
-        lines["experts"] = expert_line(found["experts"])
+    if report["experts"] is not None:
+        lines["experts"] = expert_line(report["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
         lines |= prediction_lines(predicted_s, measured_s)

@@ -253,10 +253,10 @@ def _signed(values: Any) -> Iterable[Any]:
 
 def runs(calls: Sequence[ComponentCall]) -> list[CallRun]:
     """The calls as runs of one kind each."""
-    found: list[CallRun] = []
+    found_runs: list[CallRun] = []
     for call in calls:
-        if found and found[-1].call.work is call.work:
-            found[-1] = CallRun(call, found[-1].num + 1)
+        if found_runs and found_runs[-1].call.work is call.work:
+            found_runs[-1] = CallRun(call, found_runs[-1].num + 1)
         else:
-            found.append(CallRun(call, 1))
-    return found
+            found_runs.append(CallRun(call, 1))
+    return found_runs

@@ -98,10 +98,10 @@ def _class_of(folder: Path, facts: Mapping[str, Any]) -> Any:
         return _Pipeline
     if not isinstance(name, str):
         raise CheckpointError(f"{folder} is not a pipeline: its {PIPELINE} has no _class_name")
-    found = getattr(diffusers, name, None)
-    if not (isinstance(found, type) and issubclass(found, _Pipeline)):
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, _Pipeline)):
         raise CheckpointError(f"{folder}: diffusers {diffusers.__version__} has no pipeline {name}; a newer one may")
-    return found
+    return kind
 
 
 def call_keywords(path_or_repo_id: str | Path) -> Collection[str]:
@@ -127,9 +127,9 @@ def _kind(library: str, name: str) -> Any:
     module = getattr(diffusers.pipelines, library, None)
     if module is None and library in ("diffusers", "transformers"):
         module = importlib.import_module(library)
-    found = getattr(module, name, None)
+    kind = getattr(module, name, None)
     models = (diffusers.ModelMixin, transformers.PreTrainedModel)
-    return found if isinstance(found, type) and issubclass(found, models) else None
+    return kind if isinstance(kind, type) and issubclass(kind, models) else None
 
 
 def weights_file(folder: Path, variant: str | None) -> Path | None:
@@ -153,8 +153,8 @@ def weights_file(folder: Path, variant: str | None) -> Path | None:
 
 def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
     """Raise `CheckpointError` if no component has files of the variant: a typo would load those without."""
-    found = [weights_file(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
-    if any(found) and not any(f".{variant}." in file.name for file in found if file is not None):
+    files = [weights_file(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
+    if any(files) and not any(f".{variant}." in file.name for file in files if file is not None):
         raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
 
 
@@ -170,8 +170,8 @@ def _names_in(folder: Path) -> list[str]:
 
 def required(folder: Path, variant: str | None) -> Path:
     """The same; raises `CheckpointError` if there is none."""
-    if (found := weights_file(folder, variant)) is not None:
-        return found
+    if (file := weights_file(folder, variant)) is not None:
+        return file
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
     remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
     raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")

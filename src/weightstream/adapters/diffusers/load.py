@@ -337,12 +337,12 @@ class _Load:
     @property
     def options(self) -> dict[str, Any]:
         """Keywords of diffusers' own load."""
-        found: dict[str, Any] = {"torch_dtype": self._dtype}
+        keywords: dict[str, Any] = {"torch_dtype": self._dtype}
         if self._file.suffix == ".gguf":
-            found["quantization_config"] = _Gguf(compute_dtype=self._dtype)
+            keywords["quantization_config"] = _Gguf(compute_dtype=self._dtype)
         elif self._kind is not None and self._file.parent.is_dir() and is_quantised(self._file.parent):
-            found["device_map"] = {"": str(self._options.device)}  # where its library makes the weights
-        return found
+            keywords["device_map"] = {"": str(self._options.device)}  # where its library makes the weights
+        return keywords
 
     def loaded(self, model: Any) -> LoadedModel:
         """The model with the memories that it views, and the folder if anything was written there."""

@@ -31,14 +31,14 @@ def is_pipeline(value: object) -> bool:
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:
     """The components with weights, each once, in the order in which they are expected to run."""
-    found = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     known = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
-    order = [name for name in known if name in found] + [name for name in found if name not in known]
+    order = [name for name in known if name in modules] + [name for name in modules if name not in known]
     unique: dict[int, str] = {}
     for name in order:
-        if any(True for module in found[name].modules() for _ in leaves(module)):
-            unique.setdefault(id(found[name]), name)
-    return {name: found[name] for name in unique.values()}
+        if any(True for module in modules[name].modules() for _ in leaves(module)):
+            unique.setdefault(id(modules[name]), name)
+    return {name: modules[name] for name in unique.values()}
 
 
 @contextmanager

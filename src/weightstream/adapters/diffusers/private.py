@@ -35,8 +35,8 @@ def loading(
     read_file, set_tensor = _SETTER.load_state_dict, _SETTER.set_module_tensor_to_device
 
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if isinstance(checkpoint_file, dict) else read(Path(checkpoint_file))
-        return read_file(checkpoint_file, *args, **kwargs) if found is None else found
+        tensors = None if isinstance(checkpoint_file, dict) else read(Path(checkpoint_file))
+        return read_file(checkpoint_file, *args, **kwargs) if tensors is None else tensors
 
     def set_module_tensor(module: Any, name: str, device: Any, value: Any = None, **kwargs: Any) -> None:
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"

@@ -128,17 +128,17 @@ class Surroundings:
     """The places in which the code of a model may keep tensors, with their entries now."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._kinds: dict[type, _Kind | None] = {}
+        self._finders: dict[type, _Finder | None] = {}
         self._noted: dict[int, _Noted] = {}  # by id
         ahead = deque[Any](vars(sys.modules[name]) for name in _modules_of(model))
         while ahead and len(self._noted) < _MOST_NOTED:
             value = ahead.popleft()
-            if (kind := self._kind_of(value)) is not None and id(value) not in self._noted:
-                places = [place(value) for place in kind.places]
+            if (finder := self._finder_of(value)) is not None and id(value) not in self._noted:
+                places = [place(value) for place in finder.places]
                 self._noted[id(value)] = _Noted(value, places)
                 for place in places:
                     ahead.extend(place.inside())
-                ahead.extend(kind.inside(value))
+                ahead.extend(finder.inside(value))
 
     def put_back(self, storages: Container[int]) -> None:
         """Restore or remove each entry that now holds a tensor of these storages, which are identified by `_cdata`."""
@@ -154,31 +154,33 @@ class Surroundings:
             if issubclass(type(value), torch.Tensor):
                 if meta_copy.meta_storage(value) in storages:
                     return True
-            elif (kind := self._kind_of(value)) is not None and id(value) not in seen and id(value) not in self._noted:
+                continue
+            finder = self._finder_of(value)
+            if finder is not None and id(value) not in seen and id(value) not in self._noted:
                 seen[id(value)] = value
-                for place in kind.places:
+                for place in finder.places:
                     ahead.extend(place(value).inside())
-                ahead.extend(kind.inside(value))
+                ahead.extend(finder.inside(value))
         return False
 
-    def _kind_of(self, value: Any) -> _Kind | None:
+    def _finder_of(self, value: Any) -> _Finder | None:
         kind = type(value)
         try:
-            return self._kinds[kind]
+            return self._finders[kind]
         except KeyError:
-            found = _kind(kind)
-            return self._kinds.setdefault(kind, found if found.places or found.inside is not _nothing else None)
+            finder = _finder(kind)
+            return self._finders.setdefault(kind, finder if finder.places or finder.inside is not _nothing else None)
 
 
 def _modules_of(model: nn.Module) -> set[str]:
     """The Python modules with the code of a model, and those that they import from."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     names.update(name for module in model.modules() for name in _forwards_of(module))
-    found = _loaded(names)
+    modules = _loaded(names)
     for _ in range(_HOPS):
-        imported = {name for n in found if not _is_of_library(n) for name in _imported(vars(sys.modules[n]))}
-        found |= _loaded(name for name in imported if not _is_of_library(name))
-    return found
+        imported = {name for n in modules if not _is_of_library(n) for name in _imported(vars(sys.modules[n]))}
+        modules |= _loaded(name for name in imported if not _is_of_library(name))
+    return modules
 
 
 def _loaded(names: Iterable[str]) -> set[str]:
@@ -214,22 +216,22 @@ def _is_foreign(value: Any) -> bool:
     return str(value.__module__).partition(".")[0] in _NEVER
 
 
-class _Kind(NamedTuple):
+class _Finder(NamedTuple):
     """How to find the places in a value of a type, and other values that it holds but that no place can restore."""
 
     places: tuple[Callable[[Any], _Place], ...] = ()
     inside: Callable[[Any], Iterable[Any]] = lambda _: ()
 
 
-_nothing = _Kind().inside
+_nothing = _Finder().inside
 
 
-def _kind(kind: type) -> _Kind:
+def _finder(kind: type) -> _Finder:
     """Judged by the type only, as asking an object would run code of its class."""
     if issubclass(kind, type):
-        return _Kind((_Class,), lambda value: (type(value), *value.__mro__))
-    if kind in _KINDS:
-        return _KINDS[kind]
+        return _Finder((_Class,), lambda value: (type(value), *value.__mro__))
+    if kind in _FINDERS:
+        return _FINDERS[kind]
     places: list[Callable[[Any], _Place]] = []
     inside = _nothing
     if issubclass(kind, dict):
@@ -246,7 +248,7 @@ def _kind(kind: type) -> _Kind:
         places.append(_Attributes)
     if not _is_foreign(kind) and (slots := _slots_of(kind)):
         places.append(lambda value: _Slots(value, slots))
-    return _Kind(tuple(places), inside)
+    return _Finder(tuple(places), inside)
 
 
 def _slots_of(kind: type) -> list[Any]:
@@ -381,11 +383,11 @@ class _Slots(_Keyed):
         return self._before.values()
 
     def _now(self) -> dict[Any, Any]:
-        found = {}
+        values = {}
         for slot in self._slots:
             with suppress(AttributeError):  # not set
-                found[slot] = slot.__get__(self._owner)
-        return found
+                values[slot] = slot.__get__(self._owner)
+        return values
 
     def _replace(self, key: Any, value: Any, old: Any) -> None:
         if key.__get__(self._owner) is value:
@@ -495,12 +497,12 @@ class _Cache(_Place):
             self._owner.cache_clear()
 
 
-_KINDS: Mapping[type, _Kind] = MappingProxyType(
+_FINDERS: Mapping[type, _Finder] = MappingProxyType(
     {
-        FunctionType: _Kind((_Attributes,), _of_function),
-        CellType: _Kind((_Cell,)),
-        functools._lru_cache_wrapper: _Kind((_Cache, _Attributes)),
-        ContextVar: _Kind((), _of_variable),
+        FunctionType: _Finder((_Attributes,), _of_function),
+        CellType: _Finder((_Cell,)),
+        functools._lru_cache_wrapper: _Finder((_Cache, _Attributes)),
+        ContextVar: _Finder((), _of_variable),
     }
     | dict.fromkeys(
         (
@@ -509,6 +511,6 @@ _KINDS: Mapping[type, _Kind] = MappingProxyType(
             functools.partialmethod,
             MappingProxyType,
         ),
-        _Kind((), gc.get_referents),
+        _Finder((), gc.get_referents),
     )
 )

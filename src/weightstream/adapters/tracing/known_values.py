@@ -75,18 +75,18 @@ class KnownValues:
                 self._values[tensor] = value
 
     def _real(self, values: Any) -> Any:
-        found = tree_map_only(torch.Tensor, self._value, values)
-        if isinstance(found, dict) and found.get("device") is not None:
-            found["device"] = _CPU
-        return found
+        real = tree_map_only(torch.Tensor, self._value, values)
+        if isinstance(real, dict) and real.get("device") is not None:
+            real["device"] = _CPU
+        return real
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor
-        found = self._values.get(tensor)
-        if found is None:
+        value = self._values.get(tensor)
+        if value is None:
             raise _Unknown
-        return found  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
 
     def _on_meta(self, value: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -79,8 +79,8 @@ def hooks_of(module: nn.Module) -> dict[str, dict[Any, Any]]:
 def forwards_of(module: nn.Module) -> list[Any]:
     """The forwards of the instance itself, and the one that our wrapper runs."""
     own = vars(module)
-    found = own.get("forward"), getattr(own.get(_AROUND), "patched", None)
-    return [forward for forward in found if forward is not None]
+    forwards = own.get("forward"), getattr(own.get(_AROUND), "patched", None)
+    return [forward for forward in forwards if forward is not None]
 
 
 def is_hooked(module: nn.Module, forward: Any) -> bool:

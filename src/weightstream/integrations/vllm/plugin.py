@@ -124,7 +124,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
             engine.join_after_forward()
 
     def _alive(self) -> Iterator[offloaders.StreamingOffloader]:
-        return (engine for engine in (found() for found in self._engines) if engine is not None)
+        return (engine for engine in (reference() for reference in self._engines) if engine is not None)
 
     def stand_by(self) -> None:
         """Become vLLM's offloader again, as long as an engine streams: runners set another when they start or end."""
@@ -198,9 +198,9 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
     config = settings_of(wrapper.vllm_config)
     if config is None:
         result = inner(*args, **kwargs)
-        found = theirs.get_offloader()
+        current = theirs.get_offloader()
         ours.stand_by()
-        if ours.streamers and not isinstance(found, theirs.NoopOffloader | Offloader):
+        if ours.streamers and not isinstance(current, theirs.NoopOffloader | Offloader):
             raise UnsupportedError(
                 "vLLM's own offloader and weightstream cannot share a process: run these engines in two processes"
             )
