@@ -97,18 +97,20 @@ def assembled(
     forward_patch.refuse_foreign(dict(model.named_modules()))
     alias_groups.refuse_unsupported(model)
     alias_groups.leave_inference(model)
-    closing, by_alias, made = Undo(), dict[str, alias_groups.Group](), list[OffloadBuilder]()
+    closing = Undo()
+    by_alias: dict[str, alias_groups.Group] = {}
+    builder: OffloadBuilder | None = None
     try:
         closing.add(unpack_late(model, backend.device))
         by_alias |= _weights(model, facts.elsewhere)
-        made.append(OffloadBuilder(model, backend, config, facts, closing, by_alias))
-        yield made[0]
+        builder = OffloadBuilder(model, backend, config, facts, closing, by_alias)
+        yield builder
     except BaseException:
         closing()
         # the handler of the error holds its frames, and may offload the model again
         if forward_patch.ATTRIBUTE not in vars(model):
-            for assembly in made:
-                assembly.forget()
+            if builder is not None:
+                builder.forget()
             for group in by_alias.values():
                 group.home = torch.empty(0, dtype=torch.uint8, device="cpu")
                 group.members.clear()
@@ -271,7 +273,11 @@ class Beyond:
             "tensors that came after offloading, such as adapters or fused projections, stay on the device, where "
             "weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To have them planned for, "
             "call remove() and offload again with them; or give a smaller device_budget",
-            *(human(held), held, held - budget, human(budget), budget),
+            human(held),
+            held,
+            held - budget,
+            human(budget),
+            budget,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ def choices(
 ) -> Iterator[Choice]:
     """What fits: complete columns, with and without what fills the rest; and where the seconds of the units are known,
     what has copies take as long as they do. A `share` bounds both parts of the budget."""
-    room = _Room(budget, *(share or (budget, budget)))
+    room = _Room(budget, share.kept_nbytes, share.ring_nbytes) if share else _Room(budget, budget, budget)
     columns = columns_of(manifest, forced)
     yield from _columns_choices(manifest, forced, columns, room, (*_DEPTHS, _BY_ENDS))
     if counts_tensors:  # the smallest first, so that few of them stream
@@ -98,32 +98,53 @@ def _columns_choices(
     """Complete columns in this order, with and without what fills the rest."""
     states = list(_column_states(manifest, forced, columns))
     for depth in depths:
-        for complete, ring in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
-            held, unit_nbytes = states[complete]
-            residents = forced.union(*columns[:complete])
-            spare = min(room.nbytes - held - ring, room.kept_nbytes - held)
+        for num_columns, ring_nbytes in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
+            state = states[num_columns]
+            residents = forced.union(*columns[:num_columns])
+            spare = min(room.nbytes - state.held_nbytes - ring_nbytes, room.kept_nbytes - state.held_nbytes)
             plain = plain_nbytes(manifest, residents)
-            extras = (fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
+            extras = (fitting(manifest, plain, columns[num_columns:], spare * part // 4) for part in _PARTS)
             for chosen in (residents | extra for extra in dict.fromkeys(extras)):
-                nbytes = ring if depth else min(ring, _neighbours_nbytes(manifest, chosen))
-                yield Choice(chosen, nbytes, unit_nbytes, by_ends=depth == _BY_ENDS)
+                nbytes = ring_nbytes if depth else min(ring_nbytes, _neighbours_nbytes(manifest, chosen))
+                yield Choice(chosen, nbytes, state.unit_nbytes, by_ends=depth == _BY_ENDS)
+
+
+class _ColumnState(NamedTuple):
+    """Bytes with some columns resident: of all residents, and of the largest unit that streams."""
+
+    held_nbytes: int
+    unit_nbytes: int
+
+
+class _Ring(NamedTuple):
+    """A ring, and the number of columns that are resident besides it."""
+
+    num_columns: int
+    nbytes: int
 
 
 def _rings(
     manifest: Manifest,
     forced: frozenset[str],
     columns: list[list[str]],
-    states: list[tuple[int, int]],
+    states: list[_ColumnState],
     room: _Room,
     depth: int,
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[_Ring]:
     """How many columns stay, and a ring of this depth, where both have room; those with most residents first."""
-    having = [k for k, (held, unit_nbytes) in enumerate(states) if room.has(held, (depth or 1) * unit_nbytes)]
-    for complete in having[: -_MOST_STATES - 1 : -1]:
-        held, unit_nbytes = states[complete]
-        ring = depth * unit_nbytes if depth else _neighbours_nbytes(manifest, forced.union(*columns[:complete]))
-        if room.has(held, ring):
-            yield complete, ring
+    fitting_states = [
+        num_columns
+        for num_columns, state in enumerate(states)
+        if room.has(state.held_nbytes, (depth or 1) * state.unit_nbytes)
+    ]
+    for num_columns in fitting_states[: -_MOST_STATES - 1 : -1]:
+        state = states[num_columns]
+        if depth:
+            nbytes = depth * state.unit_nbytes
+        else:
+            nbytes = _neighbours_nbytes(manifest, forced.union(*columns[:num_columns]))
+        if room.has(state.held_nbytes, nbytes):
+            yield _Ring(num_columns, nbytes)
 
 
 def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
@@ -153,11 +174,12 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
     held = aligned_nbytes(manifest, forced)
-    steps, seen = list[tuple[float, list[tuple[str, int]]]](), set(forced)
+    positions: list[_Position] = []
+    seen = set(forced)
     for index in manifest.order:
-        new = [(alias, aligned(n)) for alias, n in manifest.units[index].aliases().items() if alias not in seen]
-        seen.update(alias for alias, _ in new)
-        steps.append((unit_s[index], new))
+        new = {alias: aligned(n) for alias, n in manifest.units[index].aliases().items() if alias not in seen}
+        seen.update(new)
+        positions.append(_Position(unit_s[index], new))
     shared = {room.ring_nbytes} if room.ring_nbytes < room.nbytes else set()  # all of it is there anyway
     for ring in sorted({depth * largest for depth in _DEPTHS} | shared):
         kept = min(room.kept_nbytes, room.nbytes - ring)
@@ -167,27 +189,29 @@ def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Se
         residents: frozenset[str] | None = None
         for _ in range(_RATES):
             rate = (low + high) / 2
-            found = forced | _kept_in_step(steps, rate, ring)
-            if aligned_nbytes(manifest, found) <= kept:
-                residents, high = found, rate
+            tried = forced | _kept_in_step(positions, rate, ring)
+            if aligned_nbytes(manifest, tried) <= kept:
+                residents, high = tried, rate
             else:
                 low = rate
         if residents is not None and 0 < (most := max(streamed_nbytes(manifest, residents))) <= ring:
             yield Choice(residents, ring, most)
 
 
-def _kept_in_step(
-    steps: Iterable[tuple[float, Iterable[tuple[str, int]]]], rate: float, ring_nbytes: int
-) -> frozenset[str]:
-    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later.
+class _Position(NamedTuple):
+    """Seconds of a position, and the bytes of the alias groups that it is the first to read."""
 
-    `steps`: seconds of each position, and what it is the first to read.
-    """
+    seconds: float
+    new: Mapping[str, int]
+
+
+def _kept_in_step(positions: Iterable[_Position], rate: float, ring_nbytes: int) -> frozenset[str]:
+    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later."""
     kept: set[str] = set()
     due = 0.0
-    for seconds, sizes in steps:
-        due = min(due + rate * seconds, float(ring_nbytes))
-        for alias, nbytes in sizes:
+    for position in positions:
+        due = min(due + rate * position.seconds, float(ring_nbytes))
+        for alias, nbytes in position.new.items():
             if due < nbytes / 2:
                 kept.add(alias)
             else:
@@ -197,18 +221,18 @@ def _kept_in_step(
 
 def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[_ColumnState]:
     """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
     sizes = streamed_nbytes(manifest, forced)
     held = aligned_nbytes(manifest, forced)
-    yield held, max(sizes, default=0)
+    yield _ColumnState(held, max(sizes, default=0))
     for column in columns:
         for alias in column:
             nbytes = aligned(manifest.aliases[alias])
             held += nbytes
             for index in manifest.users[alias]:
                 sizes[index] -= nbytes
-        yield held, max(sizes, default=0)
+        yield _ColumnState(held, max(sizes, default=0))
 
 
 def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:

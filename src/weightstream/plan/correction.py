@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
 
 from weightstream.plan import cost
 from weightstream.plan.manifest import Profile
@@ -77,20 +78,27 @@ def _rates(times: Times, latency_s: float) -> list[float]:
 def corrected_unit_s(plan: Plan, estimates: Sequence[float], times: Times) -> dict[str, float]:
     """Seconds of every unit of the order by name, which sum up to what was measured; none where nothing tells."""
     units, order = plan.manifest.units, plan.manifest.order
-    found: dict[str, list[float]] = defaultdict(list)
+    by_unit: dict[str, list[float]] = defaultdict(list)
     for positions, seconds in _spans(plan, times):
         expected = [estimates[order[p]] for p in positions]
         total = sum(expected)
         for position, share in zip(positions, expected, strict=True):
-            found[units[order[position]].name].append(seconds * (share / total if total else 1 / len(positions)))
-    return {name: fmean(seconds) for name, seconds in found.items()}
+            by_unit[units[order[position]].name].append(seconds * (share / total if total else 1 / len(positions)))
+    return {name: fmean(seconds) for name, seconds in by_unit.items()}
 
 
-def _spans(plan: Plan, times: Times) -> Iterator[tuple[list[int], float]]:
+class _Span(NamedTuple):
+    """Consecutive positions of the order, cyclically, and the measured seconds of all of them."""
+
+    positions: list[int]
+    seconds: float
+
+
+def _spans(plan: Plan, times: Times) -> Iterator[_Span]:
     """Positions from one wait to the next, cyclically, and what they took; all, where nothing streams."""
     order = plan.manifest.order
     waits = [position for position, unit in enumerate(order) if unit in times.computes]
     if not waits:
-        yield list(range(len(order))), times.step_s
+        yield _Span(list(range(len(order))), times.step_s)
     for begin, end in pairwise([*waits, *(first + len(order) for first in waits[:1])]):
-        yield [position % len(order) for position in range(begin, end)], times.computes[order[begin]]
+        yield _Span([position % len(order) for position in range(begin, end)], times.computes[order[begin]])

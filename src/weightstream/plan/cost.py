@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Seconds
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor
 
 _STEPS = 3  # the wrap-around fills settle in the second
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a step in the steady state.
+
+    Attributes:
+        graph_s: without a host, so that launches take no time.
+        step_s: with the host that launches its kernels.
+    """
+
+    graph_s: float
+    step_s: float
+
+
+class _Simulation(NamedTuple):
+    """Seconds of a step, and whether the device waits for the host anywhere in it."""
+
+    step_s: float
+    is_late: bool
 
 
 def predicted(plan: Plan, profile: Profile) -> Plan:
@@ -34,12 +54,12 @@ def compute_s(plan: Plan, profile: Profile) -> float:
 
 def host_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the host takes to launch a step."""
-    return sums_s(plan.manifest, times_s(plan, profile))[1]
+    return sums_s(plan.manifest, times_s(plan, profile)).host_s
 
 
-def sums_s(manifest: Manifest, times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def sums_s(manifest: Manifest, times: Sequence[Seconds]) -> Seconds:
     """Seconds of the device and of the host for a step, from those of each unit at one of its positions."""
-    return sum(times[u][0] for u in manifest.order), sum(times[u][1] for u in manifest.order)
+    return Seconds(sum(times[u].device_s for u in manifest.order), sum(times[u].host_s for u in manifest.order))
 
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
@@ -47,15 +67,15 @@ def unit_s(plan: Plan, profile: Profile) -> list[float]:
     return [max(times) for times in times_s(plan, profile)]
 
 
-def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[tuple[float, float]]:
+def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[Seconds]:
     """Seconds of each unit at one of its positions, of the device and of the host, which launches nothing of a CUDA
     graph that was `captured`; there a unit takes other seconds beside."""
     units = enumerate(plan.manifest.units)
     times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
     if not captured:
         return times
-    beside = profile.captured_s or [0.0] * len(times)
-    return [(max(0.0, s + more), 0.0) for (s, _), more in zip(times, beside, strict=True)]
+    captured_s = profile.captured_s or [0.0] * len(times)
+    return [Seconds(max(0.0, unit.device_s + more), 0.0) for unit, more in zip(times, captured_s, strict=True)]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -68,22 +88,21 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
+def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:
     """Seconds of a step in the steady state: without a host, so that launches take no time, and with one."""
     times = times_s(plan, profile)
-    step_s, is_late = _simulated(plan, profile, times, True)
-    return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s
+    step_s, is_late = _simulated(plan, profile, times, has_host=True)
+    graph_s = _simulated(plan, profile, times, has_host=False).step_s if is_late else step_s
+    return StepSeconds(graph_s, step_s)
 
 
 def _captured_s(plan: Plan, profile: Profile) -> float:
     """Seconds of a step in a CUDA graph, with what units take beside there; a search, whose bounds do not know of that,
     goes without."""
-    return _simulated(plan, profile, times_s(plan, profile, captured=True), False)[0]
+    return _simulated(plan, profile, times_s(plan, profile, captured=True), has_host=False).step_s
 
 
-def _simulated(
-    plan: Plan, profile: Profile, unit_times: Sequence[tuple[float, float]], has_host: bool
-) -> tuple[float, bool]:
+def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, has_host: bool) -> _Simulation:
     """Seconds of a step, and whether the host is late anywhere: if not, a step takes as long without it.
 
     Copies run in queue order, each after the release that it waits for. The host is taken to wait for nobody (it does
@@ -91,7 +110,7 @@ def _simulated(
     copy is queued, after what was queued before.
     """
     units = plan.manifest.units
-    times = [*unit_times, (0.0, 0.0)]  # the last is no unit: before the first step
+    times = [*unit_times, Seconds(0.0, 0.0)]  # the last is no unit: before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
@@ -120,4 +139,4 @@ def _simulated(
                     filled[fill] = copy_free
             now = ended
     launches_s = launched / _STEPS
-    return max(now - started, launches_s), is_late or launches_s > now - started
+    return _Simulation(max(now - started, launches_s), is_late or launches_s > now - started)

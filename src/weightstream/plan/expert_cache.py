@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, exp, factorial, log, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
@@ -102,7 +102,7 @@ def _is_stack(tensor: TensorSpec) -> bool:
     return len(tensor.shape) == 3 and prod(tensor.shape[1:]) % _TILE == 0
 
 
-def ways(
+def caches(
     manifest: Manifest,
     sizes: Mapping[str, int],
     profile: Profile,
@@ -173,7 +173,7 @@ def profile_with_cache(
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
-                profile.times_s(index, coded.units[index], shown=shown, streams=False)[1] - profile.host_s[index]
+                profile.times_s(index, coded.units[index], shown=shown, streams=False).host_s - profile.host_s[index]
             )
             host_s[index] += opening_s + _LAUNCHES * profile.decoding_launch_s
     captured = tuple(captured_s) if cached.ahead else decoding.captured_s  # only there are rows fetched ahead
@@ -185,14 +185,14 @@ def device_s(profile: Profile) -> float:
     return sum(profile.unit_s) + sum(profile.captured_s)
 
 
-def predicted_cache(
+def with_predictions(
     plan: Plan,
     manifest: Manifest,
     cached: Cached,
     profile: Profile,
     workload: Workload | None,
     counts: Counts | None = None,
-) -> dict[str, Any]:
+) -> Plan:
     """What a plan of the other weights, as one of all, tells of its slots: the share of the rows that a step finds in
     them, and bytes that it fetches; and its times, as these share the link with what streams."""
     fetches = _fetched(manifest, cached, profile, workload, counts).values()
@@ -201,14 +201,19 @@ def predicted_cache(
     read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
     fetched_nbytes = round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches))
     link_s = cost.copy_s(plan, profile) + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
-    return {
-        "step_s": max(plan.step_s, link_s),
-        "graph_s": max(plan.graph_s, link_s),
-        "num_slots": cached.num_slots,
-        "ahead": cached.ahead,
-        "found_share": 1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
-        "fetched_nbytes": fetched_nbytes,
-    }
+    return replace(
+        plan,
+        manifest=manifest,
+        step_s=max(plan.step_s, link_s),
+        graph_s=max(plan.graph_s, link_s),
+        decode_s=sum(profile.decode_s(u, manifest.units[u]) for u in manifest.order),
+        cached=frozenset(cached.sizes),
+        num_slots=cached.num_slots,
+        slots_nbytes=cached.slots_nbytes,
+        ahead=cached.ahead,
+        found_share=1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
+        fetched_nbytes=fetched_nbytes,
+    )
 
 
 class _Fetch(NamedTuple):
@@ -234,19 +239,26 @@ def _fetched(
         num_rows = of_unit[0].shape[0]
         num_picked = profile.picked[index][0] * num_rows
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
-        ahead, used = 0.0, 0.0
+        prefetch = _Prefetch(0.0, 0.0)
         if found and cached.ahead:
-            different, _ = _law(num_rows, num_picked, cached.num_slots, workload)
-            ahead, used = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
+            different = _law(num_rows, num_picked, cached.num_slots, workload).num_different
+            prefetch = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
         row_nbytes = sum(cached.sizes[t.alias] for t in of_unit if t.alias in cached.sizes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
-        found[index] = _Fetch((missed - used) * row_nbytes, ahead * row_nbytes, calls)
+        found[index] = _Fetch((missed - prefetch.used) * row_nbytes, prefetch.fetched * row_nbytes, calls)
     return found
+
+
+class _Prefetch(NamedTuple):
+    """Rows that are fetched ahead of a call, and those of them that the call uses."""
+
+    fetched: float
+    used: float
 
 
 def _guessed(
     missed: float, different: float, num_slots: int, num_rows: int, most: int, counts: Counts | None
-) -> tuple[float, float]:
+) -> _Prefetch:
     """Rows that are fetched ahead of a call that names `different` ones, of which `missed` are in no slot, and those of
     them that it uses. Of wrong guesses as many are in one as of all rows; how many are in none varies by chance. The
     slots of the last call are left alone."""
@@ -256,7 +268,7 @@ def _guessed(
     share = right / guessed if guessed else 0.0
     if counts is not None:
         share = (counts.used + _WORTH * share) / (counts.ahead + _WORTH)
-    return (ahead, min(missed, ahead * share)) if share >= LEAST_USED else (0.0, 0.0)
+    return _Prefetch(ahead, min(missed, ahead * share)) if share >= LEAST_USED else _Prefetch(0.0, 0.0)
 
 
 def _best_ahead(
@@ -276,13 +288,20 @@ def _missed(
     num_rows: int, num_picked: float, num_slots: int, workload: Workload | None, counts: Counts | None = None
 ) -> float:
     """Rows of a stack that a step has to fetch: fewer than it picks are different, and of these some are there."""
-    different, there = _law(num_rows, num_picked, num_slots, workload)
+    law = _law(num_rows, num_picked, num_slots, workload)
     bend = 1.0 if counts is None else _bend(counts, num_rows, num_picked / _num_tokens(workload))
-    missed: float = different * (1 - there) ** bend
+    missed: float = law.num_different * (1 - law.hit_share) ** bend
     return missed
 
 
-def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> tuple[float, float]:
+class _Hits(NamedTuple):
+    """Different rows of a stack that a step picks, and the share of them that is in slots."""
+
+    num_different: float
+    hit_share: float
+
+
+def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> _Hits:
     """Different rows of a stack that a step picks, and the share of them that is there.
 
     Sequences do not share what they use: the more there are, the nearer is what is found to the share of the slots.
@@ -291,17 +310,16 @@ def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | 
     different = num_rows * (1 - (1 - 1 / num_rows) ** num_picked) if num_tokens > 1 else num_picked
     share = num_slots / num_rows
     law = _OF_MANY if num_rows * num_tokens >= _MANY * num_picked else _OF_FEW
-    there: float = share + (_at(law, share) - share) / batch**0.5
-    return different, there
+    return _Hits(different, share + (_at(law, share) - share) / batch**0.5)
 
 
 def _bend(counts: Counts, num_rows: int, per_token: float) -> float:
     """The power of what the law misses that goes through what was counted; of few rows nearly 1, the law itself."""
-    _, there = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
-    if not 0 < there < 1:
+    law = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
+    if not 0 < law.hit_share < 1:
         return 1.0
-    missed = (counts.fetched + _WORTH * (1 - there)) / (counts.num_rows + _WORTH)
-    return log(missed) / log(1 - there)
+    missed = (counts.fetched + _WORTH * (1 - law.hit_share)) / (counts.num_rows + _WORTH)
+    return log(missed) / log(1 - law.hit_share)
 
 
 def _num_tokens(workload: Workload | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share, aligned_nbytes
@@ -23,7 +23,14 @@ from weightstream.plan.units import human, milliseconds
 _BISECTIONS = 10
 
 
-def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget: int) -> dict[str, tuple[Share, Plan]]:
+class PlannedShare(NamedTuple):
+    """A component's share of the budget, and its plan in it."""
+
+    share: Share
+    plan: Plan
+
+
+def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget: int) -> dict[str, PlannedShare]:
     """What each component may keep, the ring of all, and its plan, in `budget` bytes; `times` says how often each runs.
 
     Raises `PlanError` with the arithmetic where they have no room.
@@ -37,18 +44,18 @@ def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget
         if total + ring > budget:
             raise _no_room(inputs, least, budget)
     first, others = order[0], total - least[order[0]]
-    plan = inputs[first].at_budget(budget - others).plan()[1]  # the ring that suits it best
+    plan = inputs[first].at_budget(budget - others).plan().plan  # the ring that suits it best
     ring = max(ring, min(aligned(plan.ring_nbytes) + plan.buffer_nbytes, budget - total))
-    found: dict[str, tuple[Share, Plan]] = {}
-    left = budget - total - ring
+    planned: dict[str, PlannedShare] = {}
+    spare = budget - total - ring
     for name in order:
-        plan = replace(inputs[name], share=Share(least[name] + left, ring)).plan()[1]
-        kept = max(least[name], min(least[name] + left, aligned_nbytes(plan.manifest, plan.resident)))
-        found[name] = Share(kept, ring), plan
-        left -= kept - least[name]
-    share, plan = found[order[0]]
-    found[order[0]] = Share(share.kept_nbytes + left, ring), plan  # for plans that learn
-    return found
+        plan = replace(inputs[name], share=Share(least[name] + spare, ring)).plan().plan
+        kept = max(least[name], min(least[name] + spare, aligned_nbytes(plan.manifest, plan.resident)))
+        planned[name] = PlannedShare(Share(kept, ring), plan)
+        spare -= kept - least[name]
+    share, plan = planned[first]
+    planned[first] = PlannedShare(Share(share.kept_nbytes + spare, ring), plan)  # for plans that learn
+    return planned
 
 
 def _least_kept(inputs: PlannerInputs) -> int:

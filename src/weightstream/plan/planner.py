@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from weightstream.codec.format import MAX_SHARE
@@ -110,28 +110,63 @@ class Demand:
     is_text: bool = False
 
 
-Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
+class Refusal(NamedTuple):
+    """Why there is no plan.
+
+    Attributes:
+        rank: of all refusals, the one with the smallest rank is reported.
+        error: the failed arithmetic.
+    """
+
+    rank: int
+    error: PlanError
 
 
 def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
     """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
     if (plan := search.search(candidates)) is None:
-        raise min(refusals, key=itemgetter(0))[1]
+        raise min(refusals, key=attrgetter("rank")).error
     return plan
 
 
 class PlacementOption(NamedTuple):
-    """A way to place a manifest: those that kernels read from host memory, those that are cached, and all others, as
-    they are coded."""
+    """A way to place the weights of a manifest.
+
+    Attributes:
+        mapped: alias groups that kernels read from host memory.
+        rest: the manifest without those and without what is cached: residents and streamed weights, compressed or not.
+        cached: the expert cache; None: there is none.
+    """
 
     mapped: frozenset[str]
-    aside: Manifest
+    rest: Manifest
     cached: Cached | None = None
 
     @property
-    def codes(self) -> Sizes:
-        """Of what is cached."""
+    def cached_codes(self) -> Sizes:
+        """Compressed bytes of the stacks that are cached in compressed form."""
         return self.cached.coded if self.cached else {}
+
+
+class Simulated(NamedTuple):
+    """A plan as a simulation takes it, and the profile for it.
+
+    Attributes:
+        plan: the plan without weights that kernels read from host memory and without cached stacks.
+        profile: the profile with the seconds of the plan's units.
+    """
+
+    plan: Plan
+    profile: Profile
+
+
+class _UnitTimes(NamedTuple):
+    """Seconds of a unit, as in the fields of a profile."""
+
+    device_s: float
+    host_s: float
+    after_share: float
+    captured_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,41 +193,41 @@ class Planner:
     def candidates(self, manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
         """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
         manifest = manifest.plain()
-        profile, ways = self.profile(manifest), list(self._ways(manifest))
-        for rank, way in zip(range(len(ways), 0, -1), ways, strict=True):  # the last takes the least of the device
-            opened = partial(self._opened, manifest, way, profile, rank, refusals)
-            yield Candidate(self._bound_s(manifest, way, profile), opened)
+        profile, options = self.profile(manifest), list(self._options(manifest))
+        for rank, option in zip(range(len(options), 0, -1), options, strict=True):
+            candidates = partial(self._candidates_of, manifest, option, profile, rank, refusals)
+            yield Candidate(self._bound_s(manifest, option, profile), candidates)
 
-    def _opened(
-        self, manifest: Manifest, way: PlacementOption, profile: Profile, rank: int, refusals: list[Refusal]
+    def _candidates_of(
+        self, manifest: Manifest, option: PlacementOption, profile: Profile, rank: int, refusals: list[Refusal]
     ) -> Iterator[Candidate]:
-        """The plans of one way."""
-        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        as_coded = manifest.coded({**way.codes, **way.aside.codes})  # once: there are hundreds of candidates
-        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
-        beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
-        placing = replace(self, config=self.config.within(beside)) if way.cached else self
+        """The plans of one way to place the weights."""
+        read_s = self.read_nbytes(manifest, option.mapped) / profile.link_bytes_per_s
+        # once: there are hundreds of candidates
+        as_coded = manifest.coded({**option.cached_codes, **option.rest.codes})
+        profile = self._profile_with_cache(manifest, option.cached, profile)
+        planner = self
+        if option.cached:
+            planner = replace(self, config=self.config.within((self.budget or 0) - option.cached.nbytes))
 
-        def whole(candidate: Candidate) -> Plan | None:
+        def complete(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
-            form = as_coded if plan.manifest is way.aside else manifest.coded({**way.codes, **plan.manifest.codes})
-            plan = self._with_cache(plan, form, way.mapped, way.cached)
-            plan = self._reading(plan, form, way.mapped, profile)
+            form = as_coded
+            if plan.manifest is not option.rest:
+                form = manifest.coded({**option.cached_codes, **plan.manifest.codes})
+            plan = self._with_cache(plan, form, option.mapped, option.cached)
+            plan = self._with_mapped(plan, form, option.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
             except PlanError as error:  # the first way takes the least of the host: told before what breaks the device
-                refusals.append((-rank, error))
+                refusals.append(Refusal(-rank, error))
                 return None
 
         try:
-            for candidate in placing._placed(way, profile):
-                yield Candidate(candidate.bound_s + read_s, partial(whole, candidate))
+            for candidate in planner._placed(option.rest, profile):
+                yield Candidate(candidate.bound_s + read_s, partial(complete, candidate))
         except PlanError as error:
-            refusals.append((rank, error))
-
-    def _for_demand(self, plan: Plan) -> Plan:
-        names = ("workload", "activation_nbytes", "cache_nbytes")
-        return replace(plan, **{name: getattr(self.demand, name) for name in names})
+            refusals.append(Refusal(rank, error))
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
@@ -201,34 +236,45 @@ class Planner:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
             return profile
-        times: list[tuple[float, float, float, float]] = []
+        times: list[_UnitTimes] = []
         picked: list[tuple[float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
             ops = work.get(unit.name, ())
-            on_device, on_host, after_share = unit_seconds(ops, profile)
-            more = unit_seconds((self.demand.captured or work).get(unit.name, ()), profile)[0] - on_device
+            device_s, host_s, after_share = unit_seconds(ops, profile)
+            captured_ops = (self.demand.captured or work).get(unit.name, ())
+            captured_s = unit_seconds(captured_ops, profile).device_s - device_s
             copies = [op for op in ops if unit.picks and op.picked]
             picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
-                on_device = self.unit_s[unit.name]
+                device_s = self.unit_s[unit.name]
             elif unit.name not in work:
-                on_device, on_host = profile.times_s(index, unit)
-            times.append((on_device, on_host, after_share, more))
-        unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
+                device_s, host_s = profile.times_s(index, unit)
+            times.append(_UnitTimes(device_s, host_s, after_share, captured_s))
+        profile = replace(
+            profile,
+            unit_s=tuple(unit.device_s for unit in times),
+            host_s=tuple(unit.host_s for unit in times),
+            after_share=tuple(unit.after_share for unit in times),
+            captured_s=tuple(unit.captured_s for unit in times),
+            picked=tuple(picked),
+            host_share=_HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share,
+        )
         if self.machine.on_cpu:  # it computes itself what it launches
-            unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
-        share = _HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share
-        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, captured_s=captured_s)
-        return replace(found, picked=tuple(picked), host_share=share).decoding(manifest)
+            unit_s = tuple(map(max, profile.unit_s, profile.host_s))
+            profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
+        return profile.decoding(manifest)
+
+    def _profile_with_cache(self, manifest: Manifest, cached: Cached | None, profile: Profile) -> Profile:
+        return expert_cache.profile_with_cache(manifest, cached, profile, self.demand.workload, self.counts)
 
     @property
     def budget(self) -> int | None:
         """Bytes of device memory for weights: as given, else what is free less what a step needs."""
         if self.share is not None:
             return sum(self.share)
-        given = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
-        if given is not None or self.config.backend != "none":
-            return given
+        budget = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
+        if budget is not None or self.config.backend != "none":
+            return budget
         free = self.machine.free_nbytes
         if self.machine.on_cpu:
             return free
@@ -242,15 +288,15 @@ class Planner:
         """Whether it is to find what is fastest within a budget, on a GPU."""
         return self.config.backend == "none" and not self.machine.on_cpu
 
-    def _ways(self, manifest: Manifest) -> Iterator[PlacementOption]:
+    def _options(self, manifest: Manifest) -> Iterator[PlacementOption]:
         """All that are worth a try."""
         for mapped in self._mapped(manifest):
-            aside = manifest.without(mapped)
-            sizes = self._sizes(aside)
-            coded = codings(aside, sizes) if self.config.codec == "auto" else [sizes]
-            yield from (PlacementOption(mapped, aside.coded(codes)) for codes in coded)
-            if (cached := self._cache(aside, sizes)) is not None:
-                yield PlacementOption(mapped, aside.without(cached.sizes), cached)
+            rest = manifest.without(mapped)
+            sizes = self._sizes(rest)
+            coded = codings(rest, sizes) if self.config.codec == "auto" else [sizes]
+            yield from (PlacementOption(mapped, rest.coded(codes)) for codes in coded)
+            if (cached := self._cache(rest, sizes)) is not None:
+                yield PlacementOption(mapped, rest.without(cached.sizes), cached)
 
     def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
         """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
@@ -259,13 +305,13 @@ class Planner:
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
             return None
-        profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = expert_cache.ways(manifest, sizes, profile, budget, *known)
-        return min(
-            found,
-            key=lambda c: expert_cache.device_s(expert_cache.profile_with_cache(manifest, c, profile, *known)),
-            default=None,
-        )
+        profile = self.profile(manifest)
+        caches = expert_cache.caches(manifest, sizes, profile, budget, self.demand.workload, self.counts)
+
+        def device_s(cached: Cached) -> float:
+            return expert_cache.device_s(self._profile_with_cache(manifest, cached, profile))
+
+        return min(caches, key=device_s, default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
         """The plan of a manifest without what is cached and mapped, as one of the whole but what is mapped."""
@@ -273,28 +319,21 @@ class Planner:
             return plan
         whole = whole.without(mapped)
         profile = self.profile(whole.plain())
-        return replace(
-            plan,
-            manifest=whole,
-            budget=self.budget,
-            cached=frozenset(cached.sizes),
-            slots_nbytes=cached.slots_nbytes,
-            **expert_cache.predicted_cache(plan, whole, cached, profile, self.demand.workload, self.counts),
-            decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
-        )
+        plan = expert_cache.with_predictions(plan, whole, cached, profile, self.demand.workload, self.counts)
+        return replace(plan, budget=self.budget)
 
-    def _bound_s(self, manifest: Manifest, way: PlacementOption, profile: Profile) -> float:
+    def _bound_s(self, manifest: Manifest, option: PlacementOption, profile: Profile) -> float:
         """No plan of this way takes less: it computes, and copies what the budget has no room for."""
-        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
-        beside = way.cached.nbytes if way.cached else 0
+        read_s = self.read_nbytes(manifest, option.mapped) / profile.link_bytes_per_s
+        profile = self._profile_with_cache(manifest, option.cached, profile)
+        cache_nbytes = option.cached.nbytes if option.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
-        kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
-        over = sum(way.aside.read.values()) - kept_nbytes
-        if way.aside.codes and over <= 0:
+        kept_nbytes = (self.budget or 0) - cache_nbytes - buffer_nbytes(option.rest) if is_bounded else math.inf
+        over_nbytes = sum(option.rest.read.values()) - kept_nbytes
+        if option.rest.codes and over_nbytes <= 0:
             return read_s  # of what is coded, some may stay plain
-        least_s = search.least_s(way.aside, profile.decoding(way.aside))
-        return max(least_s, over / profile.link_bytes_per_s) + read_s
+        least_s = search.least_s(option.rest, profile.decoding(option.rest))
+        return max(least_s, over_nbytes / profile.link_bytes_per_s) + read_s
 
     def may_compress(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest depends on what can be coded."""
@@ -303,8 +342,9 @@ class Planner:
 
     def may_use_disk(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest may need the disk."""
-        room = self._host_budget
-        return manifest.nbytes - (self.budget or 0) > (self.machine.host_free_nbytes if room is None else room)
+        host_budget = self._host_budget
+        host_nbytes = self.machine.host_free_nbytes if host_budget is None else host_budget
+        return manifest.nbytes - (self.budget or 0) > host_nbytes
 
     @property
     def _host_budget(self) -> int | None:
@@ -345,17 +385,17 @@ class Planner:
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
-    def _placed(self, way: PlacementOption, profile: Profile) -> Iterator[Candidate]:
+    def _placed(self, manifest: Manifest, profile: Profile) -> Iterator[Candidate]:
         """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
         if self.config.backend == "none" and self.budget is not None:
-            whole = self._whole_nbytes(way.aside)
-            if whole is not None and not search.fits(way.aside, whole):
-                yield from search.candidates(way.aside, self.budget, profile.decoding(way.aside), self.share)
+            whole_nbytes = self._whole_nbytes(manifest)
+            if whole_nbytes is not None and not search.fits(manifest, whole_nbytes):
+                yield from search.candidates(manifest, self.budget, profile.decoding(manifest), self.share)
                 return
-        plan = self._streaming(way.aside, profile.decoding(way.aside))
+        plan = self._streaming(manifest, profile.decoding(manifest))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
-            less = decoding_less(plan, profile)
-            plan = cost.predicted(less, profile.decoding(less.manifest))
+            less_coded = decoding_less(plan, profile)
+            plan = cost.predicted(less_coded, profile.decoding(less_coded.manifest))
         if self.config.backend == "none":  # else there are no candidates to be held against
             plan = replace(plan, step_s=search.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
@@ -367,25 +407,34 @@ class Planner:
 
     def priced(self, plan: Plan) -> Plan:
         """A plan, whoever made it, with what this planner predicts for its step."""
-        (alone, profile), whole, mapped = self.alone(plan), plan.manifest, plan.mapped
-        times = self._with_cache(cost.predicted(alone, profile), whole, mapped, expert_cache.of_plan(plan))
-        return replace(self._for_demand(self._reading(times, whole, mapped, profile)), budget=plan.budget)
+        manifest, mapped = plan.manifest, plan.mapped
+        simulated, profile = self.alone(plan)
+        predicted = cost.predicted(simulated, profile)
+        predicted = self._with_cache(predicted, manifest, mapped, expert_cache.of_plan(plan))
+        predicted = self._with_mapped(predicted, manifest, mapped, profile)
+        return replace(
+            predicted,
+            budget=plan.budget,
+            workload=self.demand.workload,
+            activation_nbytes=self.demand.activation_nbytes,
+            cache_nbytes=self.demand.cache_nbytes,
+        )
 
-    def alone(self, plan: Plan) -> tuple[Plan, Profile]:
+    def alone(self, plan: Plan) -> Simulated:
         """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
-        manifest, aside = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
-        facts = expert_cache.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
-        profile = expert_cache.profile_with_cache(manifest, *facts).decoding(aside)
-        return replace(plan, manifest=aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0), profile
+        manifest, rest = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
+        profile = self._profile_with_cache(manifest, expert_cache.of_plan(plan), self.profile(manifest))
+        simulated = replace(plan, manifest=rest, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
+        return Simulated(simulated, profile.decoding(rest))
 
-    def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
+    def _with_mapped(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
         """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
         return search.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
         """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
-        read = frozenset() if self.unit_s else mapped - self.weights.by_row
-        return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
+        whole_reads = frozenset() if self.unit_s else mapped - self.weights.by_row
+        return round(sum(manifest.aliases.get(alias, 0) for alias in whole_reads) / _READ_RATE)
 
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:
         config, kept = self.config, self.weights.kept

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share
@@ -23,6 +24,13 @@ _AS_FAST = 1e-3
 _GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
 _STEPS = 500  # in which the move must pay
 _MOVED_BYTES_PER_S = 5e9  # to memory that is pinned anew
+
+
+class ChosenPlan(NamedTuple):
+    """The fastest plan over all grains, and the index of its grain."""
+
+    grain: int
+    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +93,7 @@ class PlannerInputs:
         """Whether a plan may leave weights on disk."""
         return self.planner(-1).may_use_disk(self.grains[-1])
 
-    def plan(self) -> tuple[int, Plan]:
+    def plan(self) -> ChosenPlan:
         """The index of the grain whose plan is predicted to be fastest (of equals: smallest), and that plan.
 
         Finer units need a smaller ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
@@ -95,8 +103,8 @@ class PlannerInputs:
             refusals: list[Refusal] = []  # of the finest, in the end
             candidates += planner.candidates(manifest, refusals)
         plan = fastest(candidates, refusals)
-        index = self.grain_of(plan.manifest)
-        return index, self.planner(index).priced(plan)
+        grain = self.grain_of(plan.manifest)
+        return ChosenPlan(grain, self.planner(grain).priced(plan))
 
     def coarse(self) -> PlannerInputs:
         """The same in the coarsest grain only, where that has a plan."""
@@ -128,7 +136,7 @@ class PlannerInputs:
     def plan_at(self, device_budget: int) -> Plan | None:
         """The plan at another device budget, None where none fits."""
         try:
-            return self.at_budget(device_budget).plan()[1]
+            return self.at_budget(device_budget).plan().plan
         except PlanError:
             return None
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.candidates import Choice, Share, aligned_nbytes, choices, columns_of, fitting, plain_nbytes
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Seconds
 from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 from weightstream.plan.units import human
 from weightstream.settings.arguments import selects
@@ -105,11 +105,11 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
     counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
     buffer = buffer_nbytes(manifest)
     share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
-    unit_s = [profile.times_s(u, unit)[0] for u, unit in enumerate(manifest.units)] if profile.unit_s else []
+    unit_s = [profile.times_s(u, unit).device_s for u, unit in enumerate(manifest.units)] if profile.unit_s else []
     found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
     if not found:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
+    device_s, most_s = _resident_s(manifest, profile).device_s, _launched_s(manifest, forced, profile)
     for choice in found:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
         # A ring that goes around twice holds less than a unit for good: only its end may be used once.
@@ -123,15 +123,17 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
 
 def searched_s(plan: Plan, profile: Profile) -> float:
     """What a search takes a step for."""
-    return _counted_s(*cost.simulated_s(plan, profile), profile)
+    seconds = cost.simulated_s(plan, profile)
+    return _counted_s(seconds.graph_s, seconds.step_s, profile)
 
 
 def least_s(manifest: Manifest, profile: Profile) -> float:
     """What a search takes a step for, at least: one that streams nothing."""
-    return _counted_s(*_resident_s(manifest, profile), profile)
+    seconds = _resident_s(manifest, profile)
+    return _counted_s(seconds.device_s, seconds.host_s, profile)
 
 
-def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
+def _resident_s(manifest: Manifest, profile: Profile) -> Seconds:
     """Seconds of the device and of the host for a step that streams nothing."""
     return cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)])
 
@@ -145,7 +147,7 @@ def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile)
     """Seconds of the host for a step in which all but these stream."""
     units = zip(manifest.units, num_shown(manifest, residents), streamed_nbytes(manifest, residents), strict=True)
     times = [profile.times_s(u, unit, shown=num, streams=nbytes > 0) for u, (unit, num, nbytes) in enumerate(units)]
-    return cost.sums_s(manifest, times)[1]
+    return cost.sums_s(manifest, times).host_s
 
 
 def place_layers(
