@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -223,8 +224,8 @@ class OffloadBuilder:
         """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
         if block is None and (short := self.inputs.shortage(plan)):  # in a shared block other models count, too
             logger.warning("device memory may run out: %s", short)
-        for_call = self.gatherer.for_call
-        replanning = Replanning(self.inputs, for_call, partial(doubt, self._backend.device), self.known)
+        # a method of the builder, which so lives as long as its streamer: a pipeline refers to both only weakly
+        replanning = Replanning(self.inputs, self._inputs_for_call, partial(doubt, self._backend.device), self.known)
         with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
             streamer = Streamer(
                 self.model,
@@ -244,6 +245,9 @@ class OffloadBuilder:
             streamer.remove()
             raise
         return streamer
+
+    def _inputs_for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
+        return self.gatherer.for_call(inputs, entry, args, kwargs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
         beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
