@@ -455,7 +455,7 @@ def test_a_plan_that_breaks_a_rule_of_codes_is_found() -> None:
     assert any("they share the buffer" in text for text in changed(enclosing=True))
     assert any("device bytes" in text for text in changed(tensor={"decoded_nbytes": GIB}))
     mapped = replace(plan, mapped=frozenset(plan.manifest.units[layer].coded()))
-    assert any("coded and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
+    assert any("compressed and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
 
 
 def test_another_order_keeps_what_is_coded() -> None:

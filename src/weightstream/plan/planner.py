@@ -1,10 +1,15 @@
-"""The planner: what turns a manifest into a plan, under one configuration and on one machine.
+"""The planner: makes a plan from a manifest, for one configuration and one machine. Knows plain values only.
 
-All that it knows are plain values; it measures, reads and asks nothing. Each way to place that the configuration allows
-is planned, and the one with the least predicted time wins: with the tables of which a step reads a few rows on the
-device or read from host memory, with a unit far larger than all others (a head) through the ring or read from there as
-well, since a ring must hold the largest unit, and with weights coded or plain. All of them, and all choices in each,
-are candidates of one search.
+The planner tries every placement that the configuration allows, and the one with the shortest predicted step wins. The
+options are:
+
+- tables of which a step reads a few rows: on the device, or read by kernels from host memory;
+- a unit far larger than all others, such as a head: through the ring, or read from host memory as well, since the ring
+  must hold the largest unit that streams;
+- weights: compressed, or uncompressed;
+- stacks of experts: like other weights, or in an expert cache.
+
+All options, with all choices of residents and rings in each, are candidates of one search.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ from weightstream.settings.arguments import selects
 from weightstream.settings.config import OffloadConfig
 
 _TABLE_NBYTES = 1 << 20
-_LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
-_READ_ROWS = 64  # by kernels that read it once: products with more rows read weights again for each tile of them
-_READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
-_HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
-_SLACK = 50  # a share of free memory that the allocator may lose between blocks
+_LONE = 4  # a unit more than this many times the next smaller one may be worth reading from host memory
+_READ_ROWS = 64  # a kernel with more rows reads the weights again for each tile of rows
+_READ_RATE = 0.9  # share of the link's rate that kernels reach [H200: 50 of 55 GB/s]
+_HOST_SHARE_OF_TEXT = 0.25  # tokens come from CUDA graphs; only the prompt is an eager step
+_SLACK = 50  # 1/50 of the free memory, or 256 MiB if that is more, may be lost between the blocks of the allocator
 _SLACK_NBYTES = 256 << 20
 
 
@@ -123,7 +128,10 @@ class Refusal(NamedTuple):
 
 
 def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
-    """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
+    """The fastest of these plans. Raises the error of the refusal with the smallest rank if there is no plan.
+
+    `refusals` may grow while the candidates are made.
+    """
     if (plan := search.search(candidates)) is None:
         raise min(refusals, key=attrgetter("rank")).error
     return plan
@@ -171,11 +179,19 @@ class _UnitTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
-    over the work, and include what kernels read from host memory: they price the plan that was measured. A `share` is
-    in place of the budget where several models have device memory in turn. `counts` are those of a cache that ran.
+    """Makes the plan of a manifest, when it is called with one.
 
-    Raises `PlanError` with the arithmetic where no plan fits.
+    The call raises `PlanError` with the failed arithmetic if no plan fits.
+
+    Attributes:
+        config: the settings of the caller.
+        machine: the device and its host.
+        weights: the names of the alias groups, where each may be, and their compressed sizes.
+        demand: the needs of a step besides weights.
+        unit_s: measured seconds by unit name, which replace those from the unit's work. They leave decompression out,
+            and include the time in which kernels read from host memory: they are of the plan that was measured.
+        share: replaces the budget where several models use device memory in turn.
+        counts: counts of an expert cache that ran; None: its hits are estimated.
     """
 
     config: OffloadConfig
@@ -191,9 +207,10 @@ class Planner:
         return self.priced(fastest(self.candidates(manifest, refusals), refusals))
 
     def candidates(self, manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
-        """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
+        """Every plan of a manifest that is worth a try. Options without a plan add their reason to `refusals`."""
         manifest = manifest.plain()
         profile, options = self.profile(manifest), list(self._options(manifest))
+        # the last option takes least device memory, so its refusal has the smallest rank
         for rank, option in zip(range(len(options), 0, -1), options, strict=True):
             candidates = partial(self._candidates_of, manifest, option, profile, rank, refusals)
             yield Candidate(self._bound_s(manifest, option, profile), candidates)
@@ -219,7 +236,8 @@ class Planner:
             plan = self._with_mapped(plan, form, option.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
-            except PlanError as error:  # the first way takes the least of the host: told before what breaks the device
+            except PlanError as error:
+                # Report the host shortage of the first option, which needs least host memory, before device shortages
                 refusals.append(Refusal(-rank, error))
                 return None
 
@@ -230,7 +248,7 @@ class Planner:
             refusals.append(Refusal(rank, error))
 
     def profile(self, manifest: Manifest) -> Profile:
-        """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
+        """The machine's profile with the seconds of every unit: measured, or from its work, else from its bytes."""
         profile, work = self.machine.profile, self.demand.work
         if (measured := self.machine.disk_bytes_per_s) is not None:
             profile = replace(profile, disk_bytes_per_s=measured)
@@ -259,7 +277,7 @@ class Planner:
             picked=tuple(picked),
             host_share=_HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share,
         )
-        if self.machine.on_cpu:  # it computes itself what it launches
+        if self.machine.on_cpu:  # one processor launches and computes: whichever takes longer counts, once
             unit_s = tuple(map(max, profile.unit_s, profile.host_s))
             profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
         return profile.decoding(manifest)
@@ -269,7 +287,7 @@ class Planner:
 
     @property
     def budget(self) -> int | None:
-        """Bytes of device memory for weights: as given, else what is free less what a step needs."""
+        """Bytes of device memory for weights: as configured, else the free bytes minus the needs of a step."""
         if self.share is not None:
             return sum(self.share)
         budget = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
@@ -279,17 +297,17 @@ class Planner:
         if self.machine.on_cpu:
             return free
         if not self.demand.work:
-            return max(0, int(free * 0.9) - (1 << 30))  # nobody knows the activations
+            return max(0, int(free * 0.9) - (1 << 30))  # activations are unknown
         needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
 
     @property
     def _chooses(self) -> bool:
-        """Whether it is to find what is fastest within a budget, on a GPU."""
+        """Whether the planner chooses the placement, within a budget on a GPU."""
         return self.config.backend == "none" and not self.machine.on_cpu
 
     def _options(self, manifest: Manifest) -> Iterator[PlacementOption]:
-        """All that are worth a try."""
+        """The placement options that are worth a try."""
         for mapped in self._mapped(manifest):
             rest = manifest.without(mapped)
             sizes = self._sizes(rest)
@@ -299,8 +317,11 @@ class Planner:
                 yield PlacementOption(mapped, rest.without(cached.sizes), cached)
 
     def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
-        """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
-        the form with which the device takes least, as steps that are captured do not wait for the host."""
+        """The expert cache that is worth a try; None if all weights fit, or if rows cannot be fetched from host memory.
+
+        Of the uncompressed and the compressed cache, the one with the shorter time on the device: captured steps do not
+        wait for the host.
+        """
         is_tried = self._chooses and self.share is None and self.config.pin_memory
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
@@ -314,7 +335,7 @@ class Planner:
         return min(caches, key=device_s, default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
-        """The plan of a manifest without what is cached and mapped, as one of the whole but what is mapped."""
+        """The plan with the cached stacks added, from a plan of the other weights; mapped ones are in neither."""
         if cached is None:
             return plan
         whole = whole.without(mapped)
@@ -323,7 +344,7 @@ class Planner:
         return replace(plan, budget=self.budget)
 
     def _bound_s(self, manifest: Manifest, option: PlacementOption, profile: Profile) -> float:
-        """No plan of this way takes less: it computes, and copies what the budget has no room for."""
+        """A lower bound of the step of any plan of this option: compute, or copies of the bytes over budget."""
         read_s = self.read_nbytes(manifest, option.mapped) / profile.link_bytes_per_s
         profile = self._profile_with_cache(manifest, option.cached, profile)
         cache_nbytes = option.cached.nbytes if option.cached else 0
@@ -331,12 +352,12 @@ class Planner:
         kept_nbytes = (self.budget or 0) - cache_nbytes - buffer_nbytes(option.rest) if is_bounded else math.inf
         over_nbytes = sum(option.rest.read.values()) - kept_nbytes
         if option.rest.codes and over_nbytes <= 0:
-            return read_s  # of what is coded, some may stay plain
+            return read_s  # some of the compressed weights may be resident uncompressed, which saves decompression
         least_s = search.least_s(option.rest, profile.decoding(option.rest))
         return max(least_s, over_nbytes / profile.link_bytes_per_s) + read_s
 
     def may_compress(self, manifest: Manifest) -> bool:
-        """Whether a plan of this manifest depends on what can be coded."""
+        """Whether a plan of this manifest depends on which weights can be compressed."""
         has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
         return self.config.uses_codes and has_reason
 
@@ -348,11 +369,11 @@ class Planner:
 
     @property
     def _host_budget(self) -> int | None:
-        """Bytes of host memory for weights beside the device's, as given."""
+        """Bytes of host memory for weights that are not on the device, as configured; None: not configured."""
         return self.config.host_nbytes(self.machine.host_total_nbytes, on_cpu=self.machine.on_cpu)
 
     def _sizes(self, manifest: Manifest) -> Sizes:
-        """Alias groups that are worth compressing, where that may be, and the bytes that they take then."""
+        """The compressed bytes of the alias groups that are worth compressing; empty where none may be."""
         if not (self.may_compress(manifest) and self.machine.can_decode):
             return {}
         plain = search.always_resident(manifest)
@@ -362,7 +383,7 @@ class Planner:
         return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
-        """Alias groups that kernels read from host memory: each set that is worth a try."""
+        """The sets of alias groups in host memory, for kernels to read there, that are worth a try."""
         named = frozenset[str]()
         if patterns := self.config.zero_copy_params:
             named = frozenset(a for a, names in self.weights.names.items() if any(selects(patterns, n) for n in names))
@@ -376,7 +397,7 @@ class Planner:
             yield named.union(tables, lone)
 
     def _lone(self, manifest: Manifest) -> Mapping[str, int]:
-        """The weights of a unit without which the ring could be much smaller, if kernels would read them once."""
+        """The weights of the one unit without which the ring could be much smaller, if kernels read them only once."""
         workload = self.demand.workload
         if workload is None or workload.batch > _READ_ROWS or len(manifest.units) < 2:
             return {}
@@ -386,7 +407,7 @@ class Planner:
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
     def _placed(self, manifest: Manifest, profile: Profile) -> Iterator[Candidate]:
-        """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
+        """The plans of weights that are neither mapped nor cached. Raises `PlanError` if there is none."""
         if self.config.backend == "none" and self.budget is not None:
             whole_nbytes = self._whole_nbytes(manifest)
             if whole_nbytes is not None and not search.fits(manifest, whole_nbytes):
@@ -396,17 +417,17 @@ class Planner:
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
             less_coded = decoding_less(plan, profile)
             plan = cost.predicted(less_coded, profile.decoding(less_coded.manifest))
-        if self.config.backend == "none":  # else there are no candidates to be held against
+        if self.config.backend == "none":  # the classic settings have one candidate, which is compared with none
             plan = replace(plan, step_s=search.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
 
     def _whole_nbytes(self, manifest: Manifest) -> int | None:
-        """What all of it may take if it stays: of a share no more than what may be kept, and the buffer."""
+        """The bytes in which all weights may be resident: the budget, or of a share the kept part and the buffer."""
         buffer = buffer_nbytes(manifest)
         return self.budget if self.share is None else self.share.kept_nbytes + min(buffer, self.share.ring_nbytes)
 
     def priced(self, plan: Plan) -> Plan:
-        """A plan, whoever made it, with what this planner predicts for its step."""
+        """The plan with this planner's predictions; any planner may have made it."""
         manifest, mapped = plan.manifest, plan.mapped
         simulated, profile = self.alone(plan)
         predicted = cost.predicted(simulated, profile)
@@ -421,18 +442,21 @@ class Planner:
         )
 
     def alone(self, plan: Plan) -> Simulated:
-        """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
+        """A plan without mapped and cached weights, and the profile with the seconds of its units."""
         manifest, rest = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
         profile = self._profile_with_cache(manifest, expert_cache.of_plan(plan), self.profile(manifest))
         simulated = replace(plan, manifest=rest, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
         return Simulated(simulated, profile.decoding(rest))
 
     def _with_mapped(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
-        """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
+        """The plan with the mapped weights added, from the plan of the other weights."""
         return search.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
-        """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
+        """Bytes of copies that take as long as the kernels' reads of mapped weights in a step.
+
+        Tables of which a step reads a few rows do not count; and nothing does if measured seconds include the reads.
+        """
         whole_reads = frozenset() if self.unit_s else mapped - self.weights.by_row
         return round(sum(manifest.aliases.get(alias, 0) for alias in whole_reads) / _READ_RATE)
 
@@ -446,16 +470,22 @@ class Planner:
         return search.place_within(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
-        """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
+        """The plan with the weights on disk that host memory has no room for.
+
+        Without a configured budget, the weights that are in RAM may stay there.
+        """
         machine, coded, in_files = self.machine, plan.manifest.codes.keys(), self.weights.coded_in_files
         default = folder = pack = ""
         if (budget := self._host_budget) is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
             default = " (the default, 80 % of what this process may still take)"
         if coded - in_files:
-            pack = " Or set codec='auto', or make a coded pack: what a file does not hold coded cannot be on disk."
+            pack = (
+                " Or set codec='auto', or make a compressed pack: weights can only be on disk in the form that a file "
+                "holds."
+            )
         elif self.config.offload_folder is None:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
-        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
+        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file holds
         return search.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)
