@@ -86,7 +86,7 @@ def planner_of(
 def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]:
     planner = planner_of(budget, manifest, **more)
     profile, workload = planner.profile(manifest), planner.demand.workload
-    return list(expert_cache.ways(manifest, planner.weights.codes, profile, budget, workload))
+    return list(expert_cache.caches(manifest, planner.weights.codes, profile, budget, workload))
 
 
 def is_coded(cached: Cached) -> bool:
@@ -172,7 +172,7 @@ def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
     planner = planner_of(budget)
     profile, sizes = planner.profile(MIXTURE), dict(planner.weights.codes)
     del sizes["3.up"]
-    assert [is_coded(c) for c in expert_cache.ways(MIXTURE, sizes, profile, budget, None)] == [False]
+    assert [is_coded(c) for c in expert_cache.caches(MIXTURE, sizes, profile, budget, None)] == [False]
 
 
 # -- how often a row is found ------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
     budget = decoder("block", **SMALL).nbytes * 7 // 10
     ahead = inputs_of(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
     of_text = tuple(replace(demand, is_text=True) for demand in ahead.demands)
-    eager, captured = ahead.plan()[1], replace(ahead, demands=of_text).plan()[1]
+    eager, captured = ahead.plan().plan, replace(ahead, demands=of_text).plan()[1]
     assert captured.graph_s < 0.9 * eager.graph_s
     assert eager.step_s < captured.step_s
     both_s = [plan.graph_s + 0.25 * (plan.step_s - plan.graph_s) for plan in (captured, eager)]
@@ -591,5 +591,5 @@ def test_a_host_that_is_the_limit_is_not_slower_with_more_memory(slower: float) 
     on = machine(profile=replace(H200, op_launch_s=slower * H200.op_launch_s))
     nbytes = decoder("block", **SMALL).nbytes
     budgets = [nbytes * percent // 100 for percent in (90, 94, 97, 99)]
-    steps = [inputs_of(SMALL, on=on, grains=("block",), device_budget=b).plan()[1].step_s for b in budgets]
+    steps = [inputs_of(SMALL, on=on, grains=("block",), device_budget=b).plan().plan.step_s for b in budgets]
     assert all(more <= 1.001 * less for less, more in itertools.pairwise(steps)), steps

@@ -71,7 +71,7 @@ def ahead(shape: Shape, workload: Workload | None = DECODE, *, noise: float = 0.
 
 
 def plan_of(shape: Shape, workload: Workload | None = DECODE, **settings: Any) -> Plan:
-    plan = ahead(shape, workload, **settings).plan()[1]
+    plan = ahead(shape, workload, **settings).plan().plan
     assert_sound(plan)
     return plan
 
@@ -220,7 +220,7 @@ def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> 
     """On the CPU, and under the classic settings, no code is used that is not asked for."""
     given = {"device_budget": 60 * MIB} if not settings.keys() & {"cpu_offload_gb", "offload_group_size"} else {}
     plain = {name: value for name, value in settings.items() if name not in ("codec", "weights")}
-    expected = inputs_of(SMALL, **given, **plain, codec="none").plan()[1]
+    expected = inputs_of(SMALL, **given, **plain, codec="none").plan().plan
     assert plan_of(SMALL, **given, **settings) == expected
 
 
@@ -455,7 +455,7 @@ def test_a_plan_that_breaks_a_rule_of_codes_is_found() -> None:
     assert any("they share the buffer" in text for text in changed(enclosing=True))
     assert any("device bytes" in text for text in changed(tensor={"decoded_nbytes": GIB}))
     mapped = replace(plan, mapped=frozenset(plan.manifest.units[layer].coded()))
-    assert any("coded and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
+    assert any("compressed and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
 
 
 def test_another_order_keeps_what_is_coded() -> None:
@@ -479,7 +479,7 @@ def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
 def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     """A plan that takes what was predicted is predicted to take the same from what was measured."""
     found = ahead(EIGHT, device_budget=budget, grains=("block",), on=machine(maps_host_memory=False))
-    planner, plan = found.planners[0], found.plan()[1]
+    planner, plan = found.planners[0], found.plan().plan
     assert plan.manifest.codes
     assert (plan.step_nbytes > 0) == (budget == 6 * GIB)
     computes = cost.unit_s(plan, planner.profile(plan.manifest))

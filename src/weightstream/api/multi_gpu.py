@@ -298,8 +298,8 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             def assemble(shares: DeviceSplit) -> dict[str, OffloadBuilder]:
                 found = {}
                 for lane in shares.used:
-                    about = replace(given, folder=None, subset=shares.subset(lane, model))
-                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), about)
+                    facts = replace(given, folder=None, subset=shares.subset(lane, model))
+                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), facts)
                     found[stripes.names[lane]] = assembly = assembling.enter_context(part)
                     machine = multi_gpu_links.at_most(assembly.inputs.machine, rates[lane])
                     assembly.plan_with(replace(assembly.inputs, machine=machine))
@@ -348,9 +348,8 @@ def _dealt_anew(
         sketch = sketch_of(shares.roots[lane], None, uncompressed, known[name].machine, subset)
         inputs = sketch.inputs
         if example is not None:
-            args, kwargs = example
             gatherer = replace(sketch.gatherer, backend=stripes.backends[lane])
-            inputs = gatherer.for_call(inputs, "forward", args, kwargs) or inputs
+            inputs = gatherer.for_call(inputs, "forward", example.args, example.kwargs) or inputs
         dealt[name] = replace(inputs, config=settings, weights=weights)
     return dealt
 

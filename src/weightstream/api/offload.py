@@ -101,10 +101,12 @@ def _example(model: nn.Module, inputs: Any) -> Example | None:
     """Positional and keyword arguments of a forward; raises `ConfigError` where it does not take them."""
     if inputs is None:
         return None
-    args: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
+    if isinstance(inputs, Mapping):
+        example = Example((), dict(inputs))
+    else:
+        example = Example(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {})
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*example.args, **example.kwargs)
     except ValueError:  # a builtin has no signature
         pass
     except TypeError as error:
@@ -112,7 +114,7 @@ def _example(model: nn.Module, inputs: Any) -> Example | None:
             f"example_inputs: {type(model).__name__}.forward() does not take them: {error}; give a tensor, a tuple of "
             "positional arguments, or a dict of keywords"
         ) from error
-    return args, kwargs
+    return example
 
 
 def from_pretrained(
@@ -246,7 +248,7 @@ def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: C
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
         with lasting("planning", given.progress):
-            plan = assembly.inputs.plan()[1]
+            plan = assembly.inputs.plan().plan
         streamer = assembly.attach(plan)
     if given.ranks is not None:
         try:

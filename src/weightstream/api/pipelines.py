@@ -31,6 +31,7 @@ from weightstream.inputs.machine import Kernels, machine_of
 from weightstream.inputs.pipeline_planning import (
     Components,
     Shared,
+    SharedBudget,
     budget_of,
     check_given,
     heaviest,
@@ -203,19 +204,30 @@ def _offloaded(
             for name, module in modules.items()
         }
         parts = Components(assemblies, calls, lambda module: _sketch(module, backend, config))
-        budget, found, nbytes = _shares(parts, assemblies, calls, common)
+        budget, shared_budget = _shares(parts, assemblies, calls, common)
         with suppress(PlanError):  # one that is cast has no room: said when it is
-            if short := plan_of_shares(calls, parts, found, nbytes).shortage:
+            if short := plan_of_shares(calls, parts, shared_budget).shortage:
                 logger.warning("device memory may run out: %s", short)
-        made = PipelineStreamer(pipe, backend, config, SharedMemory(backend, nbytes), folders, tuple(modules), budget)
+        block = SharedMemory(backend, shared_budget.block_nbytes)
+        streamer = PipelineStreamer(pipe, backend, config, block, folders, tuple(modules), budget)
         with ExitStack() as on_failure:
-            on_failure.callback(made.remove)
-            for name, shared in found.items():  # the one that moves most has the first choice of memory
+            on_failure.callback(streamer.remove)
+            for (
+                name,
+                shared,
+            ) in shared_budget.components.items():  # the one that moves most has the first choice of memory
                 kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
-                made.stream(name, assemblies[name], shared, kinds)
+                streamer.stream(name, assemblies[name], shared, kinds)
             on_failure.pop_all()
-    logger.info("%s", made)
-    return made
+    logger.info("%s", streamer)
+    return streamer
+
+
+class _Shares(NamedTuple):
+    """Bytes of device memory for the weights of all components, and how these share them."""
+
+    budget: int
+    shared: SharedBudget
 
 
 def _shares(
@@ -223,8 +235,8 @@ def _shares(
     assemblies: Mapping[str, OffloadBuilder],
     calls: Sequence[ComponentCall],
     common: Mapping[str, Collection[int]],
-) -> tuple[int, dict[str, Shared], int]:
-    """The budget, the part of each component in it, and the bytes of memory that all have in turn.
+) -> _Shares:
+    """The budget, and the part of each component in it.
 
     What components have in `common` stays on the device where it has room, as it is read in the turns of each.
     """
@@ -234,9 +246,9 @@ def _shares(
             aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
             assembly.inputs = before[name].keeping(aliases)
         known = known_of(parts, calls)
-        budget = budget_of({name: inputs for name, (_, inputs) in known.items()}, calls)
+        budget = budget_of({name: planned_for.inputs for name, planned_for in known.items()}, calls)
         try:
-            return budget, *share_budget(parts, known, calls, budget)
+            return _Shares(budget, share_budget(parts, known, calls, budget))
         except PlanError:
             if not kept:
                 raise
@@ -281,12 +293,28 @@ class _Part(NamedTuple):
     settle: weakref.finalize[..., Streamer]
 
 
-def _tensors(model: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, Callable[[], torch.Tensor]]]:
-    """For every tensor of a model: the dictionary that holds it, its name there, the tensor, and a function of its
-    values."""
-    held = [named for module in model.modules() for named in (module._parameters, module._buffers)]
-    every = [(named, key, tensor) for named in held for key, tensor in named.items() if tensor is not None]
-    return [(named, key, tensor, _values_of(tensor)) for named, key, tensor in every]
+class _HeldTensor(NamedTuple):
+    """A tensor of a module, in a dict of the module's under a key, and a function that gives its data as it was."""
+
+    holder: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    values: Callable[[], torch.Tensor]
+
+    def put_back(self) -> None:
+        """Have the module hold the tensor again, with its data."""
+        self.holder[self.key], self.tensor.data = self.tensor, self.values()
+
+
+def _tensors(model: nn.Module) -> list[_HeldTensor]:
+    """Every tensor of a model."""
+    holders = [named for module in model.modules() for named in (module._parameters, module._buffers)]
+    return [
+        _HeldTensor(holder, key, tensor, _values_of(tensor))
+        for holder in holders
+        for key, tensor in holder.items()
+        if tensor is not None
+    ]
 
 
 def _append(found: list[Any], change: Callable[[], Any]) -> None:
@@ -379,8 +407,8 @@ class PipelineStreamer(StreamerGroup):
                 cast()
                 self._stream_again(name, assembly, share)
             except BaseException as error:
-                for named, key, tensor, values in tensors:
-                    named[key], tensor.data = tensor, values()
+                for tensor in tensors:
+                    tensor.put_back()
                 self._stream_again(name, assembly, share)
                 if not isinstance(error, WeightstreamError):
                     raise
@@ -394,7 +422,7 @@ class PipelineStreamer(StreamerGroup):
     def _stream_again(self, name: str, past: OffloadBuilder, share: Share) -> None:
         with assembled(past.model, self._backend, self._config, CallerFacts(elsewhere=past.elsewhere)) as assembly:
             inputs = replace(assembly.inputs, share=share)
-            self.stream(name, assembly, Shared(inputs, inputs.plan()[1]), past.known)
+            self.stream(name, assembly, Shared(inputs, inputs.plan().plan), past.known)
 
     def plan(
         self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any

@@ -79,19 +79,27 @@ def plan_model(
     if is_pipeline_checkpoint(path_or_repo_id):
         if sharded:
             raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")
-        about: dict[str, Any] = {"dtype": dtype, "variant": variant, "call": example_inputs or {}}
-        return sketch_pipeline(path_or_repo_id, config, device=device, profile=profile, **about).plan()
+        sketch = sketch_pipeline(
+            path_or_repo_id,
+            config,
+            device=device,
+            profile=profile,
+            dtype=dtype,
+            variant=variant,
+            call=example_inputs or {},
+        )
+        return sketch.plan()
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
-    about = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
+    loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
     if sharded:
         from weightstream.adapters.hf import tensor_parallel
 
         is_sharded = ranks.is_wanted(tensor_parallel.wanted(sharded), config)
-        about |= sharded if is_sharded else {}
+        loading |= sharded if is_sharded else {}
     if config.stripes:
-        return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **about)
-    return planner_inputs_of(path_or_repo_id, config, device=device, profile=profile, **about).plan()[1]
+        return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **loading)
+    return planner_inputs_of(path_or_repo_id, config, device=device, profile=profile, **loading).plan().plan
 
 
 def is_pipeline_checkpoint(path_or_repo_id: str | Path) -> bool:
@@ -166,7 +174,8 @@ def planner_inputs_of(
         logger.warning(
             "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
             "heads do not divide among them",
-            *(path_or_repo_id, wanted.tp_size),
+            path_or_repo_id,
+            wanted.tp_size,
         )
     return inputs
 
@@ -186,8 +195,8 @@ def _machine(
         with closing(backend_of(device, config)) as backend:
             return machine_with_rates(backend, config, dtypes)
     machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
-    given = config.device_nbytes(machine.total_nbytes or -1)
-    if config.backend == "none" and not machine.total_nbytes and (given is None or given < 0):
+    budget = config.device_nbytes(machine.total_nbytes or -1)
+    if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
         raise ConfigError(
             "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
             "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"

@@ -98,18 +98,20 @@ def assembled(
     forward_patch.refuse_foreign(dict(model.named_modules()))
     alias_groups.refuse_unsupported(model)
     alias_groups.leave_inference(model)
-    closing, by_alias, made = Undo(), dict[str, alias_groups.Group](), list[OffloadBuilder]()
+    closing = Undo()
+    by_alias: dict[str, alias_groups.Group] = {}
+    builder: OffloadBuilder | None = None
     try:
         closing.add(unpack_late(model, backend.device))
         by_alias |= _weights(model, facts.elsewhere)
-        made.append(OffloadBuilder(model, backend, config, facts, closing, by_alias))
-        yield made[0]
+        builder = OffloadBuilder(model, backend, config, facts, closing, by_alias)
+        yield builder
     except BaseException:
         closing()
         # the handler of the error holds its frames, and may offload the model again
         if forward_patch.ATTRIBUTE not in vars(model):
-            for assembly in made:
-                assembly.forget()
+            if builder is not None:
+                builder.forget()
             for group in by_alias.values():
                 group.home = torch.empty(0, dtype=torch.uint8, device="cpu")
                 group.members.clear()
@@ -222,7 +224,8 @@ class OffloadBuilder:
         """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
         if block is None and (short := self.inputs.shortage(plan)):  # in a shared block other models count, too
             logger.warning("device memory may run out: %s", short)
-        replanning = Replanning(self.inputs, self._for_call, partial(doubt, self._backend.device), self.known)
+        # a method of the builder, which so lives as long as its streamer: a pipeline refers to both only weakly
+        replanning = Replanning(self.inputs, self._inputs_for_call, partial(doubt, self._backend.device), self.known)
         with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
             streamer = Streamer(
                 self.model,
@@ -243,8 +246,7 @@ class OffloadBuilder:
             raise
         return streamer
 
-    def _for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
-        # a method of the builder: it lives as long as its streamer, and a pipeline plans its next calls with it
+    def _inputs_for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
         return self.gatherer.for_call(inputs, entry, args, kwargs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
@@ -275,7 +277,11 @@ class Beyond:
             "tensors that came after offloading, such as adapters or fused projections, stay on the device, where "
             "weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To have them planned for, "
             "call remove() and offload again with them; or give a smaller device_budget",
-            *(human(held), held, held - budget, human(budget), budget),
+            human(held),
+            held,
+            held - budget,
+            human(budget),
+            budget,
         )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,9 +44,15 @@ _TEXT = 512  # tokens of an encoder's input, where none are given
 _CONTEXT = 4096  # positions to plan for where none are given, if a model has so many
 _FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
 Grains = list[list[UnitModule]]
-Example = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
 Observe = Callable[[nn.Module, Workload], Footprint]
 _RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
+
+
+class Example(NamedTuple):
+    """Arguments of a call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +126,7 @@ class Gatherer:
         inputs = self.complete(self._usual_step(config, machine))
         if example is None:
             return inputs
-        args, kwargs = example
-        for_example = self.for_call(inputs, "forward", args, kwargs)
+        for_example = self.for_call(inputs, "forward", example.args, example.kwargs)
         if for_example is None:
             logger.warning(
                 "a call of %s with example_inputs cannot be followed: its first steps tell its work",

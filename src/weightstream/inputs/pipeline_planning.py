@@ -67,6 +67,13 @@ class Components:
         return component.gatherer.for_work(component.inputs, call.work, call.kind.what)
 
 
+class PlannedFor(NamedTuple):
+    """A component as its share is planned (as it is, or cast), and its planner's inputs."""
+
+    component: Component
+    inputs: PlannerInputs
+
+
 class Shared(NamedTuple):
     """A component's part of the budget: its inputs with that share, and the plan of its weights as they are."""
 
@@ -80,6 +87,20 @@ class Shared(NamedTuple):
         return share
 
 
+class SharedBudget(NamedTuple):
+    """The part of each component in a budget, by name, and the bytes of memory that all use in turn."""
+
+    components: dict[str, Shared]
+    block_nbytes: int
+
+
+class Rehearsal(NamedTuple):
+    """The calls of components in one call of a pipeline, and what is not known of them, a sentence each."""
+
+    calls: list[ComponentCall]
+    notes: tuple[str, ...]
+
+
 def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
     """The calls of its components in one call of a pipeline, as far as they are known before it runs."""
     calls, reason = rehearse(pipe, arguments)
@@ -88,20 +109,21 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
     return calls
 
 
-def rehearse_for_plan(pipe: Any, arguments: Mapping[str, Any]) -> tuple[list[ComponentCall], tuple[str, ...]]:
+def rehearse_for_plan(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsal:
     """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
 
     Raises `OffloadError` where they end before a denoiser has run.
     """
     calls, reason = rehearse(pipe, arguments)
     if not reason:
-        return calls, ()
+        return Rehearsal(calls, ())
     if not any(call.component in _DENOISERS for call in calls):
         raise OffloadError(
             f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}. Give the keywords of a call "
             "as it will be, such as prompt=, image=, height= and width="
         )
-    return calls, (f"what comes after {calls[-1].component} cannot be told before it runs: {reason}",)
+    note = f"what comes after {calls[-1].component} cannot be told before it runs: {reason}"
+    return Rehearsal(calls, (note,))
 
 
 def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, ComponentCall]:
@@ -113,12 +135,12 @@ def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, Com
     return found
 
 
-def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, tuple[Component, PlannerInputs]]:
+def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, PlannedFor]:
     """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
-    known = {name: (part, part.inputs) for name, part in parts.plain.items()}
+    known = {name: PlannedFor(part, part.inputs) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
-        if _nbytes(parts.of(call).inputs) >= _nbytes(known[name][1]):
-            known[name] = parts.of(call), parts.inputs_of(call)
+        if _nbytes(parts.of(call).inputs) >= _nbytes(known[name].inputs):
+            known[name] = PlannedFor(parts.of(call), parts.inputs_of(call))
     return known
 
 
@@ -128,35 +150,36 @@ def _nbytes(inputs: PlannerInputs) -> int:
 
 def share_budget(
     parts: Components,
-    known: Mapping[str, tuple[Component, PlannerInputs]],
+    known: Mapping[str, PlannedFor],
     calls: Sequence[ComponentCall],
     budget: int | None = None,
-) -> tuple[dict[str, Shared], int]:
+) -> SharedBudget:
     """The part of each component in the budget (None: as the settings say), and the bytes of memory that all have in
     turn.
 
     Raises `PlanError` where they have no room.
     """
-    every = {name: inputs for name, (_, inputs) in known.items()}
+    every = {name: planned_for.inputs for name, planned_for in known.items()}
     times = {name: _STEPS if name in _DENOISERS else 1 for name in every}
     times |= Counter(call.component for call in calls)
     budget = budget_of(every, calls) if budget is None else budget
     if sum(map(_nbytes, every.values())) > budget:  # any of them may have to stream
         streams = Share(0, budget)
-        for name, (component, inputs) in known.items():
-            complete = component.gatherer.complete(replace(inputs, share=streams))
+        for name, planned_for in known.items():
+            gatherer = planned_for.component.gatherer
+            complete = gatherer.complete(replace(planned_for.inputs, share=streams))
             every[name] = replace(complete, share=None)
     planned = shares(every, times, budget)
-    ring = block_nbytes([plan for _, plan in planned.values()])
+    ring_nbytes = block_nbytes([component.plan for component in planned.values()])
     shared: dict[str, Shared] = {}
     for name, (share, plan) in planned.items():
-        share = share._replace(ring_nbytes=ring)
+        share = share._replace(ring_nbytes=ring_nbytes)
         inputs, plain = replace(every[name], share=share), parts.plain[name]
-        if known[name][0] is not plain:  # cast while it is called; at other times as it is
+        if known[name].component is not plain:  # cast while it is called; at other times as it is
             inputs = replace(plain.inputs, share=share)
-            plan = inputs.plan()[1]
+            plan = inputs.plan().plan
         shared[name] = Shared(inputs, plan)
-    return shared, ring
+    return SharedBudget(shared, ring_nbytes)
 
 
 def block_nbytes(plans: Sequence[Plan]) -> int:
@@ -180,13 +203,13 @@ def budget_of(every: Mapping[str, PlannerInputs], calls: Sequence[ComponentCall]
 def plan_of_shares(
     calls: Sequence[ComponentCall],
     parts: Components,
-    found: Mapping[str, Shared],
-    nbytes: int,
+    shared: SharedBudget,
     notes: tuple[str, ...] = (),
 ) -> PipelinePlan:
     """What these calls take where each component has its plan in its part of the budget."""
-    plans = {name: shared.plan for name, shared in found.items()}
-    return plan_of_call(calls, parts, plans, {name: shared.share for name, shared in found.items()}, nbytes, notes)
+    plans = {name: component.plan for name, component in shared.components.items()}
+    shares_of = {name: component.share for name, component in shared.components.items()}
+    return plan_of_call(calls, parts, plans, shares_of, shared.block_nbytes, notes)
 
 
 def plan_of_call(
@@ -207,7 +230,7 @@ def plan_of_call(
         if id(first.work) not in priced:
             inputs, plan = parts.inputs_of(first), plans[first.component]
             if first.cast is not None:
-                plan = replace(parts.of(first).inputs, share=shared[first.component]).plan()[1]
+                plan = replace(parts.of(first).inputs, share=shared[first.component]).plan().plan
             priced[id(first.work)] = _priced(plan, inputs), inputs
         plan, inputs = priced[id(first.work)]
         is_next = bool(turns) and turns[-1].component == first.component
@@ -239,9 +262,11 @@ class PipelineSketch:
     """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
 
     def __init__(self, parts: Components, calls: Sequence[ComponentCall], notes: tuple[str, ...] = ()) -> None:
-        self._parts, self._calls, self._notes = parts, calls, notes
+        self._parts = parts
+        self._calls = calls
+        self._notes = notes
         self._known = known_of(parts, calls)
-        self.budget = budget_of({name: inputs for name, (_, inputs) in self._known.items()}, calls)
+        self.budget = budget_of({name: planned_for.inputs for name, planned_for in self._known.items()}, calls)
 
     @property
     def nbytes(self) -> int:
@@ -251,8 +276,8 @@ class PipelineSketch:
     def plan(self, budget: int | None = None) -> PipelinePlan:
         """The plan of the call; raises `PlanError` where components have no room."""
         budget = self.budget if budget is None else budget
-        found, nbytes = share_budget(self._parts, self._known, self._calls, budget)
-        return plan_of_shares(self._calls, self._parts, found, nbytes, self._notes)
+        shared = share_budget(self._parts, self._known, self._calls, budget)
+        return plan_of_shares(self._calls, self._parts, shared, self._notes)
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
         """The same; None where components have no room."""

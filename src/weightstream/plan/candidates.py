@@ -1,14 +1,14 @@
-"""What may stay on the device in a budget, and what ring it leaves: the choices that are worth a plan each.
+"""Choices of residents and a ring for a byte budget, each worth a plan.
 
-Residents are taken in columns, the same tensor of every block, largest first, so that all blocks stream about the same
-share; the last, partial column is spread over the depth of the model.
+Residents are chosen in columns, largest first: a column is the same tensor of every block, so all blocks stream about
+the same share. The last, partial column is spread over the depth of the model.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import by_unit, streamed_nbytes
 from weightstream.plan.schedule import aligned, neighbours_nbytes
 
-_BY_ENDS = 0  # for a depth: a ring of two neighbours, which may be less than two of the largest
-_DEPTHS = (1, 2, 3, 4, 6, 8)
+_DEPTHS = (1, 2, 3, 4, 6, 8)  # sizes of the ring, in largest units
+_BY_ENDS = 0  # a depth, too: a ring for any two neighbours, which may be smaller than two of the largest units
 _SHALLOW = (1, 2, 4)
-_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: an even share may beat a smaller one
-_MOST_STATES = 12  # are looked at for a ring that is not a number of largest units
+_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: more residents, but uneven ones, may be slower
+_MOST_STATES = 12  # numbers of columns tried for a ring that is not a multiple of the largest unit
 _RATES = 12  # bisections of the rate at which bytes stream
 _LEAST_S = 1e-9
-_STATES = 3  # how many column states are tried per depth, from the one with most residents
+_STATES = 3  # numbers of columns that are tried per depth, the largest first
 
 
 class Share(NamedTuple):
@@ -62,12 +62,20 @@ def choices(
     share: Share | None = None,
     unit_s: Sequence[float] = (),
 ) -> Iterator[Choice]:
-    """What fits: complete columns, with and without what fills the rest; and where the seconds of the units are known,
-    what has copies take as long as they do. A `share` bounds both parts of the budget."""
-    room = _Room(budget, *(share or (budget, budget)))
+    """Choices that fit: complete columns, with and without more residents that fill the rest of the budget.
+
+    Args:
+        manifest: the weights.
+        forced: alias groups that are resident in every choice.
+        budget: bytes for residents and the ring.
+        counts_tensors: whether each streamed tensor costs time of the host, so that choices with few count, too.
+        share: bounds residents and ring separately.
+        unit_s: seconds of the units. With them there are choices in which copies take as long as the compute.
+    """
+    room = _Room(budget, share.kept_nbytes, share.ring_nbytes) if share else _Room(budget, budget, budget)
     columns = columns_of(manifest, forced)
     yield from _columns_choices(manifest, forced, columns, room, (*_DEPTHS, _BY_ENDS))
-    if counts_tensors:  # the smallest first, so that few of them stream
+    if counts_tensors:  # smallest columns first, so that few, large tensors stream
         yield from _columns_choices(manifest, forced, columns[::-1], room, (*_SHALLOW, _BY_ENDS))
     yield from _few_streaming(manifest, columns, room)
     if unit_s:
@@ -95,35 +103,56 @@ class _Room(NamedTuple):
 def _columns_choices(
     manifest: Manifest, forced: frozenset[str], columns: list[list[str]], room: _Room, depths: Sequence[int]
 ) -> Iterator[Choice]:
-    """Complete columns in this order, with and without what fills the rest."""
+    """Complete columns in this order, with and without more residents that fill the rest."""
     states = list(_column_states(manifest, forced, columns))
     for depth in depths:
-        for complete, ring in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
-            held, unit_nbytes = states[complete]
-            residents = forced.union(*columns[:complete])
-            spare = min(room.nbytes - held - ring, room.kept_nbytes - held)
+        for num_columns, ring_nbytes in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
+            state = states[num_columns]
+            residents = forced.union(*columns[:num_columns])
+            spare = min(room.nbytes - state.held_nbytes - ring_nbytes, room.kept_nbytes - state.held_nbytes)
             plain = plain_nbytes(manifest, residents)
-            extras = (fitting(manifest, plain, columns[complete:], spare * part // 4) for part in _PARTS)
+            extras = (fitting(manifest, plain, columns[num_columns:], spare * part // 4) for part in _PARTS)
             for chosen in (residents | extra for extra in dict.fromkeys(extras)):
-                nbytes = ring if depth else min(ring, _neighbours_nbytes(manifest, chosen))
-                yield Choice(chosen, nbytes, unit_nbytes, by_ends=depth == _BY_ENDS)
+                nbytes = ring_nbytes if depth else min(ring_nbytes, _neighbours_nbytes(manifest, chosen))
+                yield Choice(chosen, nbytes, state.unit_nbytes, by_ends=depth == _BY_ENDS)
+
+
+class _ColumnState(NamedTuple):
+    """Bytes with some columns resident: of all residents, and of the largest unit that streams."""
+
+    held_nbytes: int
+    unit_nbytes: int
+
+
+class _Ring(NamedTuple):
+    """A ring, and the number of columns that are resident besides it."""
+
+    num_columns: int
+    nbytes: int
 
 
 def _rings(
     manifest: Manifest,
     forced: frozenset[str],
     columns: list[list[str]],
-    states: list[tuple[int, int]],
+    states: list[_ColumnState],
     room: _Room,
     depth: int,
-) -> Iterator[tuple[int, int]]:
-    """How many columns stay, and a ring of this depth, where both have room; those with most residents first."""
-    having = [k for k, (held, unit_nbytes) in enumerate(states) if room.has(held, (depth or 1) * unit_nbytes)]
-    for complete in having[: -_MOST_STATES - 1 : -1]:
-        held, unit_nbytes = states[complete]
-        ring = depth * unit_nbytes if depth else _neighbours_nbytes(manifest, forced.union(*columns[:complete]))
-        if room.has(held, ring):
-            yield complete, ring
+) -> Iterator[_Ring]:
+    """Numbers of resident columns with a ring of this depth, where both fit; most residents first."""
+    fitting_states = [
+        num_columns
+        for num_columns, state in enumerate(states)
+        if room.has(state.held_nbytes, (depth or 1) * state.unit_nbytes)
+    ]
+    for num_columns in fitting_states[: -_MOST_STATES - 1 : -1]:
+        state = states[num_columns]
+        if depth:
+            nbytes = depth * state.unit_nbytes
+        else:
+            nbytes = _neighbours_nbytes(manifest, forced.union(*columns[:num_columns]))
+        if room.has(state.held_nbytes, nbytes):
+            yield _Ring(num_columns, nbytes)
 
 
 def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
@@ -131,7 +160,7 @@ def _neighbours_nbytes(manifest: Manifest, residents: frozenset[str]) -> int:
 
 
 def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _Room) -> Iterator[Choice]:
-    """Where nearly all fits: everything stays but as many tensors of one column, evenly apart, as must make room."""
+    """For a budget in which nearly all fits: some tensors of one column stream, evenly apart; as few as possible."""
     everything = frozenset(manifest.aliases)
     nbytes = aligned_nbytes(manifest, everything)
     for column in columns:
@@ -142,52 +171,55 @@ def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _
             num = -(-missing // least) if least else 0
             if depth <= num <= len(column) and depth * most <= room.ring_nbytes:
                 residents = everything.difference(_evenly(column, num))
-                if max(streamed_nbytes(manifest, residents)) <= most:  # else several are of one unit
+                if max(streamed_nbytes(manifest, residents)) <= most:  # else a unit has several of them
                     yield Choice(residents, depth * most, most)
 
 
 def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Sequence[float]) -> Iterator[Choice]:
-    """What streams keeps step with compute: so many bytes per second of each unit, as far as it has them.
+    """Choices in which copies keep pace with compute: all units stream the same bytes per second of compute.
 
-    A ring evens out no more than it holds, and units of one kind may follow each other for long.
+    A ring smooths differences only up to its size. That matters where many units of one kind follow each other.
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
-    held = aligned_nbytes(manifest, forced)
-    steps, seen = list[tuple[float, list[tuple[str, int]]]](), set(forced)
+    forced_nbytes = aligned_nbytes(manifest, forced)
+    positions: list[_Position] = []
+    seen = set(forced)
     for index in manifest.order:
-        new = [(alias, aligned(n)) for alias, n in manifest.units[index].aliases().items() if alias not in seen]
-        seen.update(alias for alias, _ in new)
-        steps.append((unit_s[index], new))
-    shared = {room.ring_nbytes} if room.ring_nbytes < room.nbytes else set()  # all of it is there anyway
+        new = {alias: aligned(n) for alias, n in manifest.units[index].aliases().items() if alias not in seen}
+        seen.update(new)
+        positions.append(_Position(unit_s[index], new))
+    shared = {room.ring_nbytes} if room.ring_nbytes < room.nbytes else set()  # a shared ring exists at its full size
     for ring in sorted({depth * largest for depth in _DEPTHS} | shared):
         kept = min(room.kept_nbytes, room.nbytes - ring)
-        if not largest or not room.has(held, ring):
+        if not largest or not room.has(forced_nbytes, ring):
             continue
         low, high = 0.0, 2 * manifest.nbytes / max(_LEAST_S, sum(unit_s))
         residents: frozenset[str] | None = None
         for _ in range(_RATES):
             rate = (low + high) / 2
-            found = forced | _kept_in_step(steps, rate, ring)
-            if aligned_nbytes(manifest, found) <= kept:
-                residents, high = found, rate
+            tried = forced | _kept_in_step(positions, rate, ring)
+            if aligned_nbytes(manifest, tried) <= kept:
+                residents, high = tried, rate
             else:
                 low = rate
         if residents is not None and 0 < (most := max(streamed_nbytes(manifest, residents))) <= ring:
             yield Choice(residents, ring, most)
 
 
-def _kept_in_step(
-    steps: Iterable[tuple[float, Iterable[tuple[str, int]]]], rate: float, ring_nbytes: int
-) -> frozenset[str]:
-    """What stays where so many bytes per second of compute stream; what was not used is good for one ring later.
+class _Position(NamedTuple):
+    """Seconds of a position, and the bytes of the alias groups that it is the first to read."""
 
-    `steps`: seconds of each position, and what it is the first to read.
-    """
+    seconds: float
+    new: Mapping[str, int]
+
+
+def _kept_in_step(positions: Iterable[_Position], rate: float, ring_nbytes: int) -> frozenset[str]:
+    """The residents if `rate` bytes per second of compute stream; unused bytes carry over, up to the ring's size."""
     kept: set[str] = set()
     due = 0.0
-    for seconds, sizes in steps:
-        due = min(due + rate * seconds, float(ring_nbytes))
-        for alias, nbytes in sizes:
+    for position in positions:
+        due = min(due + rate * position.seconds, float(ring_nbytes))
+        for alias, nbytes in position.new.items():
             if due < nbytes / 2:
                 kept.add(alias)
             else:
@@ -197,24 +229,25 @@ def _kept_in_step(
 
 def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
-) -> Iterator[tuple[int, int]]:
-    """Resident bytes and the largest unit's streamed bytes, with no column resident, with the first, and so on."""
+) -> Iterator[_ColumnState]:
+    """The state with no column resident, with the first one, with the first two, and so on."""
     sizes = streamed_nbytes(manifest, forced)
     held = aligned_nbytes(manifest, forced)
-    yield held, max(sizes, default=0)
+    yield _ColumnState(held, max(sizes, default=0))
     for column in columns:
         for alias in column:
             nbytes = aligned(manifest.aliases[alias])
             held += nbytes
             for index in manifest.users[alias]:
                 sizes[index] -= nbytes
-        yield held, max(sizes, default=0)
+        yield _ColumnState(held, max(sizes, default=0))
 
 
 def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
-    """Alias groups that play the same part in every block, in the same form, largest (times reads per step) first.
+    """Columns: the alias groups with the same part in every block and the same form. Largest first, weighted by reads
+    per step.
 
-    In coded form they take nearly, and not exactly, the same bytes.
+    Compressed groups of a column have nearly, but not exactly, the same bytes.
     """
     positions = Counter(manifest.order)
     columns: dict[tuple[object, ...], list[str]] = {}
@@ -232,9 +265,15 @@ def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
 def fitting(
     manifest: Manifest, streamed: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
-    """What else fits, column by column: from the units that stream most first, else spread over the depth.
+    """More residents that fit, column by column: of the units that stream most first, else spread over the depth.
 
-    `streamed` are the bytes of each unit in plain form: coded ones are never quite the same.
+    Args:
+        manifest: the weights.
+        streamed: uncompressed bytes that each unit streams. Compressed sizes of equal units differ a little, so they
+            could not be compared.
+        columns: the alias groups to choose from.
+        spare: bytes for them.
+        exact: count exact bytes instead of aligned ones.
     """
     padded: Callable[[int], int] = int if exact else aligned
     streamed, sizes, users, spans = list(streamed), manifest.aliases, manifest.users, manifest.spans
@@ -255,12 +294,12 @@ def fitting(
 
 
 def plain_nbytes(manifest: Manifest, placed: frozenset[str]) -> list[int]:
-    """Of each unit, the bytes in plain form of what is not placed."""
+    """For each unit, the uncompressed bytes of its alias groups that are not placed."""
     return by_unit(manifest, {alias: aligned(n) for alias, n in manifest.spans.items() if alias not in placed})
 
 
 def _evenly(column: Sequence[str], num: int) -> list[str]:
-    """That many of a column, evenly apart."""
+    """This many alias groups of a column, evenly apart."""
     return [column[(2 * i + 1) * len(column) // (2 * num)] for i in range(num)]
 
 

@@ -1,4 +1,4 @@
-"""The proof of a plan: every rule that a schedule must keep, checked by walking it. Trusts nothing the planner says."""
+"""The proof of a plan: every rule of a schedule, checked by a walk over three steps. Trusts no planner."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import ALIGN_NBYTES, Cursor
 
-_STEPS = 3  # one to leave the start, one that wraps, one in the steady state
+_STEPS = 3  # the first one, one that wraps around, and one in the steady state
 
 
 def prove(plan: Plan) -> None:
     """Raise `InvariantError` with every rule that the plan breaks."""
-    if found := list(violations(plan)):
-        raise InvariantError("the plan is wrong: " + "; ".join(found))
+    if broken := list(violations(plan)):
+        raise InvariantError("the plan is wrong: " + "; ".join(broken))
 
 
 def violations(plan: Plan) -> Iterator[str]:
-    """The rules that a plan breaks, in words."""
+    """The rules that a plan breaks, a sentence each."""
     shape = list(_shape(plan))
     yield from shape
     if not shape:
@@ -47,7 +47,7 @@ def _homes(plan: Plan) -> Iterator[str]:
     if wrong := (plan.mapped - aliases.keys()) | (plan.mapped & plan.resident):
         yield f"zero-copy alias groups that no unit has, or that are resident: {sorted(wrong)}"
     if not 0 <= plan.ahead <= MAX_PREFETCHED_ROWS:
-        yield f"{plan.ahead} rows are fetched ahead; at most {MAX_PREFETCHED_ROWS} can be"
+        yield f"{plan.ahead} rows are prefetched; at most {MAX_PREFETCHED_ROWS} can be"
     if wrong := (plan.cached - aliases.keys()) | (plan.cached & (plan.resident | plan.mapped)):
         yield f"cached alias groups that no unit has, or that are elsewhere: {sorted(wrong)}"
     if shared := [alias for alias in sorted(plan.cached & aliases.keys()) if len(plan.manifest.users[alias]) > 1]:
@@ -68,17 +68,17 @@ def _homes(plan: Plan) -> Iterator[str]:
             end = offset + aliases[alias]
         coded = unit.coded()
         if mixed := coded.keys() & plan.mapped:
-            yield f"{sorted(mixed)} of unit {index} are coded and zero-copy"
+            yield f"{sorted(mixed)} of unit {index} are compressed and zero-copy"
         if unit.enclosing and coded:
-            yield f"unit {index} encloses others and is coded: they share the buffer"
-        if unit.enclosing and (held := sorted(plan.cached & unit.aliases().keys())):
-            yield f"unit {index} encloses others, which use the buffer, and has {held} cached"
+            yield f"unit {index} encloses others and is compressed: they share the buffer"
+        if unit.enclosing and (cached := sorted(plan.cached & unit.aliases().keys())):
+            yield f"unit {index} encloses others, which use the buffer, and has {cached} cached"
         if end > extent.nbytes:
             yield f"unit {index} needs {end} bytes, its extent has {extent.nbytes}"
 
 
 def _schedule(plan: Plan) -> Iterator[str]:
-    """Walk the steps: what a fill overwrites is gone, and what a position reads must be there."""
+    """Walk the steps: a fill destroys the units that it overwrites, and a position must find its unit intact."""
     intact: set[int] = set()
     unread: set[int] = set()
 
@@ -86,10 +86,10 @@ def _schedule(plan: Plan) -> Iterator[str]:
         if not plan.streams(unit):
             yield f"{when}: unit {unit} is filled but does not stream"
         if unit in intact:
-            yield f"{when}: unit {unit} is filled though it is there"
+            yield f"{when}: unit {unit} is filled though it is in the ring"
         for other in [o for o in intact if o != unit and plan.extents[o].overlaps(plan.extents[unit])]:
             if other in unread:
-                yield f"{when}: unit {unit} overwrites unit {other}, which nobody has read"
+                yield f"{when}: unit {unit} overwrites unit {other}, which is not read yet"
             intact.discard(other)
         intact.add(unit)
         unread.add(unit)

@@ -1,4 +1,4 @@
-"""Which weights to compress: the sets that are worth planning with, and what can be plain again.
+"""Which weights to compress: the sets that are worth a plan, and weights that need not be compressed after all.
 
 `sizes` are the compressed bytes of each alias group that may be compressed.
 """
@@ -15,14 +15,13 @@ Sizes = Mapping[str, int]
 
 
 def codings(manifest: Manifest, sizes: Sizes) -> list[Sizes]:
-    """The sets that are worth a try: all, without large units that would set the size of the buffer alone; all of
-    them; and none."""
+    """The sets that are worth a try: all without the few units that make the decode buffer large; all; and none."""
     tried = [_worth_the_buffer(manifest, sizes), sizes, {}]
     return [codes for index, codes in enumerate(tried) if codes not in tried[:index]]
 
 
 def _worth_the_buffer(manifest: Manifest, codes: Sizes) -> Sizes:
-    """Those of the units up to the size with which most is saved, less a buffer for the largest of them."""
+    """The groups of all units up to some size: the size with the most bytes saved, minus the buffer for that unit."""
     sizes = manifest.aliases
     units = [[alias for alias in unit.aliases() if alias in codes] for unit in manifest.units]
     units.sort(key=lambda unit: sum(map(sizes.__getitem__, unit)))
@@ -36,19 +35,19 @@ def _worth_the_buffer(manifest: Manifest, codes: Sizes) -> Sizes:
 
 
 def decoding_less(plan: Plan, profile: Profile) -> Plan:
-    """A plan in which nothing streams, with as much in plain form as there is room for.
+    """From a plan in which all weights are resident: a plan with as many of them uncompressed as fit in its budget.
 
-    Units of which a step decodes more come first. Whole units one after the other: one that is plain has nothing to
-    wait for.
+    Units of which a step decompresses a larger share come first, one whole unit after another: an uncompressed unit
+    has nothing to wait for.
     """
     codes, spans = dict(plan.manifest.codes), plan.manifest.spans
     spare = (plan.budget or 0) - plan.device_nbytes
 
-    def read(alias: str) -> float:
-        """The share of it that a step decodes."""
+    def read_share(alias: str) -> float:
+        """The share of an alias group that a step decompresses."""
         return max(profile.read_share(unit) for unit in plan.manifest.users[alias])
 
-    for alias in sorted(codes, key=read, reverse=True):
+    for alias in sorted(codes, key=read_share, reverse=True):
         if (more := spans[alias] - codes[alias]) <= spare:
             spare -= more
             del codes[alias]

@@ -1,15 +1,35 @@
-"""The predicted time of a step: what compute, link and disk are busy, and an event simulation of all three."""
+"""The predicted time of a step: the busy times of compute, link and disk, and an event simulation of all three."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Seconds
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor
 
-_STEPS = 3  # the wrap-around fills settle in the second
+_STEPS = 3  # from the second step on, the fills that wrap around are in their steady state
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of a step in the steady state.
+
+    Attributes:
+        graph_s: without a host, so that launches take no time.
+        step_s: with the host that launches its kernels.
+    """
+
+    graph_s: float
+    step_s: float
+
+
+class _Simulation(NamedTuple):
+    """Seconds of a step, and whether the device waits for the host anywhere in it."""
+
+    step_s: float
+    is_late: bool
 
 
 def predicted(plan: Plan, profile: Profile) -> Plan:
@@ -28,34 +48,36 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
 
 
 def compute_s(plan: Plan, profile: Profile) -> float:
-    """Seconds that a step computes if it never waits for a copy: of the device or the host, which runs ahead."""
+    """Seconds of a step that never waits for a copy: of the device, or of the host if its launches take longer."""
     return max(sums_s(plan.manifest, times_s(plan, profile)))
 
 
 def host_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the host takes to launch a step."""
-    return sums_s(plan.manifest, times_s(plan, profile))[1]
+    return sums_s(plan.manifest, times_s(plan, profile)).host_s
 
 
-def sums_s(manifest: Manifest, times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of the device and of the host for a step, from those of each unit at one of its positions."""
-    return sum(times[u][0] for u in manifest.order), sum(times[u][1] for u in manifest.order)
+def sums_s(manifest: Manifest, times: Sequence[Seconds]) -> Seconds:
+    """Seconds of a step, from the seconds of each unit at one of its positions."""
+    return Seconds(sum(times[u].device_s for u in manifest.order), sum(times[u].host_s for u in manifest.order))
 
 
 def unit_s(plan: Plan, profile: Profile) -> list[float]:
-    """Seconds of each unit alone at one of its positions under this plan."""
+    """Seconds of each unit at one of its positions under this plan: of the device, or the host if that takes longer."""
     return [max(times) for times in times_s(plan, profile)]
 
 
-def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[tuple[float, float]]:
-    """Seconds of each unit at one of its positions, of the device and of the host, which launches nothing of a CUDA
-    graph that was `captured`; there a unit takes other seconds beside."""
+def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[Seconds]:
+    """Seconds of each unit at one of its positions.
+
+    `captured`: in a CUDA graph, in which the host launches nothing, and units take `Profile.captured_s` more or less.
+    """
     units = enumerate(plan.manifest.units)
     times = [profile.times_s(u, unit, shown=plan.num_shown[u], streams=plan.streams(u)) for u, unit in units]
     if not captured:
         return times
-    beside = profile.captured_s or [0.0] * len(times)
-    return [(max(0.0, s + more), 0.0) for (s, _), more in zip(times, beside, strict=True)]
+    captured_s = profile.captured_s or [0.0] * len(times)
+    return [Seconds(max(0.0, unit.device_s + more), 0.0) for unit, more in zip(times, captured_s, strict=True)]
 
 
 def copy_s(plan: Plan, profile: Profile) -> float:
@@ -68,30 +90,28 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def simulated_s(plan: Plan, profile: Profile) -> tuple[float, float]:
-    """Seconds of a step in the steady state: without a host, so that launches take no time, and with one."""
+def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:
+    """Seconds of a step in the steady state."""
     times = times_s(plan, profile)
-    step_s, is_late = _simulated(plan, profile, times, True)
-    return _simulated(plan, profile, times, False)[0] if is_late else step_s, step_s
+    step_s, is_late = _simulated(plan, profile, times, has_host=True)
+    graph_s = _simulated(plan, profile, times, has_host=False).step_s if is_late else step_s
+    return StepSeconds(graph_s, step_s)
 
 
 def _captured_s(plan: Plan, profile: Profile) -> float:
-    """Seconds of a step in a CUDA graph, with what units take beside there; a search, whose bounds do not know of that,
-    goes without."""
-    return _simulated(plan, profile, times_s(plan, profile, captured=True), False)[0]
+    """Seconds of a step in a CUDA graph, with `Profile.captured_s`. The search leaves these out, as its bounds do."""
+    return _simulated(plan, profile, times_s(plan, profile, captured=True), has_host=False).step_s
 
 
-def _simulated(
-    plan: Plan, profile: Profile, unit_times: Sequence[tuple[float, float]], has_host: bool
-) -> tuple[float, bool]:
-    """Seconds of a step, and whether the host is late anywhere: if not, a step takes as long without it.
+def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, has_host: bool) -> _Simulation:
+    """A step in the steady state. If the host is never late, the step takes as long without it.
 
-    Copies run in queue order, each after the release that it waits for. The host is taken to wait for nobody (it does
-    for copies that a thread feeds), and no unit ends before it has launched it. What is on disk is read from when the
-    copy is queued, after what was queued before.
+    Copies run in the order in which they were queued, each after the release that it waits for. No unit ends before the
+    host has launched it. The host is assumed to wait for nothing, although it waits for copies that a thread feeds.
+    Reads from disk start when their copy is queued, one after another.
     """
     units = plan.manifest.units
-    times = [*unit_times, (0.0, 0.0)]  # the last is no unit: before the first step
+    times = [*unit_times, Seconds(0.0, 0.0)]  # the last entry stands for the time before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
     after.append(0.0)
@@ -120,4 +140,4 @@ def _simulated(
                     filled[fill] = copy_free
             now = ended
     launches_s = launched / _STEPS
-    return max(now - started, launches_s), is_late or launches_s > now - started
+    return _Simulation(max(now - started, launches_s), is_late or launches_s > now - started)

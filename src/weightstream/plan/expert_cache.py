@@ -1,7 +1,8 @@
-"""Caches of experts: which stacks are worth slots of the device, how many, and how often a row is found in one.
+"""Expert caches: the stacks that are worth slots on the device, the number of slots, and the predicted hit rate.
 
-A step reads some rows of each stack. With slots for a share of them it finds more than that share there, as tokens in a
-row use the same experts: how much more is a law of what others measured, bent through what was counted here.
+A step reads some rows of each stack. The share of hits is larger than the share of rows that have slots, as consecutive
+tokens use the same experts. How much larger, is taken from published measurements, and corrected by the counts of a
+cache that ran.
 """
 
 from __future__ import annotations
@@ -10,32 +11,31 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, exp, factorial, log, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from weightstream.plan import cost
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 
-_MANAGED_S = 7.5e-6  # to find the slots of a unit's rows once, with nothing to fetch [H100: 7.2 to 7.7 us]
-_LAUNCHES = 2  # of kernels beside those of a unit, by Triton, as those that decode are
-_FETCH_RATE = 0.92  # of the link, that the kernel which fetches rows reaches [H200: 51 of 55 GB/s]
-_HEADROOM = 1.02  # of a coded row: one of a stack may have more escapes than the mean
-_SLOT_NBYTES = 1024  # that alignment takes of a slot
-MAX_PREFETCHED_ROWS = 8  # rows that are fetched before a unit asks for them
-# Of the rows that a token uses, those that the router of a layer names for the states of the layer before: 0.66 to 0.88
+_MANAGED_S = 7.5e-6  # to look up the slots of a unit's rows, if all are hits [H100: 7.2 to 7.7 us]
+_LAUNCHES = 2  # more Triton kernels per unit; each costs the host as much as a launch of decompression
+_FETCH_RATE = 0.92  # share of the link's rate that the fetching kernel reaches [H200: 51 of 55 GB/s]
+_HEADROOM = 1.02  # a compressed row may have more escapes than the mean of its stack
+_SLOT_NBYTES = 1024  # bytes of a slot that may be lost to alignment
+MAX_PREFETCHED_ROWS = 8  # per unit
+# Share of a token's rows that the router of a layer predicts from the states of the layer before: 0.66 to 0.88
 # (github.com/Helldez/BigMoeOnEdge/issues/9).
 _RECALL = 0.75
-LEAST_USED = 0.25  # of them: below, the device leaves guesses out
-# Share of the rows in slots -> share of a token's rows found there, least recently used ones going first. Where a token
-# takes few of many (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and where it takes more of few (Mixtral;
-# arXiv 2312.17238).
+LEAST_USED = 0.25  # share of prefetched rows that are used; below it the device prefetches no longer
+# Share of the rows in slots -> hit rate, with least recently used rows evicted first. For models in which a token uses
+# few of many experts (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and more of few (Mixtral; arXiv 2312.17238).
 _OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
 _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
-_MANY = 8
-_WORTH = 100  # counted rows: the law weighs as much
-NEARLY_ALL = 2  # ids for each row: if they are drawn evenly they name 86 % of the rows, and whole stacks are read
-_TILE = 4096  # weights, of which a row is a multiple where rows are read
+_MANY = 8  # rows of a stack for each row that a token uses, from which `_OF_MANY` holds
+_WORTH = 100  # the published hit rate weighs as much as this many counted rows
+NEARLY_ALL = 2  # ids per row: drawn evenly they name 86 % of the rows, so whole stacks are read
+_TILE = 4096  # weights: a row that is read alone has a multiple of these
 
 
 class Counts(NamedTuple):
@@ -88,21 +88,21 @@ class Cached(NamedTuple):
 
 
 def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec]]:
-    """Of each unit that picks rows of its stacks in a step, these."""
-    found = {}
+    """The stacks of each unit that picks rows of them in a step, by the index of the unit."""
+    stacks_by_unit = {}
     for index, unit in enumerate(manifest.units):
         stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
         picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
         if picks and stacks and profile.picked and 0 < profile.picked[index][0] <= NEARLY_ALL:
-            found[index] = stacks
-    return found
+            stacks_by_unit[index] = stacks
+    return stacks_by_unit
 
 
 def _is_stack(tensor: TensorSpec) -> bool:
     return len(tensor.shape) == 3 and prod(tensor.shape[1:]) % _TILE == 0
 
 
-def ways(
+def caches(
     manifest: Manifest,
     sizes: Mapping[str, int],
     profile: Profile,
@@ -110,8 +110,10 @@ def ways(
     workload: Workload | None,
     counts: Counts | None = None,
 ) -> Iterator[Cached]:
-    """Caches for all stacks of a plain manifest, plain and, where each has a size for that, compressed: as large as
-    leaves room for all other weights, or else with slots for what a token picks."""
+    """Caches for all stacks of an uncompressed manifest: uncompressed, and compressed if all stacks can be.
+
+    A cache has as many slots as leave room for all other weights, but at least those for the rows of one token.
+    """
     stacks = stacks_of(manifest, profile)
     if not stacks:
         return
@@ -127,15 +129,15 @@ def ways(
             continue
         per_slot = _per_slot(every, held, coded)
         num = max(least, (budget - buffer - rest) // per_slot)
-        if num < most and num * per_slot + buffer < budget:  # where all have room they stay without a cache
+        if num < most and num * per_slot + buffer < budget:  # if all rows fit they are resident, without a cache
             cached = Cached(held, coded, num, num * per_slot, buffer)
-            # Where others stream, the link is not free meanwhile, nor is what routes there when it is asked.
+            # If other weights stream, the link is busy, and the next router's weights may not be there yet.
             fits = num * per_slot + buffer + rest <= budget
             yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts) if fits else 0)
 
 
 def of_plan(plan: Plan) -> Cached | None:
-    """The cache of a plan, if it has one."""
+    """The expert cache of a plan; None if it has none."""
     manifest = plan.manifest
     sizes = {alias: manifest.aliases[alias] for alias in plan.cached}
     coded = {alias: nbytes for alias, nbytes in manifest.codes.items() if alias in sizes}
@@ -143,7 +145,7 @@ def of_plan(plan: Plan) -> Cached | None:
 
 
 def _per_slot(stacks: Iterable[TensorSpec], sizes: Mapping[str, int], coded: Collection[str]) -> int:
-    """Bytes of one slot for each of these."""
+    """Bytes of one slot for each of these stacks together."""
     total = 0
     for t in stacks:
         headroom = _HEADROOM if t.alias in coded else 1.0
@@ -158,7 +160,8 @@ def profile_with_cache(
     workload: Workload | None,
     counts: Counts | None = None,
 ) -> Profile:
-    """The profile of a plain manifest whose stacks are cached: with what units take to find, fetch and decode rows."""
+    """The profile for an uncompressed manifest whose stacks are cached: with the seconds to look up, fetch and
+    decompress rows. Without a cache, the same profile."""
     if cached is None:
         return profile
     coded = manifest.coded(cached.coded)
@@ -173,54 +176,66 @@ def profile_with_cache(
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
-                profile.times_s(index, coded.units[index], shown=shown, streams=False)[1] - profile.host_s[index]
+                profile.times_s(index, coded.units[index], shown=shown, streams=False).host_s - profile.host_s[index]
             )
             host_s[index] += opening_s + _LAUNCHES * profile.decoding_launch_s
-    captured = tuple(captured_s) if cached.ahead else decoding.captured_s  # only there are rows fetched ahead
+    captured = tuple(captured_s) if cached.ahead else decoding.captured_s  # only captured steps prefetch rows
     return replace(decoding, unit_s=tuple(unit_s), host_s=tuple(host_s), captured_s=captured)
 
 
 def device_s(profile: Profile) -> float:
-    """Seconds of the device for a step in a CUDA graph, of which each unit is there once."""
+    """Seconds of the device for a step in a CUDA graph, in which each unit runs once."""
     return sum(profile.unit_s) + sum(profile.captured_s)
 
 
-def predicted_cache(
+def with_predictions(
     plan: Plan,
     manifest: Manifest,
     cached: Cached,
     profile: Profile,
     workload: Workload | None,
     counts: Counts | None = None,
-) -> dict[str, Any]:
-    """What a plan of the other weights, as one of all, tells of its slots: the share of the rows that a step finds in
-    them, and bytes that it fetches; and its times, as these share the link with what streams."""
+) -> Plan:
+    """A plan of the other weights with the cached stacks added, and the predictions for these: hit rate, fetched bytes.
+
+    A step takes at least as long as the link needs for fetches and streamed weights together.
+    """
     fetches = _fetched(manifest, cached, profile, workload, counts).values()
     empty = cached._replace(num_slots=0, ahead=0)
     waited_nbytes = sum(fetch.nbytes for fetch in fetches)
     read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
     fetched_nbytes = round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches))
     link_s = cost.copy_s(plan, profile) + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
-    return {
-        "step_s": max(plan.step_s, link_s),
-        "graph_s": max(plan.graph_s, link_s),
-        "num_slots": cached.num_slots,
-        "ahead": cached.ahead,
-        "found_share": 1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
-        "fetched_nbytes": fetched_nbytes,
-    }
+    return replace(
+        plan,
+        manifest=manifest,
+        step_s=max(plan.step_s, link_s),
+        graph_s=max(plan.graph_s, link_s),
+        decode_s=sum(profile.decode_s(u, manifest.units[u]) for u in manifest.order),
+        cached=frozenset(cached.sizes),
+        num_slots=cached.num_slots,
+        slots_nbytes=cached.slots_nbytes,
+        ahead=cached.ahead,
+        found_share=1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
+        fetched_nbytes=fetched_nbytes,
+    )
 
 
 class _Fetch(NamedTuple):
-    """Bytes that a step fetches for a unit when it is asked for rows, and those ahead; and the calls of its cache, each
-    for as many rows as there are slots."""
+    """Fetches of a unit in a step.
+
+    Attributes:
+        nbytes: bytes of rows that are fetched when the unit needs them.
+        ahead_nbytes: bytes of rows that are prefetched.
+        calls: calls of the cache, each for at most as many rows as there are slots.
+    """
 
     nbytes: float
     ahead_nbytes: float
     calls: int
 
     def seconds(self, profile: Profile, beside_s: float) -> float:
-        """What it takes, where what is fetched ahead is hidden for so long."""
+        """Seconds of the unit's fetches, if `beside_s` seconds of prefetches are hidden by compute."""
         rate = _FETCH_RATE * profile.link_bytes_per_s
         return self.calls * _MANAGED_S + self.nbytes / rate + max(0.0, self.ahead_nbytes / rate - beside_s)
 
@@ -228,41 +243,50 @@ class _Fetch(NamedTuple):
 def _fetched(
     manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
 ) -> dict[int, _Fetch]:
-    """What a step fetches for each unit. Nobody guesses for the first."""
+    """The fetches of a step for each unit, by index. There is no prefetch for the first unit."""
     found: dict[int, _Fetch] = {}
     for index, of_unit in stacks_of(manifest, profile).items():
         num_rows = of_unit[0].shape[0]
         num_picked = profile.picked[index][0] * num_rows
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
-        ahead, used = 0.0, 0.0
+        prefetch = _Prefetch(0.0, 0.0)
         if found and cached.ahead:
-            different, _ = _law(num_rows, num_picked, cached.num_slots, workload)
-            ahead, used = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
+            different = _law(num_rows, num_picked, cached.num_slots, workload).num_different
+            prefetch = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
         row_nbytes = sum(cached.sizes[t.alias] for t in of_unit if t.alias in cached.sizes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
-        found[index] = _Fetch((missed - used) * row_nbytes, ahead * row_nbytes, calls)
+        found[index] = _Fetch((missed - prefetch.used) * row_nbytes, prefetch.fetched * row_nbytes, calls)
     return found
+
+
+class _Prefetch(NamedTuple):
+    """Numbers of rows that are prefetched for a call, and of those that the call uses."""
+
+    fetched: float
+    used: float
 
 
 def _guessed(
     missed: float, different: float, num_slots: int, num_rows: int, most: int, counts: Counts | None
-) -> tuple[float, float]:
-    """Rows that are fetched ahead of a call that names `different` ones, of which `missed` are in no slot, and those of
-    them that it uses. Of wrong guesses as many are in one as of all rows; how many are in none varies by chance. The
-    slots of the last call are left alone."""
+) -> _Prefetch:
+    """The prefetch for a call that names `different` rows, `missed` of them in no slot.
+
+    Wrong guesses are in slots as often as any rows. The number of guesses that are in no slot is random (Poisson), and
+    `most` of them at most are fetched. Slots of rows that the last call used are not overwritten.
+    """
     right, most = _RECALL * missed, min(most, max(0, num_slots - ceil(different)))
     guessed = right + (1 - _RECALL) * different * (1 - num_slots / num_rows)
     ahead = most - sum((most - num) * exp(-guessed) * guessed**num / factorial(num) for num in range(most))
     share = right / guessed if guessed else 0.0
     if counts is not None:
         share = (counts.used + _WORTH * share) / (counts.ahead + _WORTH)
-    return (ahead, min(missed, ahead * share)) if share >= LEAST_USED else (0.0, 0.0)
+    return _Prefetch(ahead, min(missed, ahead * share)) if share >= LEAST_USED else _Prefetch(0.0, 0.0)
 
 
 def _best_ahead(
     manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
 ) -> int:
-    """How many rows to fetch ahead: what takes least time, if a step is of single tokens."""
+    """The number of rows to prefetch: the one with the shortest step. 0 for steps of several tokens."""
     if workload is not None and workload.tokens > 1:
         return 0
     numbers = range(min(MAX_PREFETCHED_ROWS, cached.num_slots) + 1)
@@ -275,33 +299,40 @@ def _best_ahead(
 def _missed(
     num_rows: int, num_picked: float, num_slots: int, workload: Workload | None, counts: Counts | None = None
 ) -> float:
-    """Rows of a stack that a step has to fetch: fewer than it picks are different, and of these some are there."""
-    different, there = _law(num_rows, num_picked, num_slots, workload)
+    """Rows of a stack that a step has to fetch: of the rows that it picks, those that differ and are in no slot."""
+    law = _law(num_rows, num_picked, num_slots, workload)
     bend = 1.0 if counts is None else _bend(counts, num_rows, num_picked / _num_tokens(workload))
-    missed: float = different * (1 - there) ** bend
+    missed: float = law.num_different * (1 - law.hit_share) ** bend
     return missed
 
 
-def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> tuple[float, float]:
-    """Different rows of a stack that a step picks, and the share of them that is there.
+class _Hits(NamedTuple):
+    """Different rows of a stack that a step picks, and the share of them that is in slots."""
 
-    Sequences do not share what they use: the more there are, the nearer is what is found to the share of the slots.
+    num_different: float
+    hit_share: float
+
+
+def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> _Hits:
+    """The rows of a step, by the published hit rates.
+
+    Sequences of a batch use different experts. So the more there are, the closer is the hit rate to the share of rows
+    that have slots.
     """
     num_tokens, batch = _num_tokens(workload), workload.batch if workload else 1
     different = num_rows * (1 - (1 - 1 / num_rows) ** num_picked) if num_tokens > 1 else num_picked
     share = num_slots / num_rows
     law = _OF_MANY if num_rows * num_tokens >= _MANY * num_picked else _OF_FEW
-    there: float = share + (_at(law, share) - share) / batch**0.5
-    return different, there
+    return _Hits(different, share + (_at(law, share) - share) / batch**0.5)
 
 
 def _bend(counts: Counts, num_rows: int, per_token: float) -> float:
-    """The power of what the law misses that goes through what was counted; of few rows nearly 1, the law itself."""
-    _, there = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
-    if not 0 < there < 1:
+    """The exponent of the miss rate with which the law agrees with the counts; nearly 1 if few rows were counted."""
+    law = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
+    if not 0 < law.hit_share < 1:
         return 1.0
-    missed = (counts.fetched + _WORTH * (1 - there)) / (counts.num_rows + _WORTH)
-    return log(missed) / log(1 - there)
+    missed = (counts.fetched + _WORTH * (1 - law.hit_share)) / (counts.num_rows + _WORTH)
+    return log(missed) / log(1 - law.hit_share)
 
 
 def _num_tokens(workload: Workload | None) -> int:
@@ -309,7 +340,7 @@ def _num_tokens(workload: Workload | None) -> int:
 
 
 def _at(law: tuple[tuple[float, float], ...], x: float) -> float:
-    """Between the points of a law in straight lines."""
+    """Linear interpolation between the points of a law."""
     for (x0, y0), (x1, y1) in pairwise(law):
         if x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
 Rate = Literal["half", "single", "attention", "none", "ranks"]
@@ -205,6 +205,13 @@ def decode_rate(dtype: str) -> str:
     return f"decode_{dtype}_bytes_per_s"
 
 
+class Seconds(NamedTuple):
+    """Seconds of the device, and of the host, which runs ahead of it."""
+
+    device_s: float
+    host_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Rates and fixed costs of a machine, and the seconds of one model's units where their work is known.
@@ -311,7 +318,7 @@ class Profile:
     captured_s: tuple[float, ...] = ()
     host_share: float = 0.95
 
-    def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> tuple[float, float]:
+    def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> Seconds:
         """Seconds of the device and of the host for a unit at one of its positions. The host runs ahead of the device.
 
         Args:
@@ -323,11 +330,11 @@ class Profile:
         if self.unit_s:
             opening_s = self._opening_s(unit, shown, streams) if shown else 0.0
             if not self.host_s:
-                return self.unit_s[index] + opening_s, 0.0
-            return self.unit_s[index], self.host_s[index] + opening_s
+                return Seconds(self.unit_s[index] + opening_s, 0.0)
+            return Seconds(self.unit_s[index], self.host_s[index] + opening_s)
         nbytes = unit.nbytes + sum(t.decoded_nbytes - t.nbytes for t in unit.coded().values())
         device_s = nbytes / self.device_bytes_per_s + self.decode_s(index, unit)
-        return max(self.overhead_s + self.launch_s * len(unit.tensors), device_s), 0.0
+        return Seconds(max(self.overhead_s + self.launch_s * len(unit.tensors), device_s), 0.0)
 
     def _opening_s(self, unit: UnitSpec, shown: int, streams: bool) -> float:
         """Seconds of the host to open and close a unit."""
@@ -435,12 +442,25 @@ class Op:
         return max(kernels_s, profile.product_s) if self.rate in ("half", "single") else kernels_s
 
 
-def unit_seconds(ops: Sequence[Op], profile: Profile) -> tuple[float, float, float]:
-    """Seconds of these ops of a unit: on the device, to launch them on the host, and the share of the device's seconds
-    after the release of the unit."""
+class UnitSeconds(NamedTuple):
+    """Seconds of the ops of a unit.
+
+    Attributes:
+        device_s: seconds on the device.
+        host_s: seconds of the host to launch them.
+        after_share: share of `device_s` after the release of the unit.
+    """
+
+    device_s: float
+    host_s: float
+    after_share: float
+
+
+def unit_seconds(ops: Sequence[Op], profile: Profile) -> UnitSeconds:
+    """Seconds of these ops of a unit."""
     seconds = [op.seconds(profile) for op in ops]
-    after = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
-    return sum(seconds), profile.op_launch_s * len(ops), after / (sum(seconds) or 1.0)
+    after_s = sum(s for s, op in zip(seconds, ops, strict=True) if op.after)
+    return UnitSeconds(sum(seconds), profile.op_launch_s * len(ops), after_s / (sum(seconds) or 1.0))
 
 
 def mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:

@@ -1,16 +1,18 @@
 """Lanes: the devices that compute the blocks of one model in turn, each with a plan of its own. Pure values.
 
 [Note: whose block]
-With several links at work a step takes their share of the time only if all of them have copies to make all of the time.
-While one device computes, the others fill their rings, and a ring holds a few blocks: so neighbours go to different
-devices. Where all that a device has to hold fits, nothing streams, and neighbours stay together. In between, where a
-step computes longer than links copy, either can be faster: both are planned, and the step of all decides. Neighbours
-together are planned only where that can be faster. A device then has one turn in a step. Of what streams its ring
-holds some by then, which is in the budget: what the budget has no room for is copied in that turn.
+Several links divide the time of a step among them only if all of them copy all of the time. While one device computes,
+the others fill their rings, and a ring holds a few blocks. So if weights stream, neighbouring blocks go to different
+devices (round-robin). If the weights of all devices fit, nothing streams, and neighbours stay together. In between,
+where a step computes longer than the links copy, either can be faster: both are planned, and the predicted step of the
+whole model decides. Neighbours together are planned only where that can be faster. A device then has a single turn in a
+step. The first of its streamed weights are in its ring by then, which is part of the budget. All that is over the
+budget is copied during the turn.
 
-A ring has to hold all of a block that streams: what it has no room for is copied in the block's own turn, when the
-others wait. Units that are whole blocks see to that, and are decoded before their turn. Finer ones need a smaller ring
-and buffer. So each lane has a plan in blocks and one in any grain to choose from, and the step of all is held against.
+A ring has to hold all streamed weights of a block: the rest would be copied in the block's own turn, while the other
+devices wait. With whole blocks as units, rings are that large, and blocks are decompressed before their turn. Finer
+units need a smaller ring and decode buffer. So each lane has two plans to choose from, one with blocks as units and one
+with any units, and the step of the whole model decides.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import Cursor
 from weightstream.plan.units import human, milliseconds
 
-HOP_S = 20e-6  # for what a block is given, or returns, to be on another device, beside its bytes [H200, NVLink]
-_STEPS = 3  # the wrap-around fills settle in the second
+HOP_S = 20e-6  # fixed time of moving a block's inputs or outputs to another device [H200, NVLink]
+_STEPS = 3  # from the second step on, the fills that wrap around are in their steady state
 _BISECTIONS = 60
-_WORTH = 0.99  # of a step: for less nobody leaves the turns, in which links have more time to spare
+_WORTH = 0.99  # another deal must lower a step to this share: in round-robin the links have more spare time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +60,11 @@ class Lane:
 
     @classmethod
     def of(cls, plan: Plan, planner: Planner) -> Lane:
-        """That of a plan whose planner counts as `after` a unit what runs until the next one of its device."""
+        """The lane of a plan.
+
+        The planner's ops `after` a unit run until the next unit of this device, so other devices have turns in between:
+        they are left out.
+        """
         work, captured = (
             {name: tuple(op for op in ops if not op.after) for name, ops in every.items()}
             for every in (planner.demand.work, planner.demand.captured)
@@ -67,25 +73,25 @@ class Lane:
         simulated, profile = planner.alone(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
-        hop_s = HOP_S + planner.demand.states_nbytes / link  # no faster than that, as devices need not be peers
+        hop_s = HOP_S + planner.demand.states_nbytes / link  # over the PCIe link, as devices need not be peers
         return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s, hop_s=hop_s)
 
 
 def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[list[int]]:
-    """Which device computes each block, by the blocks' bytes: each deal that is worth a try, [Note: whose block].
+    """The deals that are worth a try: for each block, the index of the device that computes it. [Note: whose block]
 
     Args:
-        nbytes: of each block, in the order in which they run.
-        budgets: bytes that each device has for weights.
+        nbytes: bytes of each block, in the order in which the blocks run.
+        budgets: bytes of each device for weights.
         rates: bytes per second of the link of each device.
-        beside: bytes of the first device's weights that are in no block.
+        beside: bytes of the weights outside of the blocks, which the first device holds.
     """
     found = _together(nbytes, budgets, beside)
     if found is not None:
         return [found]
     wanted = _quotas(sum(nbytes), [budgets[0] - beside, *budgets[1:]], rates)
     held, found = [0] * len(budgets), []
-    for size in nbytes:  # to whom most of what it is to hold is missing
+    for size in nbytes:  # goes to the device that is furthest below its quota
         lane = min((lane for lane, quota in enumerate(wanted) if quota), key=lambda k: (held[k] + size) / wanted[k])
         held[lane] += size
         found.append(lane)
@@ -94,14 +100,14 @@ def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float],
 
 
 def _apart(nbytes: Sequence[int], held: Sequence[int]) -> list[int]:
-    """Neighbours on one device until it has about as many bytes as it is to hold."""
+    """The deal of neighbours together in which each device has about the bytes in `held`."""
     *ends, _ = accumulate(held)
     middles = (end - size / 2 for end, size in zip(accumulate(nbytes), nbytes, strict=True))
     return [bisect(ends, middle) for middle in middles]
 
 
 def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> list[int] | None:
-    """Neighbours on one device as long as they fit; None where something has to stream."""
+    """The deal of neighbours together that fit; None if something has to stream."""
     if beside > budgets[0]:
         return None
     held, found, lane = beside, [], 0
@@ -116,8 +122,10 @@ def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> lis
 
 
 def _quotas(total: int, budgets: Sequence[int], rates: Sequence[float]) -> list[float]:
-    """Bytes that each device holds of `total` where the links of all are busy equally long: its budget, and what its
-    link moves in that time."""
+    """Bytes of `total` for each device, so that all links are busy equally long.
+
+    A device has the bytes of its budget, and the bytes that its link moves in that time.
+    """
 
     def held(seconds: float) -> list[float]:
         return [max(0.0, budget + seconds * rate) for budget, rate in zip(budgets, rates, strict=True)]
@@ -130,10 +138,12 @@ def _quotas(total: int, budgets: Sequence[int], rates: Sequence[float]) -> list[
 
 
 def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int]:
-    """The lanes in the order in which a step comes to their units, of which each lane has an order of its own.
+    """The lane of each unit, in the order in which a step reaches the units of all lanes.
 
-    `places`: of each unit's module in the model, whose blocks run in that order. Others may be anywhere: of these one
-    comes before what is behind it in the lane's order.
+    Args:
+        orders: for each lane, the names of its units in the order of a step.
+        places: for each unit, the position of its module in the model. Blocks run in this order. The place of other
+            units may be anywhere: such a unit runs before the units that follow it in the order of its lane.
     """
     left = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
     found = []
@@ -145,11 +155,16 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
 
 
 def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:
-    """Seconds of a step in the steady state, whose units are of these lanes in turn, as `cost.simulated_s` for one.
+    """Seconds of a step in the steady state, over several lanes; as `cost.simulated_s` for one.
 
-    Each lane has a link. What a block is given comes from the first lane, and goes back there. Its first unit is open,
-    and what that streams is decoded, before that comes: so a lane that waits for its turn decodes ahead. One host
-    launches all; but where it is `captured`, in a CUDA graph, nobody waits for that.
+    Each lane has a link of its own. The inputs of a block come from the first lane, and its outputs go back there. The
+    first unit of a block is opened, and decompressed, before the inputs arrive: so a lane decompresses while it waits
+    for its turn. One host launches the kernels of all lanes.
+
+    Args:
+        lanes: the lanes.
+        turns: for each unit of the step, the index of its lane, as from `walk`.
+        captured: the step is in a CUDA graph, in which the host launches nothing.
     """
     states = [_State(lane, captured=captured) for lane in lanes]
     hops = [0.0, *(lane.hop_s for lane in lanes[1:])]
@@ -159,7 +174,7 @@ def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = Fals
     for _ in range(_STEPS):
         started = now
         steps = [state.step() for state in states]
-        block: tuple[int, int | None] = 0, None  # whose, and which of these
+        block: tuple[int, int | None] = 0, None  # the lane, and the index of its block
         for lane in turns:
             state = states[lane]
             unit, fills = next(steps[lane])
@@ -176,7 +191,7 @@ def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = Fals
 
 
 class _State:
-    """A lane while its steps are simulated: when it is free, its link is, and its units are filled."""
+    """The state of a lane in a simulation: the times when it is free, its link is free, and its units are filled."""
 
     def __init__(self, lane: Lane, *, captured: bool = False) -> None:
         self.plan, self.profile = plan, profile = lane.simulated, lane.profile
@@ -191,11 +206,11 @@ class _State:
         return Cursor(self.plan.manifest.order, self.plan.after).step()
 
     def opened(self, unit: int) -> float:
-        """When its weights can be read."""
+        """The time at which the weights of a unit can be read."""
         return max(self._filled[unit], self.free) + self.decodes[unit]
 
     def fill(self, fills: Iterable[int], released: float, disk_free: float) -> float:
-        """Queue copies; returns when the disk, which all lanes have in turn, is free again."""
+        """Queue copies; returns the time at which the disk is free again, which all lanes share."""
         plan, profile = self.plan, self.profile
         for unit in fills:
             begun = max(self._link_free, released + profile.handover_s)
@@ -209,8 +224,13 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripedPlan(PlanReport):
-    """The plans of one model over several devices, by name, and the seconds that a step is predicted to take, eager and
-    in a CUDA graph."""
+    """The plans of one model over several devices.
+
+    Attributes:
+        plans: the plan of each device, by name.
+        step_s: predicted seconds of an eager step of the model.
+        graph_s: predicted seconds of a step of the model in a CUDA graph.
+    """
 
     NUMBERS: ClassVar[tuple[str, ...]] = ("step_s", "graph_s", "step_nbytes")
 
@@ -225,7 +245,7 @@ class StripedPlan(PlanReport):
 
     @property
     def workload(self) -> Workload | None:
-        """What a language model's step is planned for."""
+        """The step of a language model that is predicted; None for any other model."""
         return self.every[0].workload
 
     @property
@@ -235,7 +255,7 @@ class StripedPlan(PlanReport):
 
     @property
     def decoded_nbytes(self) -> int:
-        """Bytes of all weights in plain form."""
+        """Uncompressed bytes of all weights."""
         return sum(plan.decoded_nbytes for plan in self.every)
 
     @property
@@ -245,12 +265,12 @@ class StripedPlan(PlanReport):
 
     @property
     def num_slots(self) -> int:
-        """Of each layer that has a cache, the least."""
+        """Slots of each layer with an expert cache: the smallest number of any device."""
         return min((plan.num_slots for plan in self.every if plan.cached), default=0)
 
     @property
     def beside_nbytes(self) -> int:
-        """Bytes of activations and cache that one device would need for all."""
+        """Bytes of activations and KV cache if one device computed the whole model."""
         return max(plan.activation_nbytes for plan in self.every) + sum(plan.cache_nbytes for plan in self.every)
 
     def summary(self) -> str:
@@ -276,7 +296,7 @@ class StripedPlan(PlanReport):
 
 
 def predicted_lanes(lanes: Mapping[str, Lane], places: Mapping[str, int]) -> StripedPlan:
-    """The plans with the seconds of a step; `places` as for `walk`."""
+    """The plans of the lanes, with the predicted seconds of a step; `places` as for `walk`."""
     plans = {name: lane.plan for name, lane in lanes.items()}
     step_s, graph_s = _times_s(lanes, places)
     return StripedPlan(plans=plans, step_s=step_s, graph_s=graph_s)
@@ -301,10 +321,9 @@ Planned = dict[str, PlannedLane]  # by the name of the device
 
 
 def chosen(inputs: Mapping[str, PlannerInputs], places: Mapping[str, int]) -> Planned:
-    """A plan for each device, by name, with which the step of all is fastest, and what it is planned with:
-    [Note: whose block].
+    """The plans of all devices, by name, with which the step of the model is fastest. [Note: whose block]
 
-    Raises `PlanError` where one has none.
+    Raises `PlanError` if a device has no plan.
     """
     ways = {name: _ways(each) for name, each in inputs.items()}
     in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
@@ -316,10 +335,10 @@ def chosen(inputs: Mapping[str, PlannerInputs], places: Mapping[str, int]) -> Pl
 
 
 def fastest_deal(deals: Iterable[Mapping[str, PlannerInputs]], places: Mapping[str, int]) -> tuple[int, Planned]:
-    """The deal with which the step of all is fastest, and what `chosen` gives for it.
+    """The index of the deal with which the step of the model is fastest, and what `chosen` returns for it.
 
-    The first is that in turn. Those after it, of neighbours together, are asked for, and planned, only where they can
-    be faster: [Note: whose block]. Raises `PlanError` where the first has no plan.
+    The first of `deals` is round-robin. The others, with neighbours together, are made and planned only if they can be
+    faster: [Note: whose block]. Raises `PlanError` if the first deal has no plan.
     """
     coming = enumerate(deals)
     best, planned = 0, chosen(next(coming)[1], places)
@@ -343,7 +362,7 @@ def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
 
 
 def _one_turn_s(lane: Lane) -> float:
-    """No less takes one turn of a device that has about these blocks: it computes, and copies what is over budget."""
+    """A lower bound of the single turn of a device with about these blocks: compute, or copies of bytes over budget."""
     plan, states = lane.simulated, [_State(lane, captured=captured) for captured in (False, True)]
     over = sum(plan.manifest.read.values()) - (plan.budget or math.inf)
     computes_s = min(sum(state.computes[unit] for unit in plan.manifest.order) for state in states)

@@ -1,15 +1,15 @@
-"""Turns: the components of a pipeline run one after another, and have device memory in turn. Decides; pure values.
+"""Plans of a pipeline: its components run one after another, and use device memory in turn. Pure values.
 
-All of them pass their streamed weights through one ring, and each may keep a part of the rest for good. What stays
-saves its bytes as often as its component runs, so the one that moves most chooses first, and the others have what it
-leaves; each keeps at least what a plan of it cannot stream.
+All components stream through one ring, and each may keep weights resident in the rest of the budget. A resident weight
+saves its copy as often as its component runs. So the component that moves most bytes in a call chooses first, and the
+others share the rest. Each component keeps at least the weights that cannot stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share, aligned_nbytes
@@ -23,10 +23,23 @@ from weightstream.plan.units import human, milliseconds
 _BISECTIONS = 10
 
 
-def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget: int) -> dict[str, tuple[Share, Plan]]:
-    """What each component may keep, the ring of all, and its plan, in `budget` bytes; `times` says how often each runs.
+class PlannedShare(NamedTuple):
+    """A component's share of the budget, and its plan in it."""
 
-    Raises `PlanError` with the arithmetic where they have no room.
+    share: Share
+    plan: Plan
+
+
+def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget: int) -> dict[str, PlannedShare]:
+    """The share of each component in the budget, and its plan. All shares have the same ring.
+
+    Args:
+        inputs: the planner's inputs of each component, by name.
+        times: the steps of each component in a call, by name; 1 where it is missing.
+        budget: bytes of device memory for the weights of all components.
+
+    Raises:
+        PlanError: the components do not fit; the message holds the arithmetic.
     """
     least = {name: _least_kept(each) for name, each in inputs.items()}
     total = sum(least.values())
@@ -37,27 +50,31 @@ def shares(inputs: Mapping[str, PlannerInputs], times: Mapping[str, int], budget
         if total + ring > budget:
             raise _no_room(inputs, least, budget)
     first, others = order[0], total - least[order[0]]
-    plan = inputs[first].at_budget(budget - others).plan()[1]  # the ring that suits it best
+    plan = inputs[first].at_budget(budget - others).plan().plan  # its ring is the best one for this component
     ring = max(ring, min(aligned(plan.ring_nbytes) + plan.buffer_nbytes, budget - total))
-    found: dict[str, tuple[Share, Plan]] = {}
-    left = budget - total - ring
+    planned: dict[str, PlannedShare] = {}
+    spare = budget - total - ring
     for name in order:
-        plan = replace(inputs[name], share=Share(least[name] + left, ring)).plan()[1]
-        kept = max(least[name], min(least[name] + left, aligned_nbytes(plan.manifest, plan.resident)))
-        found[name] = Share(kept, ring), plan
-        left -= kept - least[name]
-    share, plan = found[order[0]]
-    found[order[0]] = Share(share.kept_nbytes + left, ring), plan  # for plans that learn
-    return found
+        plan = replace(inputs[name], share=Share(least[name] + spare, ring)).plan().plan
+        kept = max(least[name], min(least[name] + spare, aligned_nbytes(plan.manifest, plan.resident)))
+        planned[name] = PlannedShare(Share(kept, ring), plan)
+        spare -= kept - least[name]
+    share, plan = planned[first]
+    # the first component gets the rest, for plans that are made anew once steps were watched
+    planned[first] = PlannedShare(Share(share.kept_nbytes + spare, ring), plan)
+    return planned
 
 
 def _least_kept(inputs: PlannerInputs) -> int:
-    """Bytes that stay whatever the budget, in the grain in which these are least."""
+    """Bytes that are resident at any budget, in the grain with the fewest of them."""
     return min(aligned_nbytes(grain, always_resident(grain)) for grain in inputs.grains)
 
 
 def _ring_of(inputs: PlannerInputs, share: Share, most: int) -> int:
-    """The least ring, from that of the share on, through which the component can stream; more than `most`: none."""
+    """Bytes of the smallest ring, at least the share's, through which the component can stream.
+
+    A result above `most` means that no ring up to `most` will do.
+    """
 
     def works(ring: int) -> bool:
         return replace(inputs, share=Share(share.kept_nbytes, ring)).has_plan()
@@ -74,7 +91,7 @@ def _ring_of(inputs: PlannerInputs, share: Share, most: int) -> int:
 
 
 def _no_room(inputs: Mapping[str, PlannerInputs], least: Mapping[str, int], budget: int) -> PlanError:
-    """With the budget that would do."""
+    """The error of a budget that is too small, with the budget that would be enough."""
     total, rings = sum(least.values()), dict[str, int]()
     for name, each in inputs.items():
         most = aligned(2 * each.grains[0].nbytes)
@@ -138,27 +155,27 @@ class PipelinePlan(PlanReport):
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a call, without what the pipeline itself computes."""
+        """Predicted seconds of a call, without the pipeline's own computations between components."""
         return sum(turn.seconds for turn in self.turns)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of weights on the device: those that stay, and the block."""
+        """Bytes of weights on the device: residents, and the memory that is used in turn."""
         return self.block_nbytes + sum(plan.resident_nbytes for plan in self.plans.values())
 
     @property
     def activation_nbytes(self) -> int:
-        """The most bytes of activations that any step takes."""
+        """Bytes of activations of the step that needs most."""
         return max((turn.plan.activation_nbytes for turn in self.turns), default=0)
 
     @property
     def peak_nbytes(self) -> int:
-        """Bytes of device memory that a call takes at most."""
+        """The most bytes of device memory that a call takes."""
         return self.device_nbytes + self.activation_nbytes + self.workspace_nbytes
 
     @property
     def shortage(self) -> str | None:
-        """In words, where that is more than the device has free; None: it fits, or nobody knows."""
+        """The arithmetic, if that is more than the free bytes of the device; None: it fits, or that is unknown."""
         if not self.free_nbytes or self.peak_nbytes <= self.free_nbytes:
             return None
         return (
@@ -174,7 +191,7 @@ class PipelinePlan(PlanReport):
 
     @property
     def bound_s(self) -> float:
-        """No schedule of these plans takes less: the sum over turns of what is busy longest."""
+        """Lower bound of the seconds of a call with these plans: for each turn, of compute and link the longer one."""
         return sum(turn.num * max(turn.plan.compute_s, turn.plan.copy_s) for turn in self.turns)
 
     @property
@@ -184,11 +201,11 @@ class PipelinePlan(PlanReport):
 
     @property
     def computed_s(self) -> float:
-        """Seconds that a call computes if it never waits for a copy."""
+        """Seconds of a call that never waits for a copy."""
         return sum(turn.num * turn.plan.compute_s for turn in self.turns)
 
     def numbers(self) -> dict[str, Any]:
-        """Those of a call, and of each of its turns."""
+        """Bytes and predicted seconds by name, for JSON: of the call, and of each of its turns."""
         turns = [
             {
                 "component": turn.component,
@@ -203,12 +220,12 @@ class PipelinePlan(PlanReport):
 
     @property
     def beside(self) -> str:
-        """In words, what a call takes beside weights."""
+        """The device memory that a call needs besides weights, as text."""
         workspace = f" and {human(self.workspace_nbytes)} of workspace" if self.workspace_nbytes else ""
         return f"{human(self.activation_nbytes)} of activations at most{workspace}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A line for each turn: component, calls, resident, ring, moved, activations, seconds."""
+        """The cells of the summary, a row per turn: component, calls, resident, ring, moved, activations, seconds."""
         return [
             (
                 turn.component,
@@ -223,7 +240,7 @@ class PipelinePlan(PlanReport):
         ]
 
     def summary(self) -> str:
-        """A table of the turns, and what a call takes."""
+        """A table of the turns, and the time and device memory of a call."""
         heads = ("component", "steps", "resident", "ring", "moves", "activations", "predicted")
         rows = [heads, *self.rows()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
@@ -236,7 +253,7 @@ class PipelinePlan(PlanReport):
 
 
 def joined(turns: Sequence[ComponentTurn]) -> list[ComponentTurn]:
-    """Turns of one component and entry that take the same, as one: components may alternate inside of a step."""
+    """The turns with those merged that have the same component, entry and time: components may alternate in a step."""
     found: dict[tuple[str, str, float], ComponentTurn] = {}
     for turn in turns:
         key = turn.component, turn.entry, turn.plan.step_s

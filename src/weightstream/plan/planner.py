@@ -1,10 +1,15 @@
-"""The planner: what turns a manifest into a plan, under one configuration and on one machine.
+"""The planner: makes a plan from a manifest, for one configuration and one machine. Knows plain values only.
 
-All that it knows are plain values; it measures, reads and asks nothing. Each way to place that the configuration allows
-is planned, and the one with the least predicted time wins: with the tables of which a step reads a few rows on the
-device or read from host memory, with a unit far larger than all others (a head) through the ring or read from there as
-well, since a ring must hold the largest unit, and with weights coded or plain. All of them, and all choices in each,
-are candidates of one search.
+The planner tries every placement that the configuration allows, and the one with the shortest predicted step wins. The
+options are:
+
+- tables of which a step reads a few rows: on the device, or read by kernels from host memory;
+- a unit far larger than all others, such as a head: through the ring, or read from host memory as well, since the ring
+  must hold the largest unit that streams;
+- weights: compressed, or uncompressed;
+- stacks of experts: like other weights, or in an expert cache.
+
+All options, with all choices of residents and rings in each, are candidates of one search.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from weightstream.codec.format import MAX_SHARE
@@ -29,11 +34,11 @@ from weightstream.settings.arguments import selects
 from weightstream.settings.config import OffloadConfig
 
 _TABLE_NBYTES = 1 << 20
-_LONE = 4  # a unit so many times the next smaller one may be worth reading from host memory
-_READ_ROWS = 64  # by kernels that read it once: products with more rows read weights again for each tile of them
-_READ_RATE = 0.9  # of the link, that kernels reach [H200: 50 of 55 GB/s]
-_HOST_SHARE_OF_TEXT = 0.25  # that comes from graphs, and its prompt from eager steps
-_SLACK = 50  # a share of free memory that the allocator may lose between blocks
+_LONE = 4  # a unit more than this many times the next smaller one may be worth reading from host memory
+_READ_ROWS = 64  # a kernel with more rows reads the weights again for each tile of rows
+_READ_RATE = 0.9  # share of the link's rate that kernels reach [H200: 50 of 55 GB/s]
+_HOST_SHARE_OF_TEXT = 0.25  # tokens come from CUDA graphs; only the prompt is an eager step
+_SLACK = 50  # 1/50 of the free memory, or 256 MiB if that is more, may be lost between the blocks of the allocator
 _SLACK_NBYTES = 256 << 20
 
 
@@ -110,37 +115,83 @@ class Demand:
     is_text: bool = False
 
 
-Refusal = tuple[int, PlanError]  # how good it is to tell, the least best
+class Refusal(NamedTuple):
+    """Why there is no plan.
+
+    Attributes:
+        rank: of all refusals, the one with the smallest rank is reported.
+        error: the failed arithmetic.
+    """
+
+    rank: int
+    error: PlanError
 
 
 def fastest(candidates: Iterable[Candidate], refusals: list[Refusal]) -> Plan:
-    """The plan that a search finds; where there is none raises the refusal, added by then, that is best told."""
+    """The fastest of these plans. Raises the error of the refusal with the smallest rank if there is no plan.
+
+    `refusals` may grow while the candidates are made.
+    """
     if (plan := search.search(candidates)) is None:
-        raise min(refusals, key=itemgetter(0))[1]
+        raise min(refusals, key=attrgetter("rank")).error
     return plan
 
 
 class PlacementOption(NamedTuple):
-    """A way to place a manifest: those that kernels read from host memory, those that are cached, and all others, as
-    they are coded."""
+    """A way to place the weights of a manifest.
+
+    Attributes:
+        mapped: alias groups that kernels read from host memory.
+        rest: the manifest without those and without what is cached: residents and streamed weights, compressed or not.
+        cached: the expert cache; None: there is none.
+    """
 
     mapped: frozenset[str]
-    aside: Manifest
+    rest: Manifest
     cached: Cached | None = None
 
     @property
-    def codes(self) -> Sizes:
-        """Of what is cached."""
+    def cached_codes(self) -> Sizes:
+        """Compressed bytes of the stacks that are cached in compressed form."""
         return self.cached.coded if self.cached else {}
+
+
+class Simulated(NamedTuple):
+    """A plan as a simulation takes it, and the profile for it.
+
+    Attributes:
+        plan: the plan without weights that kernels read from host memory and without cached stacks.
+        profile: the profile with the seconds of the plan's units.
+    """
+
+    plan: Plan
+    profile: Profile
+
+
+class _UnitTimes(NamedTuple):
+    """Seconds of a unit, as in the fields of a profile."""
+
+    device_s: float
+    host_s: float
+    after_share: float
+    captured_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planner:
-    """Called with a manifest, gives its plan. `unit_s` holds measured seconds by unit name, without decoding, which go
-    over the work, and include what kernels read from host memory: they price the plan that was measured. A `share` is
-    in place of the budget where several models have device memory in turn. `counts` are those of a cache that ran.
+    """Makes the plan of a manifest, when it is called with one.
 
-    Raises `PlanError` with the arithmetic where no plan fits.
+    The call raises `PlanError` with the failed arithmetic if no plan fits.
+
+    Attributes:
+        config: the settings of the caller.
+        machine: the device and its host.
+        weights: the names of the alias groups, where each may be, and their compressed sizes.
+        demand: the needs of a step besides weights.
+        unit_s: measured seconds by unit name, which replace those from the unit's work. They leave decompression out,
+            and include the time in which kernels read from host memory: they are of the plan that was measured.
+        share: replaces the budget where several models use device memory in turn.
+        counts: counts of an expert cache that ran; None: its hits are estimated.
     """
 
     config: OffloadConfig
@@ -156,163 +207,173 @@ class Planner:
         return self.priced(fastest(self.candidates(manifest, refusals), refusals))
 
     def candidates(self, manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
-        """Every plan of a manifest that is worth a try; why some are none is added to `refusals`, best told first."""
+        """Every plan of a manifest that is worth a try. Options without a plan add their reason to `refusals`."""
         manifest = manifest.plain()
-        profile, ways = self.profile(manifest), list(self._ways(manifest))
-        for rank, way in zip(range(len(ways), 0, -1), ways, strict=True):  # the last takes the least of the device
-            opened = partial(self._opened, manifest, way, profile, rank, refusals)
-            yield Candidate(self._bound_s(manifest, way, profile), opened)
+        profile, options = self.profile(manifest), list(self._options(manifest))
+        # the last option takes least device memory, so its refusal has the smallest rank
+        for rank, option in zip(range(len(options), 0, -1), options, strict=True):
+            candidates = partial(self._candidates_of, manifest, option, profile, rank, refusals)
+            yield Candidate(self._bound_s(manifest, option, profile), candidates)
 
-    def _opened(
-        self, manifest: Manifest, way: PlacementOption, profile: Profile, rank: int, refusals: list[Refusal]
+    def _candidates_of(
+        self, manifest: Manifest, option: PlacementOption, profile: Profile, rank: int, refusals: list[Refusal]
     ) -> Iterator[Candidate]:
-        """The plans of one way."""
-        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        as_coded = manifest.coded({**way.codes, **way.aside.codes})  # once: there are hundreds of candidates
-        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
-        beside = (self.budget or 0) - (way.cached.nbytes if way.cached else 0)
-        placing = replace(self, config=self.config.within(beside)) if way.cached else self
+        """The plans of one way to place the weights."""
+        read_s = self.read_nbytes(manifest, option.mapped) / profile.link_bytes_per_s
+        # once: there are hundreds of candidates
+        as_coded = manifest.coded({**option.cached_codes, **option.rest.codes})
+        profile = self._profile_with_cache(manifest, option.cached, profile)
+        planner = self
+        if option.cached:
+            planner = replace(self, config=self.config.within((self.budget or 0) - option.cached.nbytes))
 
-        def whole(candidate: Candidate) -> Plan | None:
+        def complete(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
-            form = as_coded if plan.manifest is way.aside else manifest.coded({**way.codes, **plan.manifest.codes})
-            plan = self._with_cache(plan, form, way.mapped, way.cached)
-            plan = self._reading(plan, form, way.mapped, profile)
+            form = as_coded
+            if plan.manifest is not option.rest:
+                form = manifest.coded({**option.cached_codes, **plan.manifest.codes})
+            plan = self._with_cache(plan, form, option.mapped, option.cached)
+            plan = self._with_mapped(plan, form, option.mapped, profile)
             try:
                 return self._within_host_budget(plan, profile)
-            except PlanError as error:  # the first way takes the least of the host: told before what breaks the device
-                refusals.append((-rank, error))
+            except PlanError as error:
+                # Report the host shortage of the first option, which needs least host memory, before device shortages
+                refusals.append(Refusal(-rank, error))
                 return None
 
         try:
-            for candidate in placing._placed(way, profile):
-                yield Candidate(candidate.bound_s + read_s, partial(whole, candidate))
+            for candidate in planner._placed(option.rest, profile):
+                yield Candidate(candidate.bound_s + read_s, partial(complete, candidate))
         except PlanError as error:
-            refusals.append((rank, error))
-
-    def _for_demand(self, plan: Plan) -> Plan:
-        names = ("workload", "activation_nbytes", "cache_nbytes")
-        return replace(plan, **{name: getattr(self.demand, name) for name in names})
+            refusals.append(Refusal(rank, error))
 
     def profile(self, manifest: Manifest) -> Profile:
-        """The machine's profile with the seconds of every unit: measured, from its work, or by its bytes."""
+        """The machine's profile with the seconds of every unit: measured, or from its work, else from its bytes."""
         profile, work = self.machine.profile, self.demand.work
         if (measured := self.machine.disk_bytes_per_s) is not None:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
             return profile
-        times: list[tuple[float, float, float, float]] = []
+        times: list[_UnitTimes] = []
         picked: list[tuple[float, float]] = []
         for index, unit in enumerate(manifest.plain().units):
             ops = work.get(unit.name, ())
-            on_device, on_host, after_share = unit_seconds(ops, profile)
-            more = unit_seconds((self.demand.captured or work).get(unit.name, ()), profile)[0] - on_device
+            device_s, host_s, after_share = unit_seconds(ops, profile)
+            captured_ops = (self.demand.captured or work).get(unit.name, ())
+            captured_s = unit_seconds(captured_ops, profile).device_s - device_s
             copies = [op for op in ops if unit.picks and op.picked]
             picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
-                on_device = self.unit_s[unit.name]
+                device_s = self.unit_s[unit.name]
             elif unit.name not in work:
-                on_device, on_host = profile.times_s(index, unit)
-            times.append((on_device, on_host, after_share, more))
-        unit_s, host_s, after, captured_s = (tuple(unit[k] for unit in times) for k in range(4))
-        if self.machine.on_cpu:  # it computes itself what it launches
-            unit_s, host_s, captured_s = tuple(map(max, unit_s, host_s)), (), ()
-        share = _HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share
-        found = replace(profile, unit_s=unit_s, host_s=host_s, after_share=after, captured_s=captured_s)
-        return replace(found, picked=tuple(picked), host_share=share).decoding(manifest)
+                device_s, host_s = profile.times_s(index, unit)
+            times.append(_UnitTimes(device_s, host_s, after_share, captured_s))
+        profile = replace(
+            profile,
+            unit_s=tuple(unit.device_s for unit in times),
+            host_s=tuple(unit.host_s for unit in times),
+            after_share=tuple(unit.after_share for unit in times),
+            captured_s=tuple(unit.captured_s for unit in times),
+            picked=tuple(picked),
+            host_share=_HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share,
+        )
+        if self.machine.on_cpu:  # one processor launches and computes: whichever takes longer counts, once
+            unit_s = tuple(map(max, profile.unit_s, profile.host_s))
+            profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
+        return profile.decoding(manifest)
+
+    def _profile_with_cache(self, manifest: Manifest, cached: Cached | None, profile: Profile) -> Profile:
+        return expert_cache.profile_with_cache(manifest, cached, profile, self.demand.workload, self.counts)
 
     @property
     def budget(self) -> int | None:
-        """Bytes of device memory for weights: as given, else what is free less what a step needs."""
+        """Bytes of device memory for weights: as configured, else the free bytes minus the needs of a step."""
         if self.share is not None:
             return sum(self.share)
-        given = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
-        if given is not None or self.config.backend != "none":
-            return given
+        budget = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
+        if budget is not None or self.config.backend != "none":
+            return budget
         free = self.machine.free_nbytes
         if self.machine.on_cpu:
             return free
         if not self.demand.work:
-            return max(0, int(free * 0.9) - (1 << 30))  # nobody knows the activations
+            return max(0, int(free * 0.9) - (1 << 30))  # activations are unknown
         needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
 
     @property
     def _chooses(self) -> bool:
-        """Whether it is to find what is fastest within a budget, on a GPU."""
+        """Whether the planner chooses the placement, within a budget on a GPU."""
         return self.config.backend == "none" and not self.machine.on_cpu
 
-    def _ways(self, manifest: Manifest) -> Iterator[PlacementOption]:
-        """All that are worth a try."""
+    def _options(self, manifest: Manifest) -> Iterator[PlacementOption]:
+        """The placement options that are worth a try."""
         for mapped in self._mapped(manifest):
-            aside = manifest.without(mapped)
-            sizes = self._sizes(aside)
-            coded = codings(aside, sizes) if self.config.codec == "auto" else [sizes]
-            yield from (PlacementOption(mapped, aside.coded(codes)) for codes in coded)
-            if (cached := self._cache(aside, sizes)) is not None:
-                yield PlacementOption(mapped, aside.without(cached.sizes), cached)
+            rest = manifest.without(mapped)
+            sizes = self._sizes(rest)
+            coded = codings(rest, sizes) if self.config.codec == "auto" else [sizes]
+            yield from (PlacementOption(mapped, rest.coded(codes)) for codes in coded)
+            if (cached := self._cache(rest, sizes)) is not None:
+                yield PlacementOption(mapped, rest.without(cached.sizes), cached)
 
     def _cache(self, manifest: Manifest, sizes: Sizes) -> Cached | None:
-        """The cache of stacks that is worth a try, where not all fits and rows can be fetched from where they lie: in
-        the form with which the device takes least, as steps that are captured do not wait for the host."""
+        """The expert cache that is worth a try; None if all weights fit, or if rows cannot be fetched from host memory.
+
+        Of the uncompressed and the compressed cache, the one with the shorter time on the device: captured steps do not
+        wait for the host.
+        """
         is_tried = self._chooses and self.share is None and self.config.pin_memory
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
             return None
-        profile, known = self.profile(manifest), (self.demand.workload, self.counts)
-        found = expert_cache.ways(manifest, sizes, profile, budget, *known)
-        return min(
-            found,
-            key=lambda c: expert_cache.device_s(expert_cache.profile_with_cache(manifest, c, profile, *known)),
-            default=None,
-        )
+        profile = self.profile(manifest)
+        caches = expert_cache.caches(manifest, sizes, profile, budget, self.demand.workload, self.counts)
+
+        def device_s(cached: Cached) -> float:
+            return expert_cache.device_s(self._profile_with_cache(manifest, cached, profile))
+
+        return min(caches, key=device_s, default=None)
 
     def _with_cache(self, plan: Plan, whole: Manifest, mapped: frozenset[str], cached: Cached | None) -> Plan:
-        """The plan of a manifest without what is cached and mapped, as one of the whole but what is mapped."""
+        """The plan with the cached stacks added, from a plan of the other weights; mapped ones are in neither."""
         if cached is None:
             return plan
         whole = whole.without(mapped)
         profile = self.profile(whole.plain())
-        return replace(
-            plan,
-            manifest=whole,
-            budget=self.budget,
-            cached=frozenset(cached.sizes),
-            slots_nbytes=cached.slots_nbytes,
-            **expert_cache.predicted_cache(plan, whole, cached, profile, self.demand.workload, self.counts),
-            decode_s=sum(profile.decode_s(u, whole.units[u]) for u in whole.order),
-        )
+        plan = expert_cache.with_predictions(plan, whole, cached, profile, self.demand.workload, self.counts)
+        return replace(plan, budget=self.budget)
 
-    def _bound_s(self, manifest: Manifest, way: PlacementOption, profile: Profile) -> float:
-        """No plan of this way takes less: it computes, and copies what the budget has no room for."""
-        read_s = self.read_nbytes(manifest, way.mapped) / profile.link_bytes_per_s
-        profile = expert_cache.profile_with_cache(manifest, way.cached, profile, self.demand.workload, self.counts)
-        beside = way.cached.nbytes if way.cached else 0
+    def _bound_s(self, manifest: Manifest, option: PlacementOption, profile: Profile) -> float:
+        """A lower bound of the step of any plan of this option: compute, or copies of the bytes over budget."""
+        read_s = self.read_nbytes(manifest, option.mapped) / profile.link_bytes_per_s
+        profile = self._profile_with_cache(manifest, option.cached, profile)
+        cache_nbytes = option.cached.nbytes if option.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
-        kept_nbytes = (self.budget or 0) - beside - buffer_nbytes(way.aside) if is_bounded else math.inf
-        over = sum(way.aside.read.values()) - kept_nbytes
-        if way.aside.codes and over <= 0:
-            return read_s  # of what is coded, some may stay plain
-        least_s = search.least_s(way.aside, profile.decoding(way.aside))
-        return max(least_s, over / profile.link_bytes_per_s) + read_s
+        kept_nbytes = (self.budget or 0) - cache_nbytes - buffer_nbytes(option.rest) if is_bounded else math.inf
+        over_nbytes = sum(option.rest.read.values()) - kept_nbytes
+        if option.rest.codes and over_nbytes <= 0:
+            return read_s  # some of the compressed weights may be resident uncompressed, which saves decompression
+        least_s = search.least_s(option.rest, profile.decoding(option.rest))
+        return max(least_s, over_nbytes / profile.link_bytes_per_s) + read_s
 
     def may_compress(self, manifest: Manifest) -> bool:
-        """Whether a plan of this manifest depends on what can be coded."""
+        """Whether a plan of this manifest depends on which weights can be compressed."""
         has_reason = self.config.codec != "auto" or (self._chooses and manifest.nbytes > (self.budget or 0))
         return self.config.uses_codes and has_reason
 
     def may_use_disk(self, manifest: Manifest) -> bool:
         """Whether a plan of this manifest may need the disk."""
-        room = self._host_budget
-        return manifest.nbytes - (self.budget or 0) > (self.machine.host_free_nbytes if room is None else room)
+        host_budget = self._host_budget
+        host_nbytes = self.machine.host_free_nbytes if host_budget is None else host_budget
+        return manifest.nbytes - (self.budget or 0) > host_nbytes
 
     @property
     def _host_budget(self) -> int | None:
-        """Bytes of host memory for weights beside the device's, as given."""
+        """Bytes of host memory for weights that are not on the device, as configured; None: not configured."""
         return self.config.host_nbytes(self.machine.host_total_nbytes, on_cpu=self.machine.on_cpu)
 
     def _sizes(self, manifest: Manifest) -> Sizes:
-        """Alias groups that are worth compressing, where that may be, and the bytes that they take then."""
+        """The compressed bytes of the alias groups that are worth compressing; empty where none may be."""
         if not (self.may_compress(manifest) and self.machine.can_decode):
             return {}
         plain = search.always_resident(manifest)
@@ -322,7 +383,7 @@ class Planner:
         return {a: nbytes for a, nbytes in self.weights.codes.items() if nbytes < most.get(a, 0.0)}
 
     def _mapped(self, manifest: Manifest) -> Iterator[frozenset[str]]:
-        """Alias groups that kernels read from host memory: each set that is worth a try."""
+        """The sets of alias groups in host memory, for kernels to read there, that are worth a try."""
         named = frozenset[str]()
         if patterns := self.config.zero_copy_params:
             named = frozenset(a for a, names in self.weights.names.items() if any(selects(patterns, n) for n in names))
@@ -336,7 +397,7 @@ class Planner:
             yield named.union(tables, lone)
 
     def _lone(self, manifest: Manifest) -> Mapping[str, int]:
-        """The weights of a unit without which the ring could be much smaller, if kernels would read them once."""
+        """The weights of the one unit without which the ring could be much smaller, if kernels read them only once."""
         workload = self.demand.workload
         if workload is None or workload.batch > _READ_ROWS or len(manifest.units) < 2:
             return {}
@@ -345,47 +406,59 @@ class Planner:
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
-    def _placed(self, way: PlacementOption, profile: Profile) -> Iterator[Candidate]:
-        """The plans of the weights that the device does not read from host memory; raises `PlanError` for none."""
+    def _placed(self, manifest: Manifest, profile: Profile) -> Iterator[Candidate]:
+        """The plans of weights that are neither mapped nor cached. Raises `PlanError` if there is none."""
         if self.config.backend == "none" and self.budget is not None:
-            whole = self._whole_nbytes(way.aside)
-            if whole is not None and not search.fits(way.aside, whole):
-                yield from search.candidates(way.aside, self.budget, profile.decoding(way.aside), self.share)
+            whole_nbytes = self._whole_nbytes(manifest)
+            if whole_nbytes is not None and not search.fits(manifest, whole_nbytes):
+                yield from search.candidates(manifest, self.budget, profile.decoding(manifest), self.share)
                 return
-        plan = self._streaming(way.aside, profile.decoding(way.aside))
+        plan = self._streaming(manifest, profile.decoding(manifest))
         if plan.manifest.codes and not plan.offloaded_nbytes and self.config.codec == "auto":
-            less = decoding_less(plan, profile)
-            plan = cost.predicted(less, profile.decoding(less.manifest))
-        if self.config.backend == "none":  # else there are no candidates to be held against
+            less_coded = decoding_less(plan, profile)
+            plan = cost.predicted(less_coded, profile.decoding(less_coded.manifest))
+        if self.config.backend == "none":  # the classic settings have one candidate, which is compared with none
             plan = replace(plan, step_s=search.searched_s(plan, profile.decoding(plan.manifest)))
         yield Candidate(0.0, lambda: plan)
 
     def _whole_nbytes(self, manifest: Manifest) -> int | None:
-        """What all of it may take if it stays: of a share no more than what may be kept, and the buffer."""
+        """The bytes in which all weights may be resident: the budget, or of a share the kept part and the buffer."""
         buffer = buffer_nbytes(manifest)
         return self.budget if self.share is None else self.share.kept_nbytes + min(buffer, self.share.ring_nbytes)
 
     def priced(self, plan: Plan) -> Plan:
-        """A plan, whoever made it, with what this planner predicts for its step."""
-        (alone, profile), whole, mapped = self.alone(plan), plan.manifest, plan.mapped
-        times = self._with_cache(cost.predicted(alone, profile), whole, mapped, expert_cache.of_plan(plan))
-        return replace(self._for_demand(self._reading(times, whole, mapped, profile)), budget=plan.budget)
+        """The plan with this planner's predictions; any planner may have made it."""
+        manifest, mapped = plan.manifest, plan.mapped
+        simulated, profile = self.alone(plan)
+        predicted = cost.predicted(simulated, profile)
+        predicted = self._with_cache(predicted, manifest, mapped, expert_cache.of_plan(plan))
+        predicted = self._with_mapped(predicted, manifest, mapped, profile)
+        return replace(
+            predicted,
+            budget=plan.budget,
+            workload=self.demand.workload,
+            activation_nbytes=self.demand.activation_nbytes,
+            cache_nbytes=self.demand.cache_nbytes,
+        )
 
-    def alone(self, plan: Plan) -> tuple[Plan, Profile]:
-        """A plan without what kernels read from host memory and what is cached, and the seconds of its units."""
-        manifest, aside = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
-        facts = expert_cache.of_plan(plan), self.profile(manifest), self.demand.workload, self.counts
-        profile = expert_cache.profile_with_cache(manifest, *facts).decoding(aside)
-        return replace(plan, manifest=aside, mapped=frozenset(), cached=frozenset(), slots_nbytes=0), profile
+    def alone(self, plan: Plan) -> Simulated:
+        """A plan without mapped and cached weights, and the profile with the seconds of its units."""
+        manifest, rest = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
+        profile = self._profile_with_cache(manifest, expert_cache.of_plan(plan), self.profile(manifest))
+        simulated = replace(plan, manifest=rest, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
+        return Simulated(simulated, profile.decoding(rest))
 
-    def _reading(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
-        """The plan of a manifest without those that kernels read from host memory, as one of the whole."""
+    def _with_mapped(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:
+        """The plan with the mapped weights added, from the plan of the other weights."""
         return search.map_to_host(plan, whole, self.read_nbytes(whole, mapped), profile) if mapped else plan
 
     def read_nbytes(self, manifest: Manifest, mapped: frozenset[str]) -> int:
-        """Bytes of copies that take as long as what kernels read of these in a step, beyond measured seconds."""
-        read = frozenset() if self.unit_s else mapped - self.weights.by_row
-        return round(sum(manifest.aliases.get(alias, 0) for alias in read) / _READ_RATE)
+        """Bytes of copies that take as long as the kernels' reads of mapped weights in a step.
+
+        Tables of which a step reads a few rows do not count; and nothing does if measured seconds include the reads.
+        """
+        whole_reads = frozenset() if self.unit_s else mapped - self.weights.by_row
+        return round(sum(manifest.aliases.get(alias, 0) for alias in whole_reads) / _READ_RATE)
 
     def _streaming(self, manifest: Manifest, profile: Profile) -> Plan:
         config, kept = self.config, self.weights.kept
@@ -397,16 +470,22 @@ class Planner:
         return search.place_within(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
-        """Keep on disk what host memory has no room for; without a budget, what is in RAM may stay there."""
+        """The plan with the weights on disk that host memory has no room for.
+
+        Without a configured budget, the weights that are in RAM may stay there.
+        """
         machine, coded, in_files = self.machine, plan.manifest.codes.keys(), self.weights.coded_in_files
         default = folder = pack = ""
         if (budget := self._host_budget) is None:
             budget = max(0, machine.host_free_nbytes - (plan.device_nbytes if machine.on_cpu else 0))
             default = " (the default, 80 % of what this process may still take)"
         if coded - in_files:
-            pack = " Or set codec='auto', or make a coded pack: what a file does not hold coded cannot be on disk."
+            pack = (
+                " Or set codec='auto', or make a compressed pack: weights can only be on disk in the form that a file "
+                "holds."
+            )
         elif self.config.offload_folder is None:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
-        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file has
+        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file holds
         return search.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from weightstream.errors import PlanError
 from weightstream.plan.candidates import Share
@@ -20,9 +21,16 @@ from weightstream.settings.config import OffloadConfig
 
 _BISECTIONS = 8
 _AS_FAST = 1e-3
-_GAIN = 0.03  # of a step's time, below which another plan is not worth moving to
-_STEPS = 500  # in which the move must pay
-_MOVED_BYTES_PER_S = 5e9  # to memory that is pinned anew
+_GAIN = 0.03  # a smaller share of a step's time is not worth a change of plan
+_STEPS = 500  # within which a change must pay
+_MOVED_BYTES_PER_S = 5e9  # includes the time to pin new host memory
+
+
+class ChosenPlan(NamedTuple):
+    """The fastest plan over all grains, and the index of its grain."""
+
+    grain: int
+    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,26 +93,26 @@ class PlannerInputs:
         """Whether a plan may leave weights on disk."""
         return self.planner(-1).may_use_disk(self.grains[-1])
 
-    def plan(self) -> tuple[int, Plan]:
-        """The index of the grain whose plan is predicted to be fastest (of equals: smallest), and that plan.
+    def plan(self) -> ChosenPlan:
+        """The plan with the shortest predicted step over all grains; of equals the one with the fewest device bytes.
 
-        Finer units need a smaller ring and cost more launches. Raises the finest grain's `PlanError` where none fits.
+        Finer units need a smaller ring, but more launches. Raises the finest grain's `PlanError` if no plan fits.
         """
         candidates: list[Candidate] = []
         for manifest, planner in zip(self.grains, self.planners, strict=True):
-            refusals: list[Refusal] = []  # of the finest, in the end
+            refusals: list[Refusal] = []  # of the finest grain, after the loop
             candidates += planner.candidates(manifest, refusals)
         plan = fastest(candidates, refusals)
-        index = self.grain_of(plan.manifest)
-        return index, self.planner(index).priced(plan)
+        grain = self.grain_of(plan.manifest)
+        return ChosenPlan(grain, self.planner(grain).priced(plan))
 
     def coarse(self) -> PlannerInputs:
-        """The same in the coarsest grain only, where that has a plan."""
+        """The same inputs with only the coarsest grain, if that has a plan; else unchanged."""
         coarsest = replace(self, grains=self.grains[:1], demands=self.demands[:1])
         return coarsest if coarsest.has_plan() else self
 
     def has_plan(self) -> bool:
-        """Whether any plan fits, which takes less time than to find the best."""
+        """Whether any plan fits. Takes less time than `plan`."""
         for manifest, planner in zip(self.grains, self.planners, strict=True):
             for candidate in planner.candidates(manifest, []):
                 plan = candidate.make()
@@ -118,24 +126,24 @@ class PlannerInputs:
         return next(index for index, grain in enumerate(self.grains) if _names(grain) == names)
 
     def keeping(self, aliases: Collection[str]) -> PlannerInputs:
-        """The same with these alias groups on the device for good."""
+        """The same inputs with these alias groups resident in every plan."""
         return replace(self, grains=tuple(grain.keeping(aliases) for grain in self.grains))
 
     def at_budget(self, device_budget: int) -> PlannerInputs:
-        """The same with another device budget, in bytes."""
+        """The same inputs with another device budget, in bytes."""
         return replace(self, config=self.config.within(device_budget))
 
     def plan_at(self, device_budget: int) -> Plan | None:
-        """The plan at another device budget, None where none fits."""
+        """The plan at another device budget, in bytes; None if no plan fits."""
         try:
-            return self.at_budget(device_budget).plan()[1]
+            return self.at_budget(device_budget).plan().plan
         except PlanError:
             return None
 
     def enough(self, plan: Plan) -> Plan | None:
-        """A plan with less device memory that takes the same time, within a thousandth, if there is one.
+        """A plan at a smaller budget whose step takes at most a thousandth longer; None if none was found.
 
-        Only a step that computes longer than it copies has one. Found by bisection, eight budgets deep.
+        There can only be one if a step computes longer than it copies. Eight steps of bisection over budgets.
         """
         if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
             return None
@@ -152,7 +160,7 @@ class PlannerInputs:
         return best
 
     def shortage(self, plan: Plan) -> str | None:
-        """In words, where weights, activations and cache are more than the device has free; None: they fit."""
+        """The arithmetic, if weights, activations and cache are more than the free device memory; None: they fit."""
         machine = self.machine
         workspace_nbytes = machine.profile.workspace_nbytes
         needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
@@ -187,7 +195,7 @@ class PlannerInputs:
 
 
 def is_worth(plan: Plan, found: Plan, machine: Machine) -> bool:
-    """Whether to move weights from the plan in force to another pays: soon, and without breaking the host."""
+    """Whether a change from the plan in force to another one pays, within 500 steps, and the host has room for it."""
     gain_s, moved_s = plan.step_s - found.step_s, moved_nbytes(plan, found) / _MOVED_BYTES_PER_S
     home_again = plan.offloaded_nbytes + plan.resident_nbytes <= machine.host_free_nbytes
     return gain_s > _GAIN * plan.step_s and gain_s * _STEPS > moved_s and home_again

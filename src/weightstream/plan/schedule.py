@@ -1,21 +1,21 @@
-"""The schedule: fixed extents of the units in the ring, which fill may start after which release, and who is next.
+"""The schedule: fixed extents of the units in the ring, the fills that follow each release, and the next unit.
 
-The ring rule. A unit's bytes are intact from its fill until another unit that shares bytes with it is filled. So
-before position p (unit u) the last position q, going backwards and around, whose unit shares bytes with u decides:
-if that unit is u itself nothing has to be done, otherwise u is filled right after q is released. Two equal slots
-are the special case; `(index + slots) % n` is not this rule whenever n % slots != 0.
+The ring rule. A unit's bytes are intact from its fill until another unit that shares bytes with it is filled. So for
+position p (unit u), look backwards and around for the last position q whose unit shares bytes with u. If that unit is
+u itself, nothing has to be done. Otherwise u is filled right after q is released. Two equal slots are a special case;
+`(index + slots) % n` is not this rule whenever n % slots != 0.
 
-[Note: skipped units] A step need not follow the order. One rule says what is due then, and all that walk a schedule
-(engine, recording, proof, simulation) take it from `Cursor`:
+[Note: skipped units] A step need not follow the order. One rule determines the fills that are due then. Engine,
+recording, proof and simulation all take it from `Cursor`:
 
-  skipped    a unit that is reached ahead of the cursor moves it there, and the positions in between count as
-             released: their fills are due, but not those of a unit that is skipped too, as nothing would read it
-  repeated   a unit that stands behind the cursor alone moves nothing; whoever runs it fills it on demand
-  reordered  the first unit out of order is skipped to; those that it passed over are then repeated ones
-  unnamed    a unit that no position names moves nothing
-  cut short  the end of a step, which the begin of the next one implies, releases what is left of the order
+  skipped    if a unit ahead of the cursor is reached, the cursor moves there. The positions in between count as
+             released: their fills are due, except those of units that are skipped, too, as nothing would read them
+  repeated   a unit that has positions only before the cursor does not move it; it is filled on demand
+  reordered  the first unit out of order counts as a skip; the units that it passed over are then repeated ones
+  unnamed    a unit without a position does not move the cursor
+  cut short  the end of a step releases the rest of the order; the begin of the next step implies it
 
-Only a caller knows whether a unit behind the cursor begins the next step or is a repeated one: it calls `begin`.
+Only the caller knows whether a unit before the cursor begins the next step or is a repeated one: it calls `begin`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from weightstream.errors import PlanError
 
-ALIGN_NBYTES = 512  # what the CUDA allocator gives a fresh tensor: kernels choose paths by alignment
+ALIGN_NBYTES = 512  # as the CUDA allocator aligns a new tensor: kernels choose code paths by alignment
 
 
 def aligned(nbytes: int) -> int:
@@ -47,11 +47,19 @@ class RingExtent:
 def allocate(
     order: Sequence[int], unit_nbytes: Sequence[int], capacity: int, slot_nbytes: int = 0, *, by_ends: bool = False
 ) -> tuple[RingExtent, ...]:
-    """Extents by cyclic bump allocation in order of first use; units that no position names follow behind.
+    """The extents of all units, by cyclic bump allocation in the order of first use.
 
-    With `slot_nbytes` every extent starts at a multiple of it: uneven units then never lie across two neighbours.
-    `by_ends`: at one end of the ring and at the other in turn, so that neighbours share no bytes if it holds both; but
-    for the last and the first of an odd number of units.
+    Args:
+        order: the positions of a step. Units without a position come last.
+        unit_nbytes: bytes of each unit in the ring.
+        capacity: bytes of the ring.
+        slot_nbytes: every extent starts at a multiple of this, so units of different sizes overlap with only one
+            neighbour; 0: at any aligned byte.
+        by_ends: extents lie at the two ends of the ring in turn. Neighbours in the order share no bytes if the ring
+            holds both, except the last and the first of an odd number of units.
+
+    Raises:
+        PlanError: a unit is larger than the ring.
     """
     extents: dict[int, RingExtent] = {}
     cursor, at_end, end = 0, False, capacity // ALIGN_NBYTES * ALIGN_NBYTES
@@ -69,32 +77,32 @@ def allocate(
 
 
 def neighbours_nbytes(order: Sequence[int], unit_nbytes: Sequence[int]) -> int:
-    """Of a ring by whose ends they lie: the most that two units take which follow each other, and that any takes."""
+    """Bytes of a ring for extents at its two ends: for any two units in a row, and for any single unit."""
     sizes = [aligned(unit_nbytes[unit]) for unit in dict.fromkeys(order) if unit_nbytes[unit]]
-    around = sizes[:1] if len(sizes) % 2 == 0 else []  # else the last and the first are at the same end
+    around = sizes[:1] if len(sizes) % 2 == 0 else []  # if odd, the last and the first unit are at the same end
     pairs = (a + b for a, b in pairwise([*sizes, *around]))
     return max([*pairs, *map(aligned, unit_nbytes)], default=0)
 
 
 def units_sharing_bytes(extents: Sequence[RingExtent]) -> list[tuple[int, ...]]:
-    """For each unit: the others that share bytes with it."""
-    found: list[list[int]] = [[] for _ in extents]
+    """For each unit, the other units that share bytes with it."""
+    sharing: list[list[int]] = [[] for _ in extents]
     by_offset = sorted((u for u, extent in enumerate(extents) if extent.nbytes), key=lambda u: extents[u].offset)
     for place, unit in enumerate(by_offset):
         for other in by_offset[place + 1 :]:
             if not extents[other].overlaps(extents[unit]):
-                break  # none behind starts earlier
-            found[unit].append(other)
-            found[other].append(unit)
-    return [tuple(sorted(others)) for others in found]
+                break  # all that follow start even later
+            sharing[unit].append(other)
+            sharing[other].append(unit)
+    return [tuple(sorted(others)) for others in sharing]
 
 
 def previous_holders(order: Sequence[int], extents: Sequence[RingExtent]) -> list[int | None]:
-    """For each position: the last one before it, cyclically, whose unit shares bytes with its own; None if only it."""
+    """For each position, the last one before it, cyclically, whose unit shares bytes with its own; None: no unit."""
     holders: list[int | None] = [None] * len(order)
     spans = [(p, e.offset, e.offset + e.nbytes) for p, e in enumerate(map(extents.__getitem__, order)) if e.nbytes]
     for place, (position, begin, end) in enumerate(spans):
-        for back in range(place - 1, place - len(spans), -1):  # below 0 is around
+        for back in range(place - 1, place - len(spans), -1):  # negative indices wrap around
             holder, other_begin, other_end = spans[back]
             if begin < other_end and other_begin < end:
                 holders[position] = holder
@@ -103,10 +111,10 @@ def previous_holders(order: Sequence[int], extents: Sequence[RingExtent]) -> lis
 
 
 def refills(order: Sequence[int], extents: Sequence[RingExtent]) -> tuple[tuple[int, ...], ...]:
-    """For each position: the units to fill once it is released, soonest needed first."""
+    """For each position, the units to fill once it is released, the one that is needed first at the start."""
     after: list[list[int]] = [[] for _ in order]
     held = [(q, p) for p, q in enumerate(previous_holders(order, extents)) if q is not None and order[q] != order[p]]
-    for q, position in sorted(held, key=lambda pair: pair[0] > pair[1]):  # of the next step: later
+    for q, position in sorted(held, key=lambda pair: pair[0] > pair[1]):  # fills for the next step come last
         after[q].append(order[position])
     return tuple(map(tuple, after))
 
@@ -117,10 +125,14 @@ def first_fills(order: Sequence[int], extents: Sequence[RingExtent], after: Sequ
 
 
 class Cursor:
-    """A walk over an order of units: which fills are due as units are reached and released ([Note: skipped units]).
+    """A walk over the order of units. Returns the fills that are due as units are reached and released.
 
-    `position` is the first that has not been released; before the first step all have been. A unit is in use between
-    `reach` and `release`, and the cursor stands at it.
+    [Note: skipped units]. A unit is in use between `reach` and `release`; the cursor stands at its position.
+
+    Attributes:
+        order: the positions of a step.
+        after: for each position, the units to fill once it is released.
+        position: the first position that is not released. Before the first step all positions count as released.
     """
 
     def __init__(self, order: Sequence[int], after: Sequence[Sequence[int]], position: int | None = None) -> None:
@@ -135,50 +147,50 @@ class Cursor:
         return self._next(unit) is None and unit in self.order
 
     def reach(self, unit: int) -> Sequence[int]:
-        """Move to the unit's next position, if there is one; returns the fills of those that were skipped."""
+        """Move to the unit's next position, if there is one; returns the fills of the skipped positions."""
         if self.position < len(self.order) and self.order[self.position] == unit:
             return ()
-        found = self._next(unit)
-        return () if found is None else self._skip_to(found)
+        position = self._next(unit)
+        return () if position is None else self._skip_to(position)
 
     def release(self, unit: int) -> Sequence[int]:
-        """The unit's last kernel is queued; returns the fills that waited for it."""
+        """Move past the unit, whose last kernel is queued; returns the fills that waited for it."""
         if self.position == len(self.order) or self.order[self.position] != unit:
             return ()
         self.position += 1
         return self.after[self.position - 1]
 
     def end(self) -> Sequence[int]:
-        """The step is over; returns the fills of the positions that it did not come to."""
+        """End the step; returns the fills of the positions that it did not reach."""
         return self._skip_to(len(self.order))
 
     def begin(self) -> Sequence[int]:
-        """End the step and go back to the start of the order."""
+        """End the step and go back to the start of the order; returns the fills of `end`."""
         fills = self.end()
         self.position = 0
         return fills
 
     def step(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """A step in order: each unit, and the fills that wait for its release."""
+        """Walk a step in order: yields each unit, and the fills that wait for its release."""
         self.begin()
         for unit in self.order:
-            yield unit, self.release(unit)  # the cursor stands at it already
+            yield unit, self.release(unit)  # without `reach`: the cursor stands there already
 
     def needed(self) -> tuple[int, ...]:
-        """The units that must be in the ring here: each that is read before a release from here on fills it.
+        """The units that must be in the ring now: those that are read before any later release fills them.
 
-        They share no bytes with each other, and are what a step in order leaves there.
+        They share no bytes with each other. A step in order leaves them in the ring.
         """
-        found: list[int] = []
+        needed: list[int] = []
         filled: set[int] = set()
         for at in (*range(self.position, len(self.order)), *range(self.position)):
             if self.order[at] not in filled:
-                found.append(self.order[at])
+                needed.append(self.order[at])
             filled.update(self.after[at], (self.order[at],))
-        return tuple(found)
+        return tuple(needed)
 
     def _next(self, unit: int) -> int | None:
-        """The unit's next position."""
+        """The unit's next position; None if it has none from the cursor on."""
         try:
             return self.order.index(unit, self.position)
         except ValueError:

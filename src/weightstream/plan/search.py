@@ -1,8 +1,8 @@
-"""Placement: which weights stay on the device and how large the ring is. Decides; touches no memory.
+"""The search: chooses residents and a ring for a byte budget, or follows the classic settings. Moves no weights.
 
-From a byte budget, every choice of what stays and of a ring (candidates.py) is tried. The plan with the least predicted
-time wins, then the one with the fewest bytes. Where the host is what takes long, a plan that is fast on the device is
-worth a little more time of the host; where text comes from graphs, for which the host launches nothing, much more.
+Every choice of residents and a ring (candidates.py) is a candidate. The plan with the shortest predicted step wins,
+and of equals the one with the fewest bytes. If the host takes longer than the device, only `Profile.host_share` of the
+difference counts. For text from CUDA graphs, in which the host launches nothing, that share is small.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple
 from weightstream.errors import PlanError
 from weightstream.plan import cost
 from weightstream.plan.candidates import Choice, Share, aligned_nbytes, choices, columns_of, fitting, plain_nbytes
-from weightstream.plan.manifest import Manifest, Profile
+from weightstream.plan.manifest import Manifest, Profile, Seconds
 from weightstream.plan.plan import Plan, buffer_nbytes, num_shown, streamed_nbytes
 from weightstream.plan.units import human
 from weightstream.settings.arguments import selects
 from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
-_SMALL_NBYTES = 1 << 20  # from here on a copy's fixed 13 us are lost in its bytes
-_SMALL_TOTAL = 64  # and all small ones together may take 1/64 of the model
+_SMALL_NBYTES = 1 << 20  # from this size on, the fixed 13 us of a copy are negligible
+_SMALL_TOTAL = 64  # all small tensors together may take 1/64 of the model
 _TIE_S = 1e-9  # plans that differ by less are equally fast
-_MOST_PLANS = 500  # 2 s: of a model of 700 units whose plans are alike
+_MOST_PLANS = 500  # takes 2 s for a model of 700 units whose plans are alike
 _ASSUMED = Profile()
 
 Names = frozenset[str]
@@ -37,26 +37,31 @@ _NONE = Names()
 
 
 class Candidate(NamedTuple):
-    """A plan to be made, or a set of such: none of them takes less than `bound_s` seconds per step."""
+    """A plan that is not made yet, or a set of candidates.
+
+    Attributes:
+        bound_s: lower bound of the seconds of a step, of this plan or of all plans in the set.
+        make: makes the plan, or the candidates of the set; None: the plan does not fit.
+    """
 
     bound_s: float
     make: Callable[[], Plan | Iterable[Candidate] | None]
 
     def plan(self) -> Plan:
-        """The plan of a candidate that is one."""
+        """The plan of a candidate that is a single plan."""
         found = self.make()
         assert isinstance(found, Plan)
         return found
 
 
 def search(candidates: Iterable[Candidate]) -> Plan | None:
-    """The plan with the least predicted step, then with the fewest bytes of the device; None where there is none.
+    """The plan with the shortest predicted step, of equals the one with the fewest device bytes; None: no plan fits.
 
-    The candidate with the lowest bound is made next, until no bound is under the best step that was found. Steps
-    that differ by less than a nanosecond are equally fast. Where many are alike, the first 500 plans are looked at.
+    The candidate with the lowest bound is made next, until no bound is below the best step so far. Steps that differ by
+    less than a nanosecond are equally fast. At most 500 plans are made.
     """
     best, least, num_plans = None, (math.inf, math.inf), 0
-    number = itertools.count()
+    number = itertools.count()  # orders candidates with equal bounds, which cannot be compared
     waiting = [(candidate.bound_s, next(number), candidate) for candidate in candidates]
     heapq.heapify(waiting)
     while waiting and waiting[0][0] <= least[0] + _TIE_S and num_plans < _MOST_PLANS:
@@ -73,9 +78,10 @@ def search(candidates: Iterable[Candidate]) -> Plan | None:
 
 
 def place_within(manifest: Manifest, *, budget: int | None, profile: Profile = _ASSUMED) -> Plan:
-    """The fastest plan, by prediction, whose residents and ring fit `budget` bytes; None: everything stays.
+    """The plan with the shortest predicted step whose residents, ring and decode buffer fit in `budget` bytes.
 
-    Raises `PlanError` with the arithmetic when even the smallest ring does not fit.
+    `budget=None`: all weights are resident. Raises `PlanError` with the arithmetic if even the smallest ring does not
+    fit.
     """
     if budget is None or fits(manifest, budget):
         return replace(cost.predicted(Plan.build(manifest, frozenset(manifest.aliases), 0), profile), budget=budget)
@@ -85,16 +91,14 @@ def place_within(manifest: Manifest, *, budget: int | None, profile: Profile = _
 
 
 def fits(manifest: Manifest, budget: int) -> bool:
-    """Whether everything may stay."""
+    """Whether all weights can be resident."""
     return manifest.nbytes + buffer_nbytes(manifest) <= budget
 
 
 def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share | None = None) -> Iterator[Candidate]:
-    """Every choice of what stays in a budget that not all fits, and of where units start in the ring.
+    """Every choice of residents and a ring for a budget in which not all weights fit, and of alignments in the ring.
 
-    A `share` bounds both parts of the budget.
-
-    Raises `PlanError` where there is none.
+    A `share` bounds residents and ring separately. Raises `PlanError` if there is no choice.
     """
     forced = always_resident(manifest)
 
@@ -102,17 +106,17 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
         plan = Plan.build(manifest, choice.residents, choice.ring_nbytes, slot_nbytes=slot, by_ends=choice.by_ends)
         return replace(plan, budget=budget, step_s=searched_s(plan, profile))
 
-    counts_tensors = bool(profile.show_s and profile.host_s)  # where the host is the limit each one that streams costs
+    counts_tensors = bool(profile.show_s and profile.host_s)  # each tensor that streams costs time of the host
     buffer = buffer_nbytes(manifest)
     share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
-    unit_s = [profile.times_s(u, unit)[0] for u, unit in enumerate(manifest.units)] if profile.unit_s else []
+    unit_s = [profile.times_s(u, unit).device_s for u, unit in enumerate(manifest.units)] if profile.unit_s else []
     found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
     if not found:
         raise PlanError(_arithmetic(manifest, forced, budget))
-    device_s, most_s = _resident_s(manifest, profile)[0], _launched_s(manifest, forced, profile)
+    device_s, most_s = _resident_s(manifest, profile).device_s, _launched_s(manifest, forced, profile)
     for choice in found:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
-        # A ring that goes around twice holds less than a unit for good: only its end may be used once.
+        # A ring that is overwritten twice or more in a step keeps less than one unit from step to step: at its end.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
         bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
         if bound_s < most_s:
@@ -122,38 +126,41 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
 
 
 def searched_s(plan: Plan, profile: Profile) -> float:
-    """What a search takes a step for."""
-    return _counted_s(*cost.simulated_s(plan, profile), profile)
+    """The predicted seconds of a step by which the search compares plans."""
+    seconds = cost.simulated_s(plan, profile)
+    return _counted_s(seconds.graph_s, seconds.step_s, profile)
 
 
 def least_s(manifest: Manifest, profile: Profile) -> float:
-    """What a search takes a step for, at least: one that streams nothing."""
-    return _counted_s(*_resident_s(manifest, profile), profile)
+    """The same for a step that streams nothing: a lower bound."""
+    seconds = _resident_s(manifest, profile)
+    return _counted_s(seconds.device_s, seconds.host_s, profile)
 
 
-def _resident_s(manifest: Manifest, profile: Profile) -> tuple[float, float]:
+def _resident_s(manifest: Manifest, profile: Profile) -> Seconds:
     """Seconds of the device and of the host for a step that streams nothing."""
     return cost.sums_s(manifest, [profile.times_s(u, unit) for u, unit in enumerate(manifest.units)])
 
 
 def _counted_s(device_s: float, host_s: float, profile: Profile) -> float:
-    """What a step is taken for that lasts so long on the device alone, and with the host."""
+    """Seconds of a step on the device, plus `host_share` of the seconds that the host adds."""
     return device_s + profile.host_share * max(0.0, host_s - device_s)
 
 
 def _launched_s(manifest: Manifest, residents: frozenset[str], profile: Profile) -> float:
-    """Seconds of the host for a step in which all but these stream."""
+    """Seconds of the host for a step in which all weights but `residents` stream."""
     units = zip(manifest.units, num_shown(manifest, residents), streamed_nbytes(manifest, residents), strict=True)
     times = [profile.times_s(u, unit, shown=num, streams=nbytes > 0) for u, (unit, num, nbytes) in enumerate(units)]
-    return cost.sums_s(manifest, times)[1]
+    return cost.sums_s(manifest, times).host_s
 
 
 def place_layers(
     manifest: Manifest, prefetch: PrefetchOffloadConfig, *, kept: Names = _NONE, profile: Profile = _ASSUMED
 ) -> Plan:
-    """The classic rule: layer i streams when `prefetch` offloads it, through `offload_prefetch_step` slots.
+    """The plan of the classic rule: the layers that `prefetch` offloads stream, through `offload_prefetch_step` slots.
 
-    Everything else is resident: so are tensors that are `kept`, and units too small to be worth a copy (a norm).
+    All other weights are resident; so are the tensors named in `kept`, and units too small to be worth a copy, such as
+    a norm.
     """
     streamed: set[str] = set()
     limit = _small_nbytes(manifest)
@@ -172,12 +179,15 @@ def place_host_bytes(
     kept: Names = _NONE,
     profile: Profile = _ASSUMED,
 ) -> Plan:
-    """Tensors in order until `uva.nbytes` are on the host: read from there (`zero_copy`), else through two slots."""
+    """The plan of the classic rule: tensors are offloaded in order until `uva.nbytes` are on the host.
+
+    Kernels read them there (`zero_copy`); else they stream through two slots.
+    """
     streamed: set[str] = set()
-    stuck = _NONE if zero_copy else _enclosing(manifest)
+    always_in_use = _NONE if zero_copy else _enclosing(manifest)
     taken = 0
     for tensor in manifest.tensors():
-        is_free = tensor.name not in kept and tensor.alias not in streamed and tensor.alias not in stuck
+        is_free = tensor.name not in kept and tensor.alias not in streamed and tensor.alias not in always_in_use
         if is_free and taken < uva.nbytes and selects(uva.cpu_offload_params, tensor.name):
             streamed.add(tensor.alias)
             taken += tensor.nbytes
@@ -200,39 +210,40 @@ def place_homes(
 ) -> Plan:
     """The plan of a search with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of RAM.
 
-    What stays is spread over the depth, so that the disk and the link are busy side by side. Raises `PlanError`, with
-    `remedy`, where even all of it is not enough.
+    The weights that stay in RAM are spread over the depth, so that disk and link are busy at the same time. Raises
+    `PlanError`, with `remedy`, if host memory is too small even with all `movable` weights on disk.
     """
     aliases = plan.manifest.aliases
     if plan.offloaded_nbytes <= host_budget:
         return plan
     movable &= aliases.keys() - plan.placed
     elsewhere = frozenset(aliases.keys() - movable)
-    held = sum(aliases[alias] for alias in elsewhere - plan.resident)
-    if held > host_budget:
+    fixed_nbytes = sum(aliases[alias] for alias in elsewhere - plan.resident)
+    if fixed_nbytes > host_budget:
         raise PlanError(
-            f"host budget {human(host_budget)} ({host_budget} bytes) < {human(held)} ({held} bytes) of weights that "
-            f"must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
+            f"host budget {human(host_budget)} ({host_budget} bytes) < {human(fixed_nbytes)} ({fixed_nbytes} bytes) of "
+            f"weights that must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
     columns = columns_of(plan.manifest, elsewhere)
     plain = plain_nbytes(plan.manifest, elsewhere)
-    kept = fitting(plan.manifest, plain, columns, host_budget - held, exact=True)
+    kept = fitting(plan.manifest, plain, columns, host_budget - fixed_nbytes, exact=True)
     placed = replace(plan, disk=movable - kept)
     step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))
     return replace(placed, step_s=step_s, disk_s=cost.disk_s(placed, profile))
 
 
 def _with_slots(manifest: Manifest, streamed: set[str], slots: int, profile: Profile) -> Plan:
-    """A slot holds the most that a layer streams, or a unit outside of the layers."""
+    """The plan whose ring has this many slots; a slot holds the streamed bytes of any layer, or of any other unit."""
     resident = frozenset((manifest.aliases.keys() - streamed) | _enclosing(manifest))
     sizes = streamed_nbytes(manifest, resident)
     owners = [unit.name if unit.layer is None else unit.layer for unit in manifest.units]
     together: Counter[str | int] = Counter()
     for owner, nbytes in zip(owners, sizes, strict=True):
         together[owner] += nbytes
-    slot = max(together.values(), default=0)
-    whole = all(together[owner] == n for owner, n in zip(owners, sizes, strict=True) if not isinstance(owner, str))
-    plan = Plan.build(manifest, resident, slots * slot, slot_nbytes=slot if whole else 0)
+    slot_nbytes = max(together.values(), default=0)
+    # aligned to slots only if each layer is one unit
+    is_whole = all(together[owner] == n for owner, n in zip(owners, sizes, strict=True) if not isinstance(owner, str))
+    plan = Plan.build(manifest, resident, slots * slot_nbytes, slot_nbytes=slot_nbytes if is_whole else 0)
     return cost.predicted(plan, profile)
 
 
@@ -245,13 +256,13 @@ def _small_nbytes(manifest: Manifest) -> int:
 
 
 def always_resident(manifest: Manifest) -> frozenset[str]:
-    """What stays whatever the budget: tensors too small to be worth a copy, and units that enclose others."""
+    """Alias groups that are resident at any budget: too small to be worth a copy, or of units that enclose others."""
     limit = _small_nbytes(manifest)
     small: set[str] = set()
-    left = manifest.nbytes // _SMALL_TOTAL
+    spare_nbytes = manifest.nbytes // _SMALL_TOTAL
     for alias, nbytes in sorted(manifest.aliases.items(), key=lambda item: item[1]):
-        left -= nbytes
-        if nbytes > limit or left < 0:
+        spare_nbytes -= nbytes
+        if nbytes > limit or spare_nbytes < 0:
             break
         small.add(alias)
     return _enclosing(manifest) | small
@@ -260,11 +271,12 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    held, buffer = aligned_nbytes(manifest, forced), buffer_nbytes(manifest)
-    needed, more = held + sizes[largest] + buffer, f" + decode buffer {human(buffer)}" if buffer else ""
+    resident, ring, buffer = aligned_nbytes(manifest, forced), sizes[largest], buffer_nbytes(manifest)
+    needed = resident + ring + buffer
+    decode_buffer = f" + decode buffer {human(buffer)}" if buffer else ""
     codec = ", or codec='auto' or 'none'" if buffer else ""
     return (
-        f"device budget {human(budget)} ({budget} bytes) < resident {human(held)} + ring {human(sizes[largest])}{more} "
-        f"= {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
+        f"device budget {human(budget)} ({budget} bytes) < resident {human(resident)} + ring {human(ring)}"
+        f"{decode_buffer} = {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
         f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype{codec}."
     )

@@ -231,7 +231,7 @@ def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
         def planner(step_s: float | None) -> Any:
             def candidates(manifest: Manifest, refusals: list[Refusal]) -> Iterator[Candidate]:
                 if step_s is None:
-                    refusals.append((1, PlanError("does not fit")))
+                    refusals.append(Refusal(1, PlanError("does not fit")))
                     return
                 plan = replace(place_within(manifest, budget=STREAMED * 2), step_s=step_s)
                 yield Candidate(0.0, lambda: plan)
@@ -249,7 +249,7 @@ def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
         inputs = Inputs(
             config=OffloadConfig(), machine=machine, weights=Weights(names={}), grains=grains, demands=demands
         )
-        return inputs.plan()[0]
+        return inputs.plan().grain
 
     assert chosen(1.0, 2.0) == 0
     assert chosen(2.0, 1.0) == 1
