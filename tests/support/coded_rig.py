@@ -142,6 +142,6 @@ class Messages(list[str]):
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.set_level(logging.WARNING, logger="weightstream")
     return Messages(caplog)

@@ -1,4 +1,5 @@
-"""Pipelines of diffusers, offloaded as a whole: the images of the plain pipeline, bit for bit, and manners."""
+"""Pipelines of diffusers, offloaded as a whole: the images of the plain pipeline, bit for bit, and their other
+behaviour."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def parts(pipe: Any) -> dict[str, nn.Module]:
 
 @functools.cache
 def plain_image(name: str) -> torch.Tensor:
-    """What the plain pipeline gives on the CPU."""
+    """The plain pipeline's output on the CPU."""
     return pipelines.image(pipelines.build(name), name)
 
 
@@ -59,7 +60,7 @@ def offloaded(name: str, device: str = "cpu", share: float = 0.5, **settings: An
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    """For all that leave it as it is."""
+    """A pipeline for all tests that do not change it."""
     return offloaded("flux")
 
 
@@ -67,7 +68,8 @@ def pipe() -> Any:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "controlnet", "wan"))
 def test_images_are_the_same_bits(name: str, device: str) -> None:
-    """At three budgets, after a plain call, in the first call and the second, with other steps, and once removed."""
+    """At three budgets: after a plain call, in the first and the second call, with other steps, and after
+    `remove()`."""
     plain = pipelines.build(name, device)
     want, other = pipelines.image(plain, name), pipelines.image(plain, name, num_inference_steps=2, seed=6)
     assert torch.isfinite(want).all()
@@ -97,10 +99,11 @@ def test_images_are_the_same_bits(name: str, device: str) -> None:
         assert all(tensor.device.type == device for tensor in part.parameters())
 
 
-@pytest.mark.stress  # from files it is tried in CI
+@pytest.mark.stress  # CI runs it from files
 @pytest.mark.parametrize("name", ["upcast", "svd"])
 def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str) -> None:
-    """A VAE in float16 that computes in float32: the plain bits, the counts of both, room for the larger."""
+    """A VAE in float16 that computes in float32: the plain bits, predicted counts for both, and memory for the
+    larger."""
     plain = pipelines.build(name, device)
     want = pipelines.image(plain, name)
     pipe = pipelines.build(name, device)
@@ -121,8 +124,8 @@ def test_a_component_that_is_cast_while_the_pipeline_runs(name: str, device: str
         pipe.vae.weightstream  # noqa: B018
 
 
-def test_a_cast_that_has_no_room() -> None:
-    """It is refused with the remedy, and the pipeline goes on as it was."""
+def test_a_cast_that_does_not_fit() -> None:
+    """It is refused with the remedy, and the pipeline continues unchanged."""
     pipe = pipelines.build("flux")
     options = {"block_out_channels": (16, 128), "layers_per_block": 1, "norm_num_groups": 4}
     pipe.vae = type(pipe.vae).from_config({**pipe.vae.config, **options})
@@ -142,23 +145,23 @@ def test_a_cast_that_has_no_room() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(pipelines.PIPELINES, "flux", "wan"))
 def test_a_dry_run_finds_the_calls(name: str) -> None:
-    """As many of each component as the call then makes."""
+    """It predicts how often the call runs each component."""
     pipe = offloaded(name)
     call = {key: value for key, value in pipelines.arguments(name).items() if key != "num_inference_steps"}
     before = {part: stats.steps for part, stats in pipe.weightstream.stats().components.items()}
     plan = pipe.weightstream.plan(steps=3, **call)
     assert {part: stats.steps for part, stats in pipe.weightstream.stats().components.items()} == before
-    told = dict.fromkeys(before, 0)
+    messages = dict.fromkeys(before, 0)
     for turn in plan.turns:
-        told[turn.component] += turn.num
+        messages[turn.component] += turn.num
     pipelines.image(pipe, name)
     after = pipe.weightstream.stats().components
-    assert {part: after[part].steps - before[part] for part in before} == told
+    assert {part: after[part].steps - before[part] for part in before} == messages
     assert plan.seconds > 0
     assert plan.activation_nbytes > 0
     assert plan.device_nbytes <= int(nbytes(pipe) * 0.5)
     text = str(plan)
-    assert all(part in text for part in told)
+    assert all(part in text for part in messages)
     assert f"{plan.seconds:.2f} s per call" in text
 
 
@@ -177,8 +180,8 @@ def test_more_steps_and_larger_images_take_longer() -> None:
     assert large.activation_nbytes > 4 * few.activation_nbytes
 
 
-def test_components_have_one_ring_in_turn(pipe: Any) -> None:
-    """Device memory is less than what the components take that are offloaded one by one."""
+def test_components_use_one_ring_in_turn(pipe: Any) -> None:
+    """Device memory is less than for components that are offloaded one by one."""
     plans = [streamer.plan for streamer in pipe.weightstream.components.values()]
     rings = [plan.ring_nbytes + plan.buffer_nbytes for plan in plans]
     held = pipe.weightstream.stats().held_nbytes["device"]
@@ -188,8 +191,9 @@ def test_components_have_one_ring_in_turn(pipe: Any) -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("name", only(["flux", "controlnet", "wan"], "flux", "wan"))
-def test_no_fill_on_demand_and_none_in_vain(name: str) -> None:
-    """Once calls were seen: a turn begins with what it needs first, and ends without what another would fill over."""
+def test_no_unplanned_fill_and_no_useless_fill(name: str) -> None:
+    """After some calls, a turn begins with the weights it needs first, and ends without fills that another would
+    overwrite."""
     pipe = offloaded(name, share=0.35)
     planned = pipe.weightstream.plan(**pipelines.arguments(name))
     taken: list[list[int]] = []
@@ -204,20 +208,20 @@ def test_no_fill_on_demand_and_none_in_vain(name: str) -> None:
 
 
 @pytest.mark.stress
-def test_most_of_the_budget_is_for_what_runs_most() -> None:
+def test_the_component_that_runs_most_gets_most_of_the_budget() -> None:
     pipe = offloaded("flux", share=0.5)
     kept = {name: s.plan.resident_nbytes for name, s in pipe.weightstream.components.items()}
     assert kept["transformer"] > 2 * sum(kept[name] for name in kept if name != "transformer")
 
 
 def test_a_component_may_call_another() -> None:
-    """One that runs inside of another finds its memory taken, and has some of its own."""
+    """A component that runs inside another finds the ring in use, and gets memory of its own."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-            self.call = [inner]  # no child
+            self.call = [inner]  # in a list, so that it is not a child
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.call[0](self.first(x)))
@@ -278,8 +282,8 @@ def test_threads_wait_for_each_other() -> None:
 
 
 @pytest.mark.stress
-def test_methods_beside_forward_are_steps() -> None:
-    """Those of a VAE are known by name; others once a unit runs in them."""
+def test_other_methods_than_forward_are_steps() -> None:
+    """Those of a VAE are known by name, others once a unit runs in them."""
     pipe = offloaded("sdxl", share=0.35)
     with torch.no_grad():
         for _ in range(3):
@@ -305,7 +309,7 @@ def test_methods_beside_forward_are_steps() -> None:
     assert "compute" not in vars(net)
 
 
-def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) -> None:
+def test_a_cache_that_skips_blocks_does_not_change_the_plan(device: str) -> None:
     from diffusers import FirstBlockCacheConfig
 
     def cached() -> Any:
@@ -316,7 +320,7 @@ def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) ->
     calls = {"num_inference_steps": 8}
     want = pipelines.image(cached(), "flux", **calls)
     plain = pipelines.image(pipelines.build("flux", device), "flux", **calls)
-    assert not torch.equal(want, plain), "it did leave blocks out"
+    assert not torch.equal(want, plain), "blocks were skipped"
     pipe = cached()
     weightstream.offload_pipeline(
         pipe, device=device, device_budget=nbytes(pipe) // 2, example_inputs=pipelines.arguments("flux")
@@ -326,12 +330,12 @@ def test_a_cache_that_leaves_blocks_out_does_not_change_the_plan(device: str) ->
     assert torch.equal(pipelines.image(pipe, "flux", **calls), want)
     assert pipe.weightstream.components["transformer"].plan.manifest.order == order
     assert len(set(order)) == len(pipe.weightstream.components["transformer"].plan.manifest.units)
-    assert pipe.weightstream.plan(**pipelines.arguments("flux", steps=8)).turns[2].num == 8, "as if none were left out"
+    assert pipe.weightstream.plan(**pipelines.arguments("flux", steps=8)).turns[2].num == 8, "as if none were skipped"
 
 
 @pytest.mark.stress
 def test_a_cache_that_comes_later_moves_less() -> None:
-    """Blocks that are left out are not filled, nor anything on demand."""
+    """Skipped blocks are not filled, and nothing is filled on demand."""
     from diffusers import FirstBlockCacheConfig
 
     pipe = offloaded("flux", share=0.35)
@@ -351,7 +355,7 @@ def test_a_cache_that_comes_later_moves_less() -> None:
 
 
 def lora(pipe: Any) -> dict[str, torch.Tensor]:
-    """Random weights of an adapter for the attention of the transformer."""
+    """Random weights of an adapter for the transformer's attention."""
     from peft import LoraConfig
 
     other = copy.deepcopy(pipe.transformer)
@@ -364,7 +368,7 @@ def lora(pipe: Any) -> dict[str, torch.Tensor]:
 
 
 def with_lora(pipe: Any, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Images with an adapter, at half of its weight, without, and once it is unloaded."""
+    """Images with an adapter, at half of its weight, without it, and after it is unloaded."""
     pipe.load_lora_weights(dict(state), adapter_name="a")
     images = [pipelines.image(pipe, "flux")]
     pipe.set_adapters("a", 0.5)
@@ -394,7 +398,7 @@ def test_adapters_that_are_loaded_later(device: str) -> None:
 
 
 def test_adapters_that_are_fused(device: str) -> None:
-    """As close as fusing itself is; bit for bit on the CPU, where it is done."""
+    """As close as fusing itself is. Bit for bit on the CPU, where it is fused."""
     pytest.importorskip("peft")
     state, images = lora(pipelines.build("flux")), []
     for pipe in (pipelines.build("flux", device), offloaded("flux", device, 0.4)):
@@ -414,8 +418,8 @@ def test_a_pipeline_of_the_same_components() -> None:
 
     def painted(pipe: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(4)
-        given = {"image": picture, "strength": 0.8, "num_inference_steps": 4, "output_type": "pt"}
-        return pipe("w5 w9", generator=generator, **given).images
+        arguments = {"image": picture, "strength": 0.8, "num_inference_steps": 4, "output_type": "pt"}
+        return pipe("w5 w9", generator=generator, **arguments).images
 
     want = painted(diffusers.StableDiffusionXLImg2ImgPipeline.from_pipe(pipelines.build("sdxl")))
     pipe = offloaded("sdxl", share=0.4)
@@ -456,7 +460,7 @@ def test_quantised_components(form: str, device: str) -> None:
 
 
 @pytest.mark.stress
-def test_another_call_than_the_one_that_was_planned_for() -> None:
+def test_another_call_than_the_planned_one() -> None:
     plain, pipe = pipelines.build("flux"), offloaded("flux", share=0.4)
     calls: list[dict[str, Any]] = [
         {"num_images_per_prompt": 2},
@@ -487,8 +491,9 @@ def test_a_call_that_is_interrupted(pipe: Any) -> None:
 
 
 @pytest.mark.stress
-def test_calls_that_come_last_and_cannot_be_told() -> None:
-    """A safety checker reads values: the plan ends before it and says so; images are flagged as by the plain one."""
+def test_last_calls_that_cannot_be_predicted() -> None:
+    """A safety checker reads values. The plan ends before it, with a note; images are flagged as by the plain
+    pipeline."""
     call = {key: value for key, value in pipelines.arguments("checked").items() if key != "prompt"}
 
     def painted(pipe: Any) -> Any:
@@ -508,7 +513,7 @@ def test_calls_that_come_last_and_cannot_be_told() -> None:
 
 
 def test_components_that_come_later() -> None:
-    """They do not stream, and the plan says so; `to` moves them alone."""
+    """They do not stream, and the plan has a note. `to` moves only them."""
     pipe, other = offloaded("flux"), pipelines.build("flux").vae
     pipe.vae = other
     plan = pipe.weightstream.plan(**pipelines.arguments("flux"))
@@ -538,16 +543,16 @@ def test_every_budget_from_the_least_on_plans() -> None:
             refused.append(share)
         else:
             pipe.weightstream.remove()
-    assert refused == shares[: len(refused)], "larger ones than one that planned"
+    assert refused == shares[: len(refused)], "a larger budget than one that plans"
     assert 0 < len(refused) < 6
 
 
-# -- manners -----------------------------------------------------------------------------------------------------------
+# -- other behaviour ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("args", [("cpu",), (torch.device("cpu"),), ("cpu", torch.float32), (torch.float32,)])
-def test_a_move_to_where_it_is_does_nothing(pipe: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_move_to_the_same_device_does_nothing(pipe: Any, args: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "weightstream"):
         assert pipe.to(*args) is pipe
         assert [record.levelname for record in caplog.records if "to()" in record.message] == ["DEBUG"]
@@ -600,14 +605,14 @@ def test_a_copy_is_a_plain_pipeline(way: str) -> None:
     assert torch.equal(pipelines.image(pipe, "flux"), want)
     assert other.to(torch.float64).transformer.dtype == torch.float64
     other.to(torch.float32)
-    if way == "deepcopy":  # what is unpickled was never of this process
+    if way == "deepcopy":  # an unpickled pipeline was never offloaded in this process
         weightstream.offload_pipeline(other, device="cpu", device_budget="500KiB")
     pipe.weightstream.remove()
     assert torch.equal(pipelines.image(other, "flux"), want)
 
 
-def test_remove_inside_of_a_call_is_refused_whole() -> None:
-    """In a component's forward nothing is let go; between its calls all is."""
+def test_remove_inside_a_call_is_refused_completely() -> None:
+    """Inside a component's forward nothing is removed; between its calls everything is."""
     want, pipe = plain_image("flux"), offloaded("flux", share=0.4)
     owner = pipe.weightstream
     hook = pipe.transformer.single_transformer_blocks[1].register_forward_hook(lambda *_: owner.remove())
@@ -628,7 +633,7 @@ def test_remove_inside_of_a_call_is_refused_whole() -> None:
         pass
 
 
-def test_hooks_that_are_not_there_are_removed(pipe: Any) -> None:
+def test_removing_absent_hooks_does_nothing(pipe: Any) -> None:
     want = plain_image("flux")
     pipe.remove_all_hooks()
     pipe.maybe_free_model_hooks()
@@ -646,7 +651,8 @@ def test_it_is_saved_as_the_plain_one(pipe: Any, tmp_path: Path) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("when", only(["before", "after"], "before"))
 def test_compiled_blocks(when: str) -> None:
-    """`compile_repeated_blocks` on an offloaded component, before its first call and after: close to the plain one."""
+    """`compile_repeated_blocks` on an offloaded component, before its first call or after: close to the plain
+    outputs."""
     pipe = offloaded("flux", share=0.4)
     want = plain_image("flux")
     if when == "after":
@@ -671,7 +677,7 @@ def test_a_trace_is_of_all_components(pipe: Any) -> None:
 # -- wrong input -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_pipeline_is_refused() -> None:
+def test_other_objects_than_pipelines_are_refused() -> None:
     for value in (3, "flux", object()):
         with pytest.raises(weightstream.ConfigError, match="neither a torch module nor a pipeline"):
             weightstream.offload(value)
@@ -688,7 +694,7 @@ def test_what_is_no_pipeline_is_refused() -> None:
         ({"device_budget": "1MiB", "example_inputs": ("a",)}, weightstream.ConfigError, "keywords of a call"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception], text: str) -> None:
+def test_impossible_settings(settings: dict[str, Any], kind: type[Exception], text: str) -> None:
     pipe = pipelines.build("flux")
     with pytest.raises(kind, match=text):
         weightstream.offload_pipeline(pipe, device="cpu", **settings)
@@ -697,7 +703,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], kind: type[Exception]
 
 
 @pytest.mark.stress
-def test_twice() -> None:
+def test_offloading_twice() -> None:
     pipe = offloaded("flux")
     with pytest.raises(weightstream.OffloadError, match="offloaded already"):
         weightstream.offload_pipeline(pipe, device="cpu", device_budget="1MiB")
@@ -709,7 +715,7 @@ def test_twice() -> None:
 
 
 def test_a_call_that_cannot_be_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is offloaded all the same, and the first call teaches."""
+    """It is offloaded all the same, and its first call shows the order."""
     want = plain_image("flux")
     pipe = pipelines.build("flux")
 

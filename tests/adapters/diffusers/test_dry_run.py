@@ -1,4 +1,4 @@
-"""Rehearsals of pipelines: they tell the calls that come, and leave everything as it was."""
+"""Dry runs of pipelines: they predict the calls to come, and change nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def state_of(pipe: Any) -> dict[str, Any]:
-    """Where each tensor is, its dtype, and whose it is."""
+    """The device, dtype and owner of each tensor."""
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
         f"{name}.{key}": (id(tensor), tensor.data_ptr(), tensor.dtype)
@@ -34,8 +34,8 @@ def state_of(pipe: Any) -> dict[str, Any]:
     }
 
 
-def test_a_component_that_is_cast_stays_as_it_is() -> None:
-    """SDXL's VAE is in float32 while it decodes; the calls are those of the cast one."""
+def test_a_cast_component_stays_unchanged() -> None:
+    """SDXL's VAE is in float32 while it decodes. The predicted calls are those of the cast one."""
     pipe = pipelines.build("upcast")
     before = state_of(pipe)
     calls, reason = rehearse(pipe, pipelines.arguments("upcast"))
@@ -50,7 +50,7 @@ def test_a_component_that_is_cast_stays_as_it_is() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["float", "half", "to", "device"])
 def test_ways_to_cast(way: str) -> None:
-    """Cast and cast back, on the pipeline's own part of a call; a move to a device changes nothing."""
+    """Cast and cast back, in the pipeline's own part of a call. A move to a device changes nothing."""
     pipe = pipelines.build("flux")
     before = state_of(pipe)
     seen: list[Any] = []
@@ -77,7 +77,7 @@ def test_ways_to_cast(way: str) -> None:
     assert state_of(pipe) == before
 
 
-def test_it_leaves_generators_callbacks_and_random_states_alone() -> None:
+def test_it_does_not_affect_generators_callbacks_and_random_states() -> None:
     pipe = pipelines.build("flux")
     generators = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(6)]
     called: list[Any] = []
@@ -87,14 +87,14 @@ def test_it_leaves_generators_callbacks_and_random_states_alone() -> None:
         return kwargs
 
     latents = torch.randn(2, 64, 16)
-    given = {"generator": generators, "num_images_per_prompt": 2, "callback_on_step_end": callback, "latents": latents}
+    more = {"generator": generators, "num_images_per_prompt": 2, "callback_on_step_end": callback, "latents": latents}
     states = [generator.get_state() for generator in generators]
     values = latents.clone()
     random.seed(3)
     numpy.random.seed(3)
     torch.manual_seed(3)
     outside = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state()
-    calls, reason = rehearse(pipe, pipelines.arguments("flux") | given)
+    calls, reason = rehearse(pipe, pipelines.arguments("flux") | more)
     assert (len(calls), reason) == (6, "")
     assert not called
     assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True))
@@ -103,7 +103,7 @@ def test_it_leaves_generators_callbacks_and_random_states_alone() -> None:
     assert torch.equal(torch.get_rng_state(), outside[2])
 
 
-def test_the_call_that_was_an_example_gives_the_plain_image() -> None:
+def test_the_call_of_the_example_gives_the_plain_image() -> None:
     call = pipelines.arguments("flux") | {"output_type": "pt"}
     want = pipelines.build("flux")(**call, generator=torch.Generator().manual_seed(5)).images
     pipe = pipelines.build("flux")
@@ -115,7 +115,7 @@ def test_the_call_that_was_an_example_gives_the_plain_image() -> None:
 
 @pytest.mark.stress
 def test_a_pipeline_of_pipelines() -> None:
-    """What one holds is rehearsed, not run; its image is the plain one."""
+    """The inner pipelines are rehearsed, not run. The image is the plain one."""
     pipe = pipelines.build("combined")
     call, ran = pipelines.arguments("combined"), []
     want = pipelines.image(pipelines.build("combined"), "combined")
@@ -126,13 +126,13 @@ def test_a_pipeline_of_pipelines() -> None:
     assert {"unet", "movq", "prior_prior", "prior_text_encoder"} <= {call.component for call in calls}
     weightstream.offload_pipeline(pipe, device="cpu", device_budget="500KiB", example_inputs=call)
     assert not ran
-    told = {turn.component for turn in pipe.weightstream.plan(**call).turns}
-    assert told == {call.component for call in calls}
+    messages = {turn.component for turn in pipe.weightstream.plan(**call).turns}
+    assert messages == {call.component for call in calls}
     for _ in range(2):
         assert torch.equal(pipelines.image(pipe, "combined"), want)
 
 
-def test_a_call_of_nothing_is_told() -> None:
+def test_a_call_without_components_is_reported() -> None:
     class Empty:
         def __init__(self) -> None:
             self.components = {"net": nn.Linear(4, 4)}

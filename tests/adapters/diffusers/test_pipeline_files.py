@@ -1,4 +1,5 @@
-"""Pipelines loaded from files: weights are where the files are, images those of diffusers' own load, errors told."""
+"""Pipelines loaded from files: weights view the files, images equal those of diffusers' own load, errors are
+reported."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`upcast_vae` is deprecated:FutureWarning"),
 ]
-LARGE = 4096  # bytes: what is smaller may be in memory
+LARGE = 4096  # bytes: smaller tensors may be in memory
 
 
 @pytest.fixture(params=DEVICES)
@@ -64,7 +65,7 @@ def nbytes(pipe: Any) -> int:
 
 
 def plain(folder: Path, device: str = "cpu", **options: Any) -> Any:
-    """What diffusers loads, in memory as allocators align it: a CPU's kernels give other bits for pages of a file."""
+    """The pipeline that diffusers loads, in memory of an allocator: CPU kernels give other bits for pages of a file."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
     for part in parts(pipe).values():
         for tensor in (*part.parameters(), *part.buffers()):
@@ -85,14 +86,14 @@ def loaded(folder: Path, device: str = "cpu", share: float = 0.5, **options: Any
 
 
 def places(found: Any) -> dict[str, list[bool]]:
-    """Of each component, whether each weight views memory of a file."""
+    """For each component, whether each weight views memory of a file."""
     return {
         name: [any(m.locate(t.data_ptr()) is not None for m in found.of(name)) for t in part.parameters()]
         for name, part in parts(found.pipe).items()
     }
 
 
-# those that take seconds are in CI where nothing is loaded; flux is in most tests below
+# slow ones run in CI only where nothing is loaded; flux runs in most tests below
 KINDS = only(pipelines.PIPELINES, "sd3", "wan")
 
 
@@ -111,15 +112,15 @@ def test_images_are_the_same_bits(name: str, device: str, saved: Callable[[str],
     for part in parts(pipe).values():
         assert not part.training
         for tensor in part.parameters():
-            tensor.data = tensor.data.clone()  # of files again, on the host
+            tensor.data = tensor.data.clone()  # in memory of its own again, on the host
         part.to(device)
     assert torch.equal(pipelines.image(pipe, name), want)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", pipelines.PIPELINES)
-def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]) -> None:
-    """No second copy of any of them; nothing is written."""
+def test_weights_view_the_files(name: str, saved: Callable[[str], Path]) -> None:
+    """There is no second copy of any weight, and nothing is written."""
     found = pipeline_files.load_pipeline(saved(name), progress=False)
     assert not found.folders
     assert all(all(homed) for homed in places(found).values())
@@ -127,7 +128,7 @@ def test_weights_are_where_the_files_are(name: str, saved: Callable[[str], Path]
 
 
 def test_headers_are_read_once(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the dtype, the size and the weights of a model of diffusers; transformers' loader reads its own again."""
+    """They give the dtype, size and weights of a diffusers model. transformers' loader reads its own headers again."""
     nums: Counter[str] = Counter()
     opened = Checkpoint.open.__func__  # type: ignore[attr-defined]
 
@@ -145,7 +146,7 @@ def test_headers_are_read_once(saved: Callable[[str], Path], monkeypatch: pytest
 @pytest.mark.stress
 @pytest.mark.parametrize("option", [pytest.param("dtype", marks=pytest.mark.stress), "torch_dtype"])
 def test_another_dtype(option: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """What is cast goes to the offload folder, once, and is what diffusers casts."""
+    """Converted weights go to the offload folder, once, and equal those that diffusers converts."""
     folder = saved("flux")
     want = pipelines.image(plain(folder, dtype=torch.bfloat16), "flux")
     pipe = loaded(folder, offload_folder=tmp_path, **{option: torch.bfloat16})
@@ -159,7 +160,7 @@ def test_another_dtype(option: str, saved: Callable[[str], Path], tmp_path: Path
 
 
 def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
-    """Wan's norms do, whatever dtype it is loaded in."""
+    """Wan's norms do, with every dtype."""
     theirs = diffusers.DiffusionPipeline.from_pretrained(saved("wan"), dtype=torch.bfloat16).transformer
     ours = pipeline_files.load_pipeline(saved("wan"), dtype="bfloat16", progress=False).pipe.transformer
     wanted = {name: param.dtype for name, param in theirs.named_parameters()}
@@ -173,22 +174,22 @@ def test_modules_that_stay_in_float32(saved: Callable[[str], Path]) -> None:
 def test_an_overlaid_index_is_read_as_diffusers_reads_it(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = pipelines.build("flux").transformer
-    given.save_pretrained(tmp_path / "transformer", max_shard_size="200KB")
-    save_file({"proj_out.weight": given.proj_out.weight.detach() * 2}, tmp_path / "transformer" / name)
+    transformer = pipelines.build("flux").transformer
+    transformer.save_pretrained(tmp_path / "transformer", max_shard_size="200KB")
+    save_file({"proj_out.weight": transformer.proj_out.weight.detach() * 2}, tmp_path / "transformer" / name)
     (path,) = (tmp_path / "transformer").glob("*.index.json")
     facts = json.loads(path.read_text())
     facts["weight_map"]["proj_out.weight"] = name
     path.write_text(json.dumps(facts))
-    expected = type(given).from_pretrained(tmp_path / "transformer").state_dict()
-    loaded = pipeline_files.load_component(type(given), tmp_path / "transformer", tmp_path)
+    expected = type(transformer).from_pretrained(tmp_path / "transformer").state_dict()
+    loaded = pipeline_files.load_component(type(transformer), tmp_path / "transformer", tmp_path)
     assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.model.state_dict().items())
     assert "1 tensors are in several files" in caplog.text
 
 
 @pytest.mark.stress
 def test_variants(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """Files of a variant where a component has them, else its plain ones; shards of it too."""
+    """The files of a variant if a component has them, otherwise its plain ones; also in shards."""
     pipe = pipelines.build("flux")
     pipe.to(torch.bfloat16)
     pipe.save_pretrained(tmp_path, variant="bf16", max_shard_size="200KB")
@@ -234,7 +235,7 @@ def test_a_component_in_a_single_file(device: str, saved: Callable[[str], Path],
 
 
 def test_a_component_in_gguf(device: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """Quantised bytes stay in the file; the image is that of diffusers with the same file."""
+    """Quantised bytes stay in the file. The image equals that of diffusers with the same file."""
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "flux.gguf"
     writer = gguf.GGUFWriter(path, "flux")
@@ -265,7 +266,7 @@ def test_a_component_in_gguf(device: str, saved: Callable[[str], Path], tmp_path
 
 
 def test_a_quantised_component(device: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """NF4, as diffusers saves it: bytes of the file stream as they are."""
+    """NF4, as diffusers saves it: the bytes of the file stream unchanged."""
     pytest.importorskip("bitsandbytes")
     if device == "cpu":
         pytest.skip("diffusers loads NF4 on a GPU alone")
@@ -278,7 +279,10 @@ def test_a_quantised_component(device: str, saved: Callable[[str], Path], tmp_pa
     model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", device_map=device, **options)
     shutil.rmtree(folder / "transformer")
     model.save_pretrained(folder / "transformer")
-    options = {"device_map": device, "torch_dtype": torch.float32}  # else what is not quantised becomes float16
+    options = {
+        "device_map": device,
+        "torch_dtype": torch.float32,
+    }  # otherwise weights that are not quantised become float16
     theirs = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", **options)
     reference = plain(saved("flux"), device)
     reference.transformer = theirs
@@ -310,7 +314,8 @@ RENAMED = {  # SD3's transformer: the names of diffusers, and of single files
 
 
 def in_one_file(state: dict[str, torch.Tensor], last: int) -> dict[str, torch.Tensor]:
-    """SD3's transformer in the form of its single files: projections joined, two of them with their halves swapped."""
+    """SD3's transformer in the form of its single files: projections are joined, and two of them have swapped
+    halves."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if (kind := next((k for k in ("attn.to_q.", "attn.add_q_proj.") if k in name), None)) is not None:
@@ -331,7 +336,7 @@ def in_one_file(state: dict[str, torch.Tensor], last: int) -> dict[str, torch.Te
 
 
 def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """What it does not hold is given as folders; what is cut from a projection stays where the file is."""
+    """Components that the file lacks are passed as folders. Slices of a joined projection stay in the file."""
     folder = saved("sd3")
     state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     save_file(in_one_file(state, last=3), tmp_path / "one.safetensors")
@@ -352,7 +357,7 @@ def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.stress), {"codec": "compressed"}])
 def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
-    """Decoded into the offload folder where nothing decodes as it is needed, and for another dtype."""
+    """A pack is decoded into the offload folder if nothing can decode it at use, or for another dtype."""
     folder = tmp_path / "coded"
     model = pipelines.build("flux")
     model.to(torch.bfloat16)
@@ -367,10 +372,10 @@ def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "dtype"), [({}, torch.float32), ({"dtype": "float16"}, torch.float16)])
-def test_a_load_tells_what_it_is_going_to_need(
+def test_a_load_announces_what_it_will_need(
     option: dict[str, str], dtype: torch.dtype, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are compiled for the dtype and the bytes of the files, from before these are read."""
+    """Kernels are compiled for the dtype and bytes of the files, starting before these are read."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
     monkeypatch.setattr(machine, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
@@ -382,7 +387,7 @@ def test_a_load_tells_what_it_is_going_to_need(
 
 
 def test_the_plan_of_files(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    """Told from headers, or from configs alone; that of the pipeline that is then loaded."""
+    """The plan from headers, or only from configs, equals the plan of the pipeline that is loaded next."""
     example = pipelines.arguments("flux")
     pipe = loaded(saved("flux"), example_inputs=example)
     there = pipe.weightstream.plan(**example)
@@ -403,7 +408,7 @@ def test_the_plan_of_files(saved: Callable[[str], Path], tmp_path: Path) -> None
 
 @pytest.mark.stress
 def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
-    """Components without files are in the dtype that the others tell, as long as none is given."""
+    """Without a dtype argument, components without files have the dtype of the others."""
     pipe = pipelines.build("flux")
     pipe.to(torch.float16)
     pipe.save_pretrained(tmp_path / "flux", max_shard_size="200KB")
@@ -419,15 +424,15 @@ def test_the_plan_of_configs_has_one_dtype(tmp_path: Path) -> None:
     found = {f"{name}.{key}": p.dtype for name, part in parts(sketch).items() for key, p in part.named_parameters()}
     assert {dtype for key, dtype in found.items() if ".wo." not in key} == {torch.float16}  # T5 keeps these in float32
     assert set(checkpoints.values()) == {None}
-    given = {"device": "cpu", "device_budget": "300KiB"}
-    assert weightstream.plan_model(tmp_path / "flux", **given).seconds > 0
+    settings = {"device": "cpu", "device_budget": "300KiB"}
+    assert weightstream.plan_model(tmp_path / "flux", **settings).seconds > 0
     for dtype in ("float32", torch.bfloat16):
-        assert weightstream.plan_model(tmp_path / "flux", **given, dtype=dtype).seconds > 0
+        assert weightstream.plan_model(tmp_path / "flux", **settings, dtype=dtype).seconds > 0
 
 
 @pytest.mark.stress
 def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
-    """Not those of configs, which on the hub often tell another."""
+    """The configs on the Hub often have another dtype."""
     want = pipelines.image(pipelines.build("sdxl"), "sdxl")
     pipelines.build("sdxl").save_pretrained(tmp_path)
     for name in ("text_encoder", "text_encoder_2"):
@@ -440,7 +445,7 @@ def test_dtypes_are_those_of_the_files(tmp_path: Path) -> None:
     assert {p.dtype for part in parts(sketch).values() for p in part.parameters()} == {torch.float32}
 
 
-# -- what is wrong is told ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def broken(folder: Path, tmp_path: Path, change: Callable[[Path], None]) -> Path:
@@ -560,22 +565,22 @@ def test_broken_folders(
         ({"transformer": "none.safetensors"}, weightstream.CheckpointError, "none.safetensors"),
     ],
 )
-def test_options_that_cannot_be(
+def test_impossible_options(
     options: dict[str, Any], kind: type[Exception], text: str, saved: Callable[[str], Path]
 ) -> None:
-    given = {"device": "cpu", "device_budget": "1MiB", "progress": False} | options
+    settings = {"device": "cpu", "device_budget": "1MiB", "progress": False} | options
     with pytest.raises(kind, match=text):
-        weightstream.pipeline_from_pretrained(saved("flux"), **given)
+        weightstream.pipeline_from_pretrained(saved("flux"), **settings)
 
 
 @pytest.mark.stress
-def test_options_that_say_what_is_done_anyway(saved: Callable[[str], Path]) -> None:
+def test_options_with_their_only_possible_value(saved: Callable[[str], Path]) -> None:
     pipe = loaded(saved("flux"), use_safetensors=True, low_cpu_mem_usage=True, local_files_only=True)
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain(saved("flux")), "flux"))
 
 
 def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> None:
-    """From files too, and told by their plan."""
+    """Also from files, and with the cast in their plan."""
     pipelines.build("upcast").save_pretrained(tmp_path)
     example = pipelines.arguments("upcast")
     want = pipelines.image(plain(tmp_path, dtype=torch.float16), "upcast")
@@ -589,7 +594,7 @@ def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> Non
     assert min(sizes[0]) > 1.9 * found.plans["vae"].manifest.nbytes
 
 
-def test_a_pipeline_is_no_model_and_a_model_no_pipeline(saved: Callable[[str], Path]) -> None:
+def test_pipelines_and_models_are_not_interchangeable(saved: Callable[[str], Path]) -> None:
     with pytest.raises(weightstream.CheckpointError, match="pipeline_from_pretrained loads it"):
         weightstream.from_pretrained(saved("flux"), device="cpu")
     with pytest.raises(weightstream.CheckpointError, match=r"its model_index\.json"):

@@ -1,4 +1,4 @@
-"""Parts of a pipeline that come and go, or that several components have: the plain pipeline's bits, and its memory."""
+"""Components that come and go, or that share modules: the plain pipeline's bits, and its memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pipe(diffusers.DiffusionPipeline):  # type: ignore[misc]
 
 
 def built(shared: int = 0) -> Pipe:
-    """With so many blocks that both components have, as a ControlNet has those of the transformer."""
+    """A pipeline whose two components share a number of blocks, as a ControlNet shares those of the transformer."""
     pipe = Pipe(randomise(Net(), 0), randomise(Net(), 1))
     for index in range(shared):
         pipe.control.blocks[index] = pipe.net.blocks[index]
@@ -58,7 +58,7 @@ def offloaded(pipe: Pipe, budget: str) -> Any:
 
 @pytest.mark.parametrize("shared", [1, 2, 6])
 @pytest.mark.parametrize("budget", ["36KiB", "70KiB", "110KiB"])
-def test_blocks_of_two_components(
+def test_shared_blocks_of_two_components(
     shared: int, budget: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe, plain, stale = built(shared), built(shared), list[object]()
@@ -95,7 +95,7 @@ def test_shared_blocks_are_not_filled_more_often() -> None:
     assert fills_of(2) <= fills_of(0)
 
 
-def test_a_tensor_that_modules_of_two_components_have() -> None:
+def test_a_tensor_shared_by_modules_of_two_components() -> None:
     pipe, x = built(), torch.randn(2, WIDTH)
     pipe.control.blocks[2].weight = pipe.net.blocks[3].weight
     plain = copy.deepcopy(pipe)
@@ -109,7 +109,7 @@ def test_a_tensor_that_modules_of_two_components_have() -> None:
 
 
 @pytest.mark.parametrize("way", ["none", "del"])
-def test_a_component_that_is_let_go_is_freed(way: str) -> None:
+def test_a_dropped_component_is_freed(way: str) -> None:
     pipe, plain, x = built(), built(), torch.randn(2, WIDTH)
     with torch.no_grad(), offloaded(pipe, "70KiB") as streamer:
         pipe(x)
@@ -128,7 +128,7 @@ def test_a_component_that_is_let_go_is_freed(way: str) -> None:
     assert torch.equal(pipe(x), plain(x))
 
 
-def test_a_component_that_is_let_go_and_held_elsewhere_streams_on() -> None:
+def test_a_dropped_component_that_is_held_elsewhere_keeps_streaming() -> None:
     pipe, plain, x = built(), built(), torch.randn(2, WIDTH)
     with torch.no_grad(), offloaded(pipe, "70KiB"):
         control = pipe.control
@@ -139,7 +139,7 @@ def test_a_component_that_is_let_go_and_held_elsewhere_streams_on() -> None:
     assert torch.equal(control(x), plain.control(x))
 
 
-def test_bytes_beyond_the_budget_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_beyond_the_budget_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     pipe, x = built(), torch.randn(2, WIDTH)
     with torch.no_grad(), offloaded(pipe, "70KiB") as streamer, caplog.at_level(logging.WARNING, "weightstream"):
         pipe(x)

@@ -1,4 +1,4 @@
-"""What users of pipelines are told, and changes of components through their classes, compilers and embeddings."""
+"""Messages to users of pipelines, and changes of components through their classes, compilers and embeddings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHECKED = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "
 
 
 def offloaded(pipe: Any, kind: str, budget: int | str = "550KiB") -> Any:
-    given = pipelines.arguments(kind)
-    weightstream.offload_pipeline(pipe, device="cpu", device_budget=budget, example_inputs=given)
+    call = pipelines.arguments(kind)
+    weightstream.offload_pipeline(pipe, device="cpu", device_budget=budget, example_inputs=call)
     return pipe.weightstream
 
 
@@ -43,7 +43,7 @@ def test_textual_inversion_while_a_pipeline_streams() -> None:
         for each in (pipe, plain):
             each.unload_textual_inversion()
         assert torch.equal(image(pipe, "w5"), image(plain, "w5"))
-        with pytest.raises(Exception, match=r"w200|token"):  # of diffusers: it is not there
+        with pytest.raises(Exception, match=r"w200|token"):  # of diffusers: the token is unknown
             pipe.unload_textual_inversion("w200")
         assert torch.equal(image(pipe, "w5"), image(plain, "w5"))
         pipe.weightstream.remove()
@@ -70,7 +70,7 @@ def test_modular_pipelines_have_a_prompt(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_class_that_is_changed_through_a_component() -> None:
-    """As step caches do, which have only the pipeline."""
+    """Step caches do this, since they have only the pipeline."""
     pipe, plain = pipelines.build("flux"), pipelines.build("flux")
     kind = type(plain.transformer)
     forward = kind.forward
@@ -135,7 +135,7 @@ def test_a_component_that_is_compiled_later_is_planned() -> None:
     assert plan.notes == before.notes
 
 
-def test_the_budget_that_would_do_is_told() -> None:
+def test_an_error_names_a_budget_that_works() -> None:
     pipe = pipelines.build("flux")
     with pytest.raises(PlanError, match="that all components must keep on the device") as caught:
         offloaded(pipe, "flux", "20KiB")
@@ -145,14 +145,14 @@ def test_the_budget_that_would_do_is_told() -> None:
         offloaded(pipe, "flux", int(needed) // 2)
 
 
-def test_what_is_offloaded_twice_names_the_way_that_works() -> None:
+def test_offloading_twice_names_the_right_call() -> None:
     pipe, other = pipelines.build("flux"), pipelines.build("flux")
     other.text_encoder = pipe.text_encoder
     with offloaded(pipe, "flux"), pytest.raises(OffloadError, match=r"^text_encoder of .*offload\(pipe\.transformer\)"):
         offloaded(other, "flux")
 
 
-def test_another_try_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_attempt_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     try:
         weightstream.offload(model, device="cpu", device_budget="10KiB")
@@ -171,10 +171,10 @@ def nested() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("made", "told"), [(nn.UninitializedParameter, "0.odd has no shape yet"), (nested, "0.odd is a nested tensor")]
+    ("made", "text"), [(nn.UninitializedParameter, "0.odd has no shape yet"), (nested, "0.odd is a nested tensor")]
 )
-def test_tensors_without_a_size_are_refused_by_name(made: Any, told: str) -> None:
+def test_tensors_without_a_size_are_refused_by_name(made: Any, text: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].odd = made()
-    with pytest.raises(UnsupportedError, match=told):
+    with pytest.raises(UnsupportedError, match=text):
         weightstream.offload(model, device="cpu", device_budget="1MiB")

@@ -1,6 +1,6 @@
-"""Checkpoints loaded by transformers and by `weightstream.from_pretrained` side by side: equal, or refused by name.
+"""Checkpoints loaded by transformers and by `weightstream.from_pretrained` are equal, or refused by name.
 
-The table is of kinds of folders: each is a tiny checkpoint with something in it that transformers heeds as it loads.
+The table lists kinds of folders: each is a tiny checkpoint with a file or setting that transformers uses as it loads.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COMMIT = "0123456789" * 4
 
 
 def generated(model: Any) -> list[torch.Tensor]:
-    """Text by the settings of the model, of at most 8 tokens where they do not say how many, and logits."""
+    """Text by the model's settings, of at most 8 tokens if they have no length, and its logits."""
     settings = model.generation_config
-    given = {} if settings.max_length or settings.max_new_tokens else {"max_new_tokens": 8}
-    found = model.generate(IDS, return_dict_in_generate=True, output_logits=True, **given)
+    length = {} if settings.max_length or settings.max_new_tokens else {"max_new_tokens": 8}
+    found = model.generate(IDS, return_dict_in_generate=True, output_logits=True, **length)
     return [found.sequences, *found.logits]
 
 
@@ -62,8 +62,10 @@ def seen(model: Any) -> list[torch.Tensor]:
 class Case:
     """A folder, and how it is loaded.
 
-    `build(folder)` fills it, and may return another place to load. `auto` is what loads it by transformers. `says` is
-    found in a warning of ours; with `refused` ours refuses it, with this text in the error. `where` looks at the model.
+    `build(folder)` fills it, and may return another path to load. `auto` is the class that loads it in transformers.
+    `says`
+    is the text of one of our warnings; with `refused`, loading is refused with this text. `where` selects a part of the
+    model.
     """
 
     build: Callable[[Path], Any]
@@ -80,7 +82,7 @@ class Case:
 
 
 def save(folder: Path, kind: str, config: Any, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    """Saves a model with random weights."""
+    """Save a model with random weights."""
     torch.manual_seed(0)
     model = randomise(getattr(transformers, kind)(config), 0).to(dtype)
     model.save_pretrained(folder, **options)
@@ -102,7 +104,7 @@ def rewrite(path: Path, change: Callable[[str, torch.Tensor], torch.Tensor], to:
 
 
 def settings_in_config(save_model: Callable[[Path], Any], **settings: Any) -> Callable[[Path], None]:
-    """As checkpoints were before there was a generation_config.json."""
+    """A checkpoint from before there was a generation_config.json."""
 
     def build(folder: Path) -> None:
         save_model(folder)
@@ -130,7 +132,7 @@ def two_berts(folder: Path) -> None:
 
 
 def adapter(folder: Path, base: Path) -> None:
-    """Writes an adapter of the model in `base`."""
+    """Write an adapter of the model in `base`."""
     import peft
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -150,7 +152,7 @@ def adapter_alone(folder: Path) -> None:
 
 
 def other_weights(name: str) -> Callable[[Path], None]:
-    """config.json names the file, and the usual one has another model's weights."""
+    """config.json names the file, and the default file has another model's weights."""
 
     def build(folder: Path) -> None:
         llama(folder)
@@ -233,7 +235,7 @@ TRUSTED, CACHED = {"trust_remote_code": True}, {"local_files_only": True}
 
 
 def code(init: str = "pass", more: str = "") -> Callable[[Path], None]:
-    """A model whose code is in the folder, and a file that it reads."""
+    """A model whose code is in the folder, and a file that this code reads."""
 
     def build(folder: Path) -> None:
         llama(folder)
@@ -275,7 +277,7 @@ def thought(model: Any) -> list[torch.Tensor]:
 
 
 def overlaid(name: str) -> Callable[[Path], None]:
-    """The index says that a tensor is in a file of its own, and an old one is left in its shard."""
+    """The index lists a tensor in a file of its own, and its shard still has an old one."""
 
     def build(folder: Path) -> None:
         model = llama(folder, max_shard_size="40KB")
@@ -297,7 +299,7 @@ def stale(change: Callable[[dict[str, str]], dict[str, str]]) -> Callable[[Path]
 
 
 def cached(folder: Path, blobs: str, save_model: Callable[[Path], Any] = llama) -> Path:
-    """A repository in the cache of the hub, whose blobs, or each of them, or its snapshots are on another disk."""
+    """A repository in the Hub's cache. All of its blobs, each of them, or its snapshots are on another disk."""
     repo, other = folder / "models--o--m", folder / "other"
     for inside in ("refs", f"snapshots/{COMMIT}"):
         (repo / inside).mkdir(parents=True)
@@ -336,7 +338,7 @@ def links(folder: Path) -> Path:
 
 
 def names(change: Callable[[str], str], kind: str = "LlamaForCausalLM", **config: Any) -> Callable[[Path], None]:
-    """The names of weights are others than the model's."""
+    """The files have other names for weights than the model."""
 
     def build(folder: Path) -> None:
         llama(folder, kind, config)
@@ -367,7 +369,7 @@ def in_a_subfolder(folder: Path) -> None:
 
 
 def more_files(folder: Path) -> None:
-    """The class of the config names them."""
+    """The class is named by the config."""
     config = transformers.JevConfig(hidden_size=32, num_verbalizers=6, text_config=transformers.LlamaConfig(**SMALL))
     save(folder, "JevForDecision", config)
     tensors = load_file(folder / FILE)
@@ -438,7 +440,7 @@ CASES = {
         build=own_generate, options=TRUSTED, run=lambda model: [model.generate(input_ids=IDS), model(IDS).logits]
     ),
     "custom_generate that is not trusted": Case(build=own_generate),
-    # what else is in the folder
+    # other files of the folder
     "adapter": Case(build=adapter_in_it, also=lambda model: sorted(model.peft_config)),
     "adapter alone": Case(build=adapter_alone, also=lambda model: sorted(model.peft_config)),
     "transformers_weights": Case(build=other_weights("hf.safetensors")),
@@ -454,7 +456,7 @@ CASES = {
     ),
     "dtype in the index": Case(build=dtype_in_index),
     "dtype of a part": Case(build=dtype_of_a_part, auto="AutoModelForImageTextToText", run=seen),
-    # where it is
+    # its place
     "code that reads a file": Case(build=code("self.facts = read(config._name_or_path)"), options=TRUSTED, also=facts),
     "code with its own from_pretrained": Case(build=code(more=OWN_LOAD), options=TRUSTED, also=facts),
     "from_pretrained of the class": Case(build=omni, auto="Qwen2_5OmniForConditionalGeneration", run=thought),
@@ -505,16 +507,16 @@ CASES = {
     "GPT-2": Case(build=gpt2),
     "LLaVA": Case(build=llava, auto="AutoModelForImageTextToText", run=seen),
 }
-SLOW = ("Mamba",)  # to import
+SLOW = ("Mamba",)  # slow to import
 
 
-# -- comparing ---------------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 def streaming(where: Any, nbytes: int, **options: Any) -> Any:
-    """Our model, in a part of its bytes."""
+    """Our model, with a budget of a part of its bytes."""
     for share in (0.6, 0.75, 0.9):
-        torch.manual_seed(7)  # what is missing is random
+        torch.manual_seed(7)  # missing weights are random
         try:
             model = weightstream.from_pretrained(where, device="cpu", device_budget=int(share * nbytes), **options)
         except PlanError:
@@ -525,7 +527,7 @@ def streaming(where: Any, nbytes: int, **options: Any) -> Any:
 
 
 def described(model: Any) -> dict[str, Any]:
-    """All that is to be equal and is no weight."""
+    """Everything that has to be equal except weights."""
     config = model.config.to_dict()
     shared: dict[int, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -553,7 +555,7 @@ def assert_equal_weights(model: Any, reference: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers copies code of checkpoints to a place that it imports it from."""
+    """Give transformers another folder for the code of checkpoints, which it copies before it imports it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
@@ -561,7 +563,7 @@ def _modules_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def built(case: Case, folder: Path) -> Path | str:
-    """What is to be loaded."""
+    """The path to load."""
     if not hasattr(transformers, case.auto):
         pytest.skip(f"transformers {transformers.__version__} has no {case.auto}")
     folder.mkdir()
@@ -570,7 +572,7 @@ def built(case: Case, folder: Path) -> Path | str:
 
 
 @pytest.mark.few(30)
-@pytest.mark.filterwarnings("ignore")  # of transformers, about settings
+@pytest.mark.filterwarnings("ignore")  # transformers warns about settings
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in CASES])
 def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
@@ -578,7 +580,7 @@ def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     options = dict(case.options) | ({"cache_dir": str(tmp_path / "model")} if isinstance(where, str) else {})
     torch.manual_seed(7)
     reference = getattr(transformers, case.auto).from_pretrained(where, **options)
-    for parameter in reference.parameters():  # where a matrix begins changes bits: MKL goes by its address
+    for parameter in reference.parameters():  # the address of a matrix changes bits in MKL
         parameter.data = parameter.data.clone()
     nbytes = sum(tensor.nbytes for tensor in reference.parameters())
     if case.refused is not None:
@@ -593,7 +595,7 @@ def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert case.also(model) == case.also(reference)
     with torch.no_grad():
         expected = case.run(reference)
-        for _ in range(2):  # the ring wraps
+        for _ in range(2):  # so that the ring wraps
             found = case.run(model)
             assert len(found) == len(expected) > 0
             assert all(map(torch.equal, found, expected))
@@ -602,12 +604,13 @@ def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFix
     assert_equal_weights(model, reference)
 
 
-def test_of_the_table_few_are_refused() -> None:
+def test_few_folders_of_the_table_are_refused() -> None:
     assert len(CASES) >= 30
     assert sum(case.refused is not None for case in CASES.values()) <= 4
 
 
-# -- packs and plans, which take a path and no keywords of a load ------------------------------------------------------
+# -- packs and plans, which take a path but no keywords of a load
+# --------------------------------------------------------
 
 BY_PATH = [name for name, case in CASES.items() if not case.options.keys() & {"subfolder", "local_files_only"}]
 ADAPTERS = [name for name in BY_PATH if name.startswith("adapter")]
@@ -624,13 +627,13 @@ def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> N
     load = getattr(transformers, case.auto).from_pretrained
     found, expected = (load(path, **case.options) for path in (tmp_path / "pack", where))
     assert_equal_weights(found, expected)
-    was, told = described(found), described(expected)
-    for facts in (was, told):
+    was, messages = described(found), described(expected)
+    for facts in (was, messages):
         for key in ("transformers_weights", "_name_or_path"):
             facts["config"].pop(key, None)
         facts["name"] = None
-        facts["class"] = facts["class"].rpartition(".")[2]  # the module of code in a folder is called after that
-    assert was == told
+        facts["class"] = facts["class"].rpartition(".")[2]  # the module of code in a folder has the folder's name
+    assert was == messages
     assert case.also(found) == case.also(expected)
 
 
@@ -646,7 +649,7 @@ def test_an_adapter_is_not_packed(name: str, tmp_path: Path) -> None:
 @pytest.mark.few(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BY_PATH)
-def test_a_plan_is_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
+def test_a_plan_is_for_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     where = built(case, tmp_path / "model")
     trusted = "trust_remote_code" in case.options

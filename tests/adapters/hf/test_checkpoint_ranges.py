@@ -1,4 +1,5 @@
-"""The bytes that ranges name are those that transformers loads; a conversion that moves no whole rows has none."""
+"""The bytes in the ranges are those that transformers loads. A conversion that does not move whole rows has no
+ranges."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
 }
 QWEN: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8}
-# The model, and the ranges of its converted parameters, of which there are as many in each layer of experts.
+# The model, and how many ranges its converted parameters have: the same number in each layer of experts.
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], int]] = {
     "Mixtral": (
         lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4),
@@ -87,7 +88,7 @@ def test_bytes_are_those_that_transformers_loads(name: str, tmp_path: Path) -> N
     state = cls.from_pretrained(tmp_path, dtype="auto").state_dict()
     for title, ranges in found.items():
         assert torch.equal(gathered(tensors, ranges), raw(state[title])), title
-    # transformers 5.24 has routers in float32, whose bytes no file of bf16 holds
+    # transformers 5.24 has routers in float32, whose bytes are not in a file of bf16
     cast = {title for title in tensors.keys() & state.keys() if tensors[title].dtype is not state[title].dtype}
     assert {title for title, _ in built.named_parameters()} <= found.keys() | cast
     several = [title.rpartition(".")[2] for title, ranges in found.items() if len(ranges) > 1]
@@ -97,8 +98,8 @@ def test_bytes_are_those_that_transformers_loads(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("odd", [None, "Qwen3Moe, layer 1", "Qwen3Moe, layer 2, last"])
-def test_layers_between_are_taken_to_be_like_the_first_and_the_last(odd: str | None, tmp_path: Path) -> None:
-    """And where these two differ, or one of them has other shapes, each is converted by itself."""
+def test_middle_layers_are_assumed_to_equal_the_first_and_the_last(odd: str | None, tmp_path: Path) -> None:
+    """If those two differ, or a layer has other shapes, each layer is converted by itself."""
     config = transformers.Qwen3MoeConfig(**SMALL | {"num_hidden_layers": 4}, **QWEN)
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
@@ -117,7 +118,9 @@ def test_layers_between_are_taken_to_be_like_the_first_and_the_last(odd: str | N
     def counted(model: Any, tensors: Any, mapping: Any = None) -> Any:
         asked.append(len(tensors))
         found = real(model, tensors, mapping)
-        if odd == "Qwen3Moe, layer 2, last" and len(tensors) < len(names):  # as if it had put them together otherwise
+        if odd == "Qwen3Moe, layer 2, last" and len(tensors) < len(
+            names
+        ):  # as if the converter had joined them in another way
             last = "model.layers.3.mlp.experts.gate_up_proj"
             found[last] = found[last][::-1]
         return found
@@ -151,7 +154,7 @@ class Made(transformers.LlamaForCausalLM):
 def convert(
     shape: tuple[int, ...], sources: list[torch.Tensor], operation: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], tuple[TensorRange, ...] | None]:
-    """What transformers makes of the sources, these by name, and the ranges."""
+    """The tensor that transformers makes of the sources, these by name, and the ranges."""
     tensors = {f"part.{i}.weight": source for i, source in enumerate(sources)}
     operations = operation if isinstance(operation, list) else [Computed(operation)]
     with torch.device("meta"):
@@ -207,7 +210,7 @@ CHANGED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_moves_whole_rows(name: str) -> None:
+def test_conversions_that_move_whole_rows(name: str) -> None:
     (sources, shape, operation), num_ranges = WHOLE[name]
     result, tensors, ranges = convert(shape, sources, operation)
     assert ranges is not None
@@ -216,7 +219,7 @@ def test_what_moves_whole_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_does_not(name: str) -> None:
+def test_conversions_without_ranges(name: str) -> None:
     sources, shape, operation = CHANGED[name]
     assert convert(shape, sources, operation)[2] is None
 

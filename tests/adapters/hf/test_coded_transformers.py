@@ -1,4 +1,5 @@
-"""Whole transformers models with coded weights, from plain checkpoints and coded packs: the plain tokens and bits."""
+"""Whole transformers models with compressed weights, from plain checkpoints and packs: the plain model's tokens and
+bits."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import weightstream
-from coded_rig import built, code_all, exact, told
+from coded_rig import built, code_all, exact, warned
 from mapped import rss_nbytes
 from models import assert_same, floats, step, tokens, weights
 from repeats import thinned
@@ -22,7 +23,7 @@ from weightstream.cli import app
 from weightstream.errors import CheckpointError, PlanError
 from weightstream.store import pack
 
-__all__ = ["code_all", "told"]
+__all__ = ["code_all", "warned"]
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,7 +67,7 @@ NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The checkpoint of a name, plain or packed in a code; each is written once."""
+    """The checkpoint of a name, plain or packed. Each is written once."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def made(name: str, codec: str = "plain") -> Path:
@@ -96,11 +97,11 @@ def inputs(name: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[st
     return {"pixel_values": floats(seed, 2, 3, 32, 32).to(dtype)} if name == "vit" else {"input_ids": tokens(seed)}
 
 
-_BUDGETS: dict[tuple[Any, ...], int] = {}  # that were found
+_BUDGETS: dict[tuple[Any, ...], int] = {}  # found so far
 
 
 def open_coded(path: Path, share: float = 0.4, **options: Any) -> Any:
-    """The model in a share of the bytes that it takes when all is coded, or the least that plans."""
+    """The model with a share of the bytes of all compressed weights, or with the least budget that plans."""
     key, options = (
         (path, share, *options.items()),
         options | {"device": "cpu", "codec": "compressed", "progress": False},
@@ -122,8 +123,8 @@ def open_coded(path: Path, share: float = 0.4, **options: Any) -> Any:
 
 def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch.dtype = torch.bfloat16) -> None:
     for seed in range(2):
-        given = inputs(name, seed, dtype)
-        assert_same(step(model, given), step(reference, given))
+        batch = inputs(name, seed, dtype)
+        assert_same(step(model, batch), step(reference, batch))
     if name != "vit":
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         assert torch.equal(model.generate(tokens(1), **options), reference.generate(tokens(1), **options))
@@ -131,7 +132,7 @@ def assert_equal_for_a_while(model: Any, reference: Any, name: str, dtype: torch
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, folder: Any, told: list[str]) -> None:
+def test_a_plain_checkpoint_is_compressed_at_load(name: str, folder: Any, warned: list[str]) -> None:
     reference = plain(folder(name), name)
     model = open_coded(folder(name))
     streamer = model.weightstream
@@ -145,10 +146,10 @@ def test_a_plain_checkpoint_is_coded_as_it_is_loaded(name: str, folder: Any, tol
     streamer.remove()
     assert values(model) == values(reference)
     assert_equal_for_a_while(model, reference, name)
-    assert [line for line in told if "converted" not in line] == []
+    assert [line for line in warned if "converted" not in line] == []
 
 
-def test_pages_of_what_was_coded_are_not_held_beside_it(tmp_path: Path) -> None:
+def test_pages_of_compressed_weights_are_not_held(tmp_path: Path) -> None:
     settings = {**TEXT, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 2}
     kind = transformers.LlamaForCausalLM
     kind(transformers.LlamaConfig(**settings)).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -170,7 +171,7 @@ def update_every_other(*models: Any) -> None:
 
 
 def values(model: Any) -> dict[str, Any]:
-    """All but where the memory is: a mapped file's tensors share a storage."""
+    """Everything except the place of the memory: tensors of a mapped file share a storage."""
     return {name: (kind, *facts[1:-2], facts[-1]) for name, (kind, *facts) in exact(model).items()}
 
 
@@ -182,7 +183,7 @@ def values(model: Any) -> dict[str, Any]:
         *(pytest.param(name, "auto", marks=[pytest.mark.stress] * (i != 2)) for i, name in enumerate(NAMES)),
     ],
 )
-def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told: list[str]) -> None:
+def test_a_compressed_pack_streams_unchanged(name: str, packed: str, folder: Any, warned: list[str]) -> None:
     reference = plain(folder(name), name)
     model = open_coded(folder(name, packed))
     streamer = model.weightstream
@@ -197,14 +198,14 @@ def test_a_coded_pack_streams_as_it_is(name: str, packed: str, folder: Any, told
     assert_equal_for_a_while(model, reference, name)
     streamer.remove()
     assert values(model) == values(reference)
-    assert [line for line in told if "converted" not in line] == []
+    assert [line for line in warned if "converted" not in line] == []
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama tied", "vit"])
 @pytest.mark.parametrize("codec", ["auto", "none"])
-def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
-    name: str, codec: str, folder: Any, told: list[str]
+def test_a_compressed_pack_is_decoded_if_nothing_is_compressed(
+    name: str, codec: str, folder: Any, warned: list[str]
 ) -> None:
     reference = plain(folder(name), name)
     nbytes = sum(tensor.nbytes for tensor in reference.parameters())
@@ -213,7 +214,7 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
     )
     assert not model.weightstream.plan.manifest.codes
     assert model.weightstream.plan.step_nbytes > 0
-    assert len(told) == 1, list(told)
+    assert len(warned) == 1, list(warned)
     assert_equal_for_a_while(model, reference, name)
     model.weightstream.remove()
     assert values(model) == values(reference)
@@ -221,7 +222,7 @@ def test_a_coded_pack_is_decoded_where_nothing_is_to_be_coded(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "codec"), thinned(["plain", "compressed"], ["compressed", "none", "auto"]))
-def test_a_cast_at_load_is_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
+def test_a_cast_at_load_equals_the_cast_of_the_plain_weights(kind: str, codec: str, folder: Any) -> None:
     reference = plain(folder("llama"), "llama", dtype=torch.float16)
     model = weightstream.from_pretrained(
         folder("llama", kind), device="cpu", device_budget="1MiB", codec=codec, dtype=torch.float16, progress=False
@@ -251,7 +252,7 @@ def test_a_damaged_pack_is_refused_or_gives_other_weights(folder: Any, tmp_path:
     assert not torch.equal(found, expected)
 
 
-def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) -> None:
+def test_reads_and_saves_of_a_compressed_pack_are_plain(folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama tied"), "llama tied")
     model = open_coded(folder("llama tied", "compressed"))
     assert model.num_parameters() == reference.num_parameters()
@@ -267,7 +268,7 @@ def test_reads_and_saves_of_a_coded_pack_are_plain(folder: Any, tmp_path: Path) 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["plain", "compressed"])
-def test_a_small_host_budget_leaves_coded_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
+def test_a_small_host_budget_leaves_compressed_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:
     reference = plain(folder("llama"), "llama")
     options = {"host_budget": "300KiB"} | ({"offload_folder": tmp_path} if kind == "plain" else {})
     model = open_coded(folder("llama", kind), 0.65, **options)

@@ -1,4 +1,4 @@
-"""A text that is looked at a step late ends where it did: the same tokens, and the same random state behind it."""
+"""A text whose end is checked one step late ends at the same token, with the same random state afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = 24
 
 
 class Event:
-    """The CPU has none, and is never behind."""
+    """Pretend that the CPU has events. It is never late."""
 
     def __init__(self, device: Any = None, *, blocking: bool = False) -> None:
         pass
@@ -58,7 +58,7 @@ def prompt(rows: int = 1) -> torch.Tensor:
 
 
 def drawn(run: Any) -> tuple[Any, torch.Tensor]:
-    """What it gives, and what is drawn at random behind it."""
+    """The result of `run`, and random numbers drawn afterwards."""
     torch.manual_seed(3)
     return run(), torch.rand(4)
 
@@ -85,7 +85,7 @@ def test_a_text_that_ends_early(model: Any, how: dict[str, Any], at: int) -> Non
     assert got.shape[1] <= 5 + at < 5 + MANY
     assert torch.equal(got, want)
     assert torch.equal(drawn_now, drawn_then)
-    steps = got.shape[1] - 5 - 1  # behind the prompt; the first is watched
+    steps = got.shape[1] - 5 - 1  # after the prompt; the first step is watched
     if "llama" in model.config.model_type:
         assert decoding.replays == (steps if steps > 1 else 0)  # one more than plain steps, once they are replayed
     assert cuda.replays == decoding.replays
@@ -101,7 +101,7 @@ def test_texts_that_end_at_different_tokens(model: Any) -> None:
 
 
 @pytest.mark.few(1)
-def test_a_text_as_long_as_it_may_be_takes_no_step_more(model: Any) -> None:
+def test_a_text_of_maximum_length_takes_no_extra_step(model: Any) -> None:
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **SAMPLED}
     want, drawn_then = drawn(lambda: model.generate(prompt(), **options, **STATIC))
     (got, decoding), drawn_now = drawn(lambda: decode_with(model, prompt(), options, FakeCuda().recorder))
@@ -122,7 +122,7 @@ class Tokens:
         self.ids.append(-1)
 
 
-def test_code_of_the_caller_sees_each_token_at_once_and_none_too_many(llama: Any) -> None:
+def test_the_callers_code_sees_each_token_at_once_and_no_extra_one(llama: Any) -> None:
     options = ending(llama, 10, **GREEDY)
     want = llama.generate(prompt(), **options, **STATIC)
     lengths: list[int] = []
@@ -157,10 +157,10 @@ def test_code_of_the_caller_sees_each_token_at_once_and_none_too_many(llama: Any
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_steps_that_run_eager_are_none_too_many(name: str) -> None:
-    """Hooks of the caller see each of them."""
+def test_eager_steps_include_no_extra_step(name: str) -> None:
+    """The caller's hooks see each step."""
     config = MODELS[name]()
-    config._attn_implementation = "eager"  # in which the layers of Gemma 2 compute the operator that is refused
+    config._attn_implementation = "eager"  # with it, the layers of Gemma 2 run the operator that is refused
     model = randomise(transformers.AutoModelForCausalLM.from_config(config), seed=11)
     options = ending(model, 10, **SAMPLED)
     seen: list[int] = []
@@ -178,8 +178,10 @@ def test_steps_that_run_eager_are_none_too_many(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_what_others_seed_meanwhile_stays(llama: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a greedy text at any time; else once the step too many has drawn."""
+def test_seeds_set_meanwhile_by_other_code_stay(
+    llama: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a greedy text at any time; otherwise after the extra step has drawn."""
     options = ending(llama, 10, **how)
     cuda = FakeCuda()
     if how is GREEDY:
@@ -194,7 +196,7 @@ def test_what_others_seed_meanwhile_stays(llama: Any, how: dict[str, Any], monke
     assert torch.equal(found, torch.rand(4))
 
 
-def test_a_cache_that_is_returned_has_no_token_too_many(llama: Any) -> None:
+def test_a_returned_cache_has_no_extra_token(llama: Any) -> None:
     options = ending(llama, 10, **GREEDY) | {"return_dict_in_generate": True, "output_logits": True}
     want = llama.generate(prompt(), **options, **STATIC)
     got, decoding = decode_with(llama, prompt(), options, FakeCuda().recorder)
@@ -206,7 +208,7 @@ def test_a_cache_that_is_returned_has_no_token_too_many(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_of_long_steps_none_is_spent(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_long_step_is_discarded(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(transformers.AutoModelForCausalLM.from_config(MODELS["llama"]()), seed=11)
     options = ending(model, 10, **GREEDY)
     want = model.generate(prompt(), **options, **STATIC)
@@ -216,14 +218,14 @@ def test_of_long_steps_none_is_spent(is_long: bool, monkeypatch: pytest.MonkeyPa
     lates: list[bool] = []
     wanted = deferred_stop.a_step_late
     monkeypatch.setattr(deferred_stop, "a_step_late", lambda *a, **kw: (lates.append(True), wanted(*a, **kw))[1])
-    model.generate(prompt(), max_new_tokens=2)  # teaches the order
+    model.generate(prompt(), max_new_tokens=2)  # shows the order of units
     got, _ = decode_with(model, prompt(), options, FakeCuda(refused="aten.silu").recorder)  # its graphs open no unit
     assert torch.equal(got, want)
     assert lates == [True] * (not is_long)
     streamer.remove()
 
 
-def test_ranks_spend_a_step_where_all_of_them_do(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_the_extra_step_only_together(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     class Ranks:
@@ -251,7 +253,7 @@ def is_late() -> bool:
     return bool(utils.DeferredStopCheck.is_supported(torch.device("cuda"), None, False, is_assistant=False))
 
 
-def test_it_is_of_one_thread_and_put_back() -> None:
+def test_the_patch_affects_one_thread_and_is_restored() -> None:
     before = utils.DeferredStopCheck
     elsewhere: list[bool] = []
     is_inside, may_end = threading.Event(), threading.Event()
@@ -289,7 +291,7 @@ def test_a_device_without_events_and_a_transformers_without_it(monkeypatch: pyte
         assert not hasattr(utils, deferred_stop.NAME)
 
 
-def test_whether_a_step_may_be_spent() -> None:
+def test_whether_an_extra_step_is_allowed() -> None:
     def model(graph_s: float | None = None, **settings: Any) -> Any:
         found = SimpleNamespace(generation_config=transformers.GenerationConfig(**settings))
         if graph_s is not None:

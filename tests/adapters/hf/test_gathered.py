@@ -1,4 +1,5 @@
-"""Experts that a checkpoint holds one by one: streamed from where they are in it, bit for bit, and written nowhere."""
+"""Experts that a checkpoint stores one by one stream from their places in it, bit for bit, and are not written
+anywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=NAMES)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
-    """A model as it is built, and the folder of its checkpoint, in several shards."""
+    """A model, and the folder of its checkpoint, in several shards."""
     original = MODELS[request.param]()
     original.module.save_pretrained(tmp_path / "model", max_shard_size="200KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
@@ -50,7 +51,7 @@ def assert_streams(model: Any, original: Any, expected: Any) -> None:
 
 
 def in_parts(model: Any) -> dict[str, Any]:
-    """The homes of what streams from several places of files, by name."""
+    """The homes of weights that stream from several places of files, by name."""
     homes, resident = model.weightstream._homes.homes, model.weightstream.plan.resident
     found = {a: home for a, home in homes.items() if a not in resident and home.source.lazy is not None}
     assert found
@@ -95,7 +96,7 @@ def test_streams_from_disk(saved: Any, tmp_path: Path) -> None:
     assert disk
     assert all(isinstance(home.source, OnDisk) for home in disk)
     assert_streams(model, original, expected)
-    assert all(home.is_undecoded for home in disk), "nothing of them is in RAM"
+    assert all(home.is_undecoded for home in disk), "none of them is in RAM"
     model.weightstream.remove()
 
 
@@ -117,7 +118,7 @@ def test_updates_arrive(saved: Any) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saved", ["qwen3_moe-bf16"], indirect=True)
-def test_what_is_in_parts_can_be_coded(saved: Any, caplog: Any) -> None:
+def test_gathered_weights_can_be_compressed(saved: Any, caplog: Any) -> None:
     original, folder = saved
     expected = reference(original, folder)
     model = weightstream.from_pretrained(
@@ -128,14 +129,14 @@ def test_what_is_in_parts_can_be_coded(saved: Any, caplog: Any) -> None:
     for alias in coded:
         spec = next(t for t in model.weightstream.plan.manifest.tensors() if t.alias == alias)
         layout = model.weightstream._homes.homes[alias].layout
-        assert layout.nbytes <= spec.nbytes <= 1.05 * layout.nbytes + 512, "it was estimated from its true bytes"
+        assert layout.nbytes <= spec.nbytes <= 1.05 * layout.nbytes + 512, "the estimate used its true bytes"
     assert_streams(model, original, expected)
     model.weightstream.remove()
     assert_equal_weights(model, expected)
 
 
 @pytest.mark.few(1)
-def test_a_model_is_saved_as_it_was(saved: Any, tmp_path: Path) -> None:
+def test_a_model_is_saved_unchanged(saved: Any, tmp_path: Path) -> None:
     original, folder = saved
     expected = reference(original, folder)
     model = weightstream.from_pretrained(folder, device="cpu", device_budget=model_nbytes(expected) // 2)
@@ -158,7 +159,7 @@ UPDATES: dict[str, Any] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "update"), thinned(NAMES, UPDATES), indirect=["saved"])
-def test_updates_between_steps_however_they_are_made(update: str, saved: Any) -> None:
+def test_updates_between_steps_by_any_way(update: str, saved: Any) -> None:
     """The kernel does not report which pages of gathered memory were written to."""
     original, folder = saved
     expected = reference(original, folder)

@@ -1,4 +1,4 @@
-"""Captured generation on the CPU: a graph that records and repeats operators stands in for CUDA's."""
+"""Captured generation on the CPU, with a graph that records and repeats operators instead of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build(name: str, layers: int = 4) -> Any:
         config.layer_types = config.layer_types[:layers]
     model = randomise(transformers.AutoModelForCausalLM.from_config(config), seed=11)
     if name == "qwen3-moe":
-        model.set_experts_implementation("batched_mm")  # what transformers decodes with on a GPU
+        model.set_experts_implementation("batched_mm")  # as transformers decodes on a GPU
     return model
 
 
@@ -82,7 +82,7 @@ def is_sliding(model: Any) -> bool:
 
 @pytest.mark.few(1)
 def test_tokens_equal_those_of_a_static_cache(model: Any) -> None:
-    for ids in (prompt(5), prompt(9)):  # twice, and with another length
+    for ids in (prompt(5), prompt(9)):  # twice, with another length
         want = model.generate(ids, **options(), **STATIC)
         got, decoding, cuda = captured(model, ids)
         assert torch.equal(got, want)
@@ -106,7 +106,7 @@ def test_sampling_draws_the_same_tokens(model: Any) -> None:
 
 
 @pytest.mark.few(1)
-def test_logits_and_states_of_all_steps_are_kept(model: Any) -> None:
+def test_logits_and_states_of_all_steps_are_returned(model: Any) -> None:
     kept = {"return_dict_in_generate": True, "output_logits": True, "output_hidden_states": True}
     want = model.generate(prompt(), **options(**kept), **STATIC)
     got, decoding, _ = captured(model, prompt(), **kept)
@@ -158,7 +158,7 @@ def test_streamers_and_criteria_see_every_token(llama: Any) -> None:
     assert cuda.replays == 15 - 5 - 1 - 1
 
 
-def test_a_generation_config_is_kept_and_not_changed(llama: Any) -> None:
+def test_a_generation_config_is_used_and_not_changed(llama: Any) -> None:
     config = transformers.GenerationConfig(max_new_tokens=9, min_new_tokens=9, repetition_penalty=1.7, pad_token_id=0)
     want = llama.generate(prompt(), generation_config=config)
     cuda = FakeCuda()
@@ -168,7 +168,7 @@ def test_a_generation_config_is_kept_and_not_changed(llama: Any) -> None:
     assert config.cache_implementation is None
 
 
-def test_ids_may_come_by_name(llama: Any) -> None:
+def test_ids_may_be_a_keyword(llama: Any) -> None:
     want = llama.generate(prompt(), **options(), **STATIC)
     got, decoding = decode_with(llama, None, options(input_ids=prompt()), FakeCuda().recorder)
     assert torch.equal(got, want)
@@ -176,7 +176,7 @@ def test_ids_may_come_by_name(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_forward_is_put_back(fails: bool) -> None:
+def test_forward_is_restored(fails: bool) -> None:
     llama = build("llama")
     for patched in (None, llama.forward):
         if patched is not None:
@@ -205,7 +205,7 @@ def test_forward_is_put_back(fails: bool) -> None:
 # -- what runs eager ------------------------------------------------------------------------------------------------
 
 
-def test_without_cuda_it_is_generate_itself(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_cuda_it_calls_generate(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     found: list[DecodeReport] = []
     want = llama.generate(prompt(), **options())
     with caplog.at_level(logging.WARNING, "weightstream"):
@@ -237,7 +237,7 @@ def test_an_offloaded_model_without_cuda() -> None:
     ],
 )
 @pytest.mark.filterwarnings("default")
-def test_another_cache_or_loop_is_left_alone(llama: Any, more: dict[str, Any], reason: str) -> None:
+def test_another_cache_or_loop_runs_eager(llama: Any, more: dict[str, Any], reason: str) -> None:
     want = llama.generate(prompt(), **options(**more))
     got, decoding, cuda = captured(llama, prompt(), **more)
     assert torch.equal(got, want)
@@ -252,7 +252,7 @@ def test_a_cache_of_the_callers_is_used(llama: Any) -> None:
     assert cache.get_seq_length() == 5 + 23
 
 
-def test_models_that_have_no_static_cache() -> None:
+def test_models_without_a_static_cache() -> None:
     torch.manual_seed(0)
     config = transformers.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
     mamba = transformers.MambaForCausalLM(config).eval()
@@ -272,7 +272,7 @@ def test_too_short_to_capture(llama: Any) -> None:
 
 
 class Reading(transformers.LlamaForCausalLM):
-    """A forward that looks at a value of its input."""
+    """A forward that reads a value of its input."""
 
     calls = 0
 
@@ -293,22 +293,22 @@ def test_a_forward_that_reads_values_is_not_captured() -> None:
     assert torch.equal(got, want)
     assert decoding == DecodeReport(reason="the model waits for the device in aten._local_scalar_dense.default")
     assert not cuda.graphs
-    assert model.calls == 24  # none twice
+    assert model.calls == 24  # no step ran twice
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_capture_that_fails_is_done_again_eager(name: str) -> None:
+def test_a_failed_capture_is_repeated_eager(name: str) -> None:
     model = build(name)
     want = model.generate(prompt(), **options(), **STATIC)
     got, decoding, cuda = captured(model, prompt(), FakeCuda(refused="aten.tanh" if name == "gemma2" else "aten.silu"))
     assert torch.equal(got, want)
     message = "the capture failed: RuntimeError: operation not permitted when stream is capturing"
     assert decoding == DecodeReport(reason=message)
-    assert len(cuda.graphs) == 1  # and no later step tries again
+    assert len(cuda.graphs) == 1  # no later step tries again
     assert cuda.replays == 0
 
 
-def test_a_window_that_fails_once_full_goes_on_eager() -> None:
+def test_a_window_whose_second_capture_fails_continues_eager() -> None:
     model = build("mistral")
     want = model.generate(prompt(), **options(), **STATIC)
     got, decoding, _ = captured(model, prompt(), FakeCuda(refused="aten.roll"))
@@ -326,7 +326,7 @@ class Counting(transformers.MistralForCausalLM):
         return output
 
 
-def test_a_forward_that_asks_a_window_for_its_length_is_not_captured() -> None:
+def test_a_forward_that_reads_the_length_of_a_window_is_not_captured() -> None:
     torch.manual_seed(0)
     model = Counting(MODELS["mistral"]()).eval()
     want = model.generate(prompt(), **options(), **STATIC)
@@ -350,7 +350,7 @@ def test_a_cache_that_counts_in_python_is_not_captured(llama: Any, monkeypatch: 
     assert not cuda.graphs
 
 
-def test_another_generate_inside_runs_as_it_is(llama: Any) -> None:
+def test_a_nested_generate_runs_unchanged(llama: Any) -> None:
     inner: list[Any] = []
 
     def again(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -390,7 +390,7 @@ def test_an_offloaded_model_learns_its_order_first(called_before: bool) -> None:
         steps = streamer.stats().steps
         got, decoding, _ = captured(llama, prompt(), FakeCuda(refused="aten"))
         assert torch.equal(got, want)
-        assert decoding.reason.startswith("the capture failed")  # as this graph cannot hold a streamer's copies
+        assert decoding.reason.startswith("the capture failed")  # since this graph cannot hold a streamer's copies
         assert streamer.stats().steps - steps == 24 + 1  # one in the capture, which runs here
         assert torch.equal(generate(llama, prompt(), **options()), llama.generate(prompt(), **options()))
     assert "forward" not in llama.__dict__
@@ -408,7 +408,7 @@ def test_an_offloaded_model_that_cannot_enter_a_step_runs_eager_with_the_reason(
 
 
 class ReadsByToken(transformers.LlamaForCausalLM):
-    """Steps of one token read a weight that is another module's."""
+    """A model whose steps of one token read a weight of another module."""
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, **kwargs)
@@ -419,7 +419,7 @@ class ReadsByToken(transformers.LlamaForCausalLM):
 
 @pytest.mark.stress
 def test_a_weight_that_only_steps_of_one_token_read_is_not_forgotten() -> None:
-    """With so little memory that it cannot stay there."""
+    """The budget is so small that the weight cannot stay on the device."""
     llama = randomise(ReadsByToken(build("llama").config).eval(), 11)
     want = llama.generate(prompt(), **options(), **STATIC)
     with weightstream.offload(llama, device="cpu", device_budget="60KiB"):
@@ -431,7 +431,7 @@ def test_a_weight_that_only_steps_of_one_token_read_is_not_forgotten() -> None:
 
 
 def test_inputs_may_have_another_name() -> None:
-    """Of Whisper they are `input_features`: what has no `inputs` is given none."""
+    """For Whisper they are `input_features`: a model without `inputs` gets none."""
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "vocab_size": 64}
     sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -448,8 +448,8 @@ def is_text(planned: PlannerInputs) -> bool:
     return found
 
 
-def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
-    """Else the first prompt, which is eager, would move weights for its own sake."""
+def test_plans_are_made_for_text_from_graphs_and_do_not_change_at_a_prompt() -> None:
+    """Otherwise the first prompt, which is eager, would move weights for itself only."""
     model = build("llama")
     budget = sum(param.nbytes for param in model.parameters()) // 2
     with weightstream.offload(model, device="cpu", device_budget=budget) as streamer:
@@ -457,11 +457,11 @@ def test_plans_are_made_for_text_from_graphs_and_stay_so_at_a_prompt() -> None:
         for _ in range(2):
             model(prompt(9))
         found = streamer._installed.replanning.inputs
-        assert found.workload is None, "it is of the prompt"
+        assert found.workload is None, "the workload of the prompt"
         assert is_text(found)
 
 
-def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
+def test_plans_are_made_for_eager_steps_if_graphs_are_impossible() -> None:
     model = build("llama")
     machine = machine_elsewhere(Profile(device_nbytes=1 << 30))
 
@@ -472,7 +472,7 @@ def test_plans_are_made_for_eager_steps_where_no_graph_brings_text() -> None:
     assert not is_text(sketch(pin_memory=False).inputs), "no graph holds such copies"
     call = observe(model, Workload(tokens=8, context=8))
     found = sketch()
-    assert not is_text(found.gatherer.for_work(found.inputs, call, "forward")), "a pipeline wants no text of it"
+    assert not is_text(found.gatherer.for_work(found.inputs, call, "forward")), "a pipeline generates no text with it"
     assert observe(model, Workload()).captured is not None
     other, about = torch.nn.Linear(4, 4), {"device": "cpu", "device_budget": 1 << 20}
     with weightstream.offload(other, example_inputs=(torch.ones(4),), **about) as streamer:
@@ -514,7 +514,7 @@ def test_over_several_devices_one_graph_holds_the_step_of_all(name: str, num: in
 
 
 class Masked(nn.Module):
-    """A block that is given what changes between steps beside its states."""
+    """A block that gets another tensor besides its states, which changes between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -546,8 +546,8 @@ class Whole(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["the model", "a part of it"])
-def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the second device had other memory. A launch writes to copies, and raises no version."""
+def test_arguments_of_blocks_are_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second device acts as one with separate memory. A launch writes to the copies without a new version."""
     model = randomise(Whole().eval(), seed=3)
     reference, (x, mask) = copy.deepcopy(model), torch.randn(2, 2, 64)
     with over_lanes(model, 2) as stripes:
@@ -574,7 +574,7 @@ def test_what_blocks_were_given_is_copied_in_each_graph(part: str, monkeypatch: 
 
 @torch.no_grad()
 @pytest.mark.parametrize("num", [2, 3])
-def test_a_launch_is_behind_all_devices_and_before_them(num: int) -> None:
+def test_a_launch_is_ordered_after_and_before_the_work_of_all_devices(num: int) -> None:
     model = randomise(Whole().eval(), seed=3)
     x, mask = torch.randn(2, 2, 64)
     with over_lanes(model, num) as stripes:
@@ -592,7 +592,7 @@ def test_a_launch_is_behind_all_devices_and_before_them(num: int) -> None:
 
 
 @torch.no_grad()
-def test_a_graph_that_one_device_has_lost_is_not_launched_in_part() -> None:
+def test_a_graph_that_one_device_has_lost_is_not_launched_partially() -> None:
     model = randomise(Whole().eval(), seed=3)
     x, mask = torch.randn(2, 2, 64)
     with over_lanes(model, 2) as stripes:
@@ -608,13 +608,13 @@ def test_a_graph_that_one_device_has_lost_is_not_launched_in_part() -> None:
             assert [part.stats().steps for part in stripes.parts.values()] == steps
 
 
-def test_layers_elsewhere_tell_their_length_where_masks_are_made() -> None:
+def test_cache_layers_elsewhere_report_their_length_on_the_device_of_masks() -> None:
     layers = [StaticLayer(max_cache_len=4) for _ in range(3)]
     for layer in layers[:2]:
         layer.update(torch.randn(1, 2, 1, 3), torch.randn(1, 2, 1, 3))
     cache, meta = SimpleNamespace(layers=layers), torch.device("meta")
     static_cache.tell_lengths_at(cache, torch.device("cpu"))
-    assert not any("get_seq_length" in vars(layer) for layer in layers), "they are there"
+    assert not any("get_seq_length" in vars(layer) for layer in layers), "already on that device"
     for _ in range(2):
         static_cache.tell_lengths_at(cache, meta)
         assert [getattr(layer.get_seq_length(), "device", None) for layer in layers] == [meta, meta, None]
@@ -624,7 +624,7 @@ def test_layers_elsewhere_tell_their_length_where_masks_are_made() -> None:
     gc.disable()
     try:
         del cache, layer, layers, other
-        assert [ref() for ref in gone] == [None, None], "their memory goes at once"
+        assert [ref() for ref in gone] == [None, None], "their memory is freed at once"
     finally:
         gc.enable()
 
@@ -637,7 +637,7 @@ def test_caches_of_other_kinds_are_left_alone(layers: Any) -> None:
     static_cache.tell_lengths_at(None, torch.device("meta"))
 
 
-def test_a_capture_that_fails_reports_the_first_error_and_keeps_nothing(llama: Any) -> None:
+def test_a_failed_capture_reports_the_first_error_and_keeps_nothing(llama: Any) -> None:
     cuda, refs = FakeCuda(refused="aten.silu"), []
 
     @contextmanager
@@ -663,7 +663,7 @@ def test_a_capture_that_fails_reports_the_first_error_and_keeps_nothing(llama: A
 
 
 def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `generate` puts in place of the forward for a text is no other code of the model."""
+    """`generate` replaces the forward for a text. That does not count as a changed forward of the model."""
     lanes = Lanes()
     monkeypatch.setattr("weightstream.runtime.devices.opening.CpuBackend", lambda *_: Lane(lanes))
     model, reference = build("llama"), build("llama")
@@ -682,7 +682,7 @@ def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Waits(torch.Tensor):
-    """A wrapper whose products ask for a value on the host."""
+    """A wrapper whose matrix products read a value on the host."""
 
     def __new__(cls, inner: torch.Tensor) -> Waits:
         made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
@@ -702,7 +702,7 @@ class Waits(torch.Tensor):
         (("aten.sum",), "aten.sum.default ignores CUDA streams, so that a graph would compute without it"),
     ],
 )
-def test_what_no_graph_has_is_found_inside_of_wrappers(
+def test_operators_that_prevent_a_graph_are_found_inside_wrappers(
     streamless: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graph_runner, "_STREAMLESS", frozenset(streamless))

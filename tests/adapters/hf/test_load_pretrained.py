@@ -59,7 +59,7 @@ def populated(loaded: LoadedModel) -> LoadedModel:
 
 
 def assert_same(loaded: LoadedModel, reference: Any) -> None:
-    """Every parameter and buffer, the non-persistent ones too, and what the model computes."""
+    """Compare every parameter and buffer, including non-persistent ones, and the outputs."""
     model = populated(loaded).model
     assert type(model) is type(reference)
     for kind in ("named_parameters", "named_buffers"):
@@ -77,7 +77,7 @@ def assert_same(loaded: LoadedModel, reference: Any) -> None:
 
 
 def homes(loaded: LoadedModel) -> dict[str, str | None]:
-    """The kind of memory each parameter views: "checkpoint", "folder", "parts" of the checkpoint or None."""
+    """The memory that each parameter views: "checkpoint", "folder", "parts" of the checkpoint, or None."""
     found: dict[str, str | None] = {}
     for name, param in loaded.model.named_parameters():
         memories = [m for m in (*loaded.mappings, *loaded.lazy) if m.locate(param.data_ptr()) is not None]
@@ -131,28 +131,28 @@ def test_sharded_index(tmp_path: Path) -> None:
 def test_dtype_change_is_written(
     folder: str | None, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = folder and tmp_path / folder
-    loaded = load_pretrained(llama, dtype="bfloat16", offload_folder=given)
+    offload_folder = folder and tmp_path / folder
+    loaded = load_pretrained(llama, dtype="bfloat16", offload_folder=offload_folder)
     assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
     assert set(homes(loaded).values()) == {"folder"}
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     (record,) = [r for r in caplog.records if r.name == "weightstream"]
     assert loaded.folder is not None
     assert f"{human(loaded.folder.nbytes)} written to {loaded.folder.path} for this process" in record.getMessage()
-    assert given is None or loaded.folder.path.parent == given
+    assert offload_folder is None or loaded.folder.path.parent == offload_folder
     loaded.folder.close()
-    assert given is None or list(given.iterdir()) == []
+    assert offload_folder is None or list(offload_folder.iterdir()) == []
 
 
 def parts_of(loaded: LoadedModel) -> dict[str, list[torch.Tensor]]:
-    """By parameter: what it is made of, as the file holds it."""
+    """For each parameter, the tensors of the file that it consists of."""
     names = {param.data_ptr(): name for name, param in loaded.model.named_parameters()}
     return {names[m.address]: [extent.bytes() for extent in m.extents] for m in loaded.lazy}
 
 
-def test_fused_experts_are_where_they_are_in_the_file(mixtral: Path, tmp_path: Path) -> None:
+def test_fused_experts_stay_in_the_file(mixtral: Path, tmp_path: Path) -> None:
     tensors = load_file(mixtral / "model.safetensors")
-    assert any("experts.3." in name for name in tensors)  # the file holds them one by one
+    assert any("experts.3." in name for name in tensors)  # the file has them one by one
     loaded = load_pretrained(mixtral, offload_folder=tmp_path / "offload")
     for name, home in homes(loaded).items():
         assert home == ("parts" if ".experts." in name else "checkpoint"), name
@@ -178,7 +178,7 @@ def test_parts_of_several_shards(tmp_path: Path) -> None:
     assert_same(loaded, transformers.MixtralForCausalLM.from_pretrained(folder))
 
 
-def test_only_what_is_cast_is_written(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_casted_weights_are_written(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = mixtral / "model.safetensors"
     tensors = {n: t.bfloat16() if "layers.1." in n and ".w2." in n else t for n, t in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
@@ -187,14 +187,14 @@ def test_only_what_is_cast_is_written(mixtral: Path, monkeypatch: pytest.MonkeyP
     assert_same(loaded, transformers.MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.float32))
     found, cast = homes(loaded), "model.layers.1.mlp.experts"
     assert found[f"{cast}.down_proj"] == "folder"
-    assert found[f"{cast}.gate_up_proj"] == "checkpoint"  # safetensors sorts by dtype: they lie one after another now
+    assert found[f"{cast}.gate_up_proj"] == "checkpoint"  # safetensors sorts by dtype, so they are adjacent now
     for name in found.keys() - {f"{cast}.down_proj", f"{cast}.gate_up_proj"}:
         assert found[name] == ("parts" if ".experts." in name else "checkpoint"), name
     assert names == ["down_proj"]
 
 
-def test_experts_that_are_one_tensor_already_are_viewed(mixtral: Path, tmp_path: Path) -> None:
-    """Nothing is converted, though the names are those of what transformers makes."""
+def test_fused_experts_of_a_file_are_viewed(mixtral: Path, tmp_path: Path) -> None:
+    """Nothing is converted, though the names are those after transformers' conversion."""
     expected = transformers.MixtralForCausalLM.from_pretrained(mixtral)
     save_file(expected.state_dict(), mixtral / "model.safetensors", metadata={"format": "pt"})
     loaded = load_pretrained(mixtral)
@@ -202,7 +202,7 @@ def test_experts_that_are_one_tensor_already_are_viewed(mixtral: Path, tmp_path:
     assert_same(loaded, expected)
 
 
-def test_what_is_gathered_is_saved_as_transformers_saves_it(mixtral: Path, tmp_path: Path) -> None:
+def test_gathered_weights_are_saved_as_transformers_saves_them(mixtral: Path, tmp_path: Path) -> None:
     populated(load_pretrained(mixtral)).model.save_pretrained(tmp_path / "again")
     found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", mixtral))
     assert found.keys() == expected.keys()
@@ -213,7 +213,7 @@ def test_what_is_gathered_is_saved_as_transformers_saves_it(mixtral: Path, tmp_p
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "bert"])
 def test_a_second_load_into_the_folder(kind: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if kind == "bert":  # transformers pads a bias of it anew in every load
+    if kind == "bert":  # transformers pads one of its biases at every load
         sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
         folder = saved(tmp_path / "bert", transformers.BertForMaskedLM, transformers.BertConfig(**sizes))
     else:
@@ -231,20 +231,20 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
     missing = "model.layers.1.mlp.up_proj.weight"
     tensors["surplus.weight"] = tensors.pop(missing)
     save_file(tensors, file, metadata={"format": "pt"})
-    told = "the files have 1 weights that it does not .*surplus.weight: pass key_mapping= .* else allow_missing"
-    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of LlamaForCausalLM: {missing}; {told}"):
+    advice = "the files have 1 weights that it does not .*surplus.weight: pass key_mapping= .* else allow_missing"
+    with pytest.raises(CheckpointError, match=rf"lacks 1 weights of LlamaForCausalLM: {missing}; {advice}"):
         load_pretrained(llama)
     loaded = load_pretrained(llama, allow_missing=True)
     assert homes(loaded).pop(missing) is None
     assert sum(home is None for home in homes(loaded).values()) == 1
     param = loaded.model.get_parameter(missing)
     assert not param.is_meta
-    assert 0 < param.std() < 1  # initialised, not left as memory was
+    assert 0 < param.std() < 1  # initialised, not the old content of memory
     assert not [name for name, _ in loaded.model.named_parameters() if "surplus" in name]
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("keywords", "text"),
     [
         ({"device_budgett": "1GiB"}, "device_budgett = '1GiB': there is no such option; did you mean device_budget"),
         ({"attn_implementatio": "sdpa"}, "did you mean attn_implementation"),
@@ -260,27 +260,27 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
         ({"config": 3}, "config is a int: an OffloadConfig is taken here"),
     ],
 )
-def test_unknown_keywords(given: dict[str, Any], text: str, llama: Path) -> None:
+def test_unknown_keywords(keywords: dict[str, Any], text: str, llama: Path) -> None:
     with pytest.raises(ConfigError, match=text):
-        weightstream.from_pretrained(llama, device="cpu", device_budget="1MiB", progress=False, **given)
+        weightstream.from_pretrained(llama, device="cpu", device_budget="1MiB", progress=False, **keywords)
 
 
-def test_keywords_that_the_config_has(llama: Path) -> None:
-    """They are set there, as transformers does; a config of transformers stands in place of config.json."""
+def test_keywords_of_the_config(llama: Path) -> None:
+    """They are set in the config, as in transformers. A transformers config replaces config.json."""
     options = {"device": "cpu", "device_budget": "1MiB", "progress": False}
-    for given in ({"num_hidden_layers": 1, "use_cache": False}, {}):
+    for keywords in ({"num_hidden_layers": 1, "use_cache": False}, {}):
         config = transformers.AutoConfig.from_pretrained(llama)
-        if not given:
+        if not keywords:
             config.num_hidden_layers = 1
             config.use_cache = False
-        model = weightstream.from_pretrained(llama, **options, **given or {"config": config})
+        model = weightstream.from_pretrained(llama, **options, **keywords or {"config": config})
         assert (len(model.model.layers), model.config.use_cache) == (1, False)
         reference = transformers.LlamaForCausalLM.from_pretrained(llama, num_hidden_layers=1, use_cache=False)
         got, want = (dict(m.named_parameters()) for m in (model, reference.eval()))
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) for name in want)
         model.weightstream.remove()
-        assert config.num_hidden_layers == (2 if given else 1), "that of the caller stays as it is"
+        assert config.num_hidden_layers == (2 if keywords else 1), "the caller's config does not change"
     planned = weightstream.plan_model(llama, device="cpu", device_budget="1MiB", config=config)
     assert sum("layers.1." in tensor.name for tensor in planned.manifest.tensors()) == 0
     with pytest.raises(ConfigError, match="config is a LlamaConfig: an OffloadConfig is taken here"):
@@ -288,7 +288,7 @@ def test_keywords_that_the_config_has(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_torch_dtype_is_a_name_of_dtype(name: str, llama: Path) -> None:
+def test_torch_dtype_is_an_alias_of_dtype(name: str, llama: Path) -> None:
     options = {"device": "cpu", "device_budget": "1MiB", name: torch.float16}
     model = weightstream.from_pretrained(llama, progress=False, **options)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
@@ -297,7 +297,7 @@ def test_torch_dtype_is_a_name_of_dtype(name: str, llama: Path) -> None:
     assert {t.dtype for t in planned.manifest.tensors() if t.name.endswith("weight")} == {"float16"}
 
 
-def test_a_folder_in_the_folder(llama: Path, tmp_path: Path) -> None:
+def test_a_subfolder(llama: Path, tmp_path: Path) -> None:
     outer = tmp_path / "outer"
     shutil.copytree(llama, outer / "text")
     options = {"device": "cpu", "device_budget": "1MiB", "progress": False}
@@ -307,7 +307,7 @@ def test_a_folder_in_the_folder(llama: Path, tmp_path: Path) -> None:
             weightstream.from_pretrained(outer, subfolder=name, **options)
 
 
-def test_what_diffusers_loads_is_named(llama: Path, tmp_path: Path) -> None:
+def test_folders_of_diffusers_are_named(llama: Path, tmp_path: Path) -> None:
     edit_config(llama, _class_name="FluxTransformer2DModel", model_type=None)
     with pytest.raises(CheckpointError, match=r"FluxTransformer2DModel: weightstream\.pipeline_from_pretrained loads"):
         load_pretrained(llama)
@@ -328,17 +328,17 @@ def test_misaligned_tensors_get_a_home(llama: Path) -> None:
 
 
 def test_other_classes(llama: Path) -> None:
-    for given, expected in [
+    for model_class, expected in [
         (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM),
         (transformers.AutoModel, transformers.LlamaModel),
         (transformers.LlamaModel, transformers.LlamaModel),
     ]:
-        loaded = load_pretrained(llama, model_class=given)
+        loaded = load_pretrained(llama, model_class=model_class)
         assert_same(loaded, expected.from_pretrained(llama))
         assert set(homes(loaded).values()) == {"checkpoint"}
 
 
-def test_generation_config_is_the_files(llama: Path) -> None:
+def test_the_generation_config_is_that_of_the_file(llama: Path) -> None:
     facts = json.loads((llama / "generation_config.json").read_text())
     (llama / "generation_config.json").write_text(json.dumps({**facts, "max_new_tokens": 7, "eos_token_id": 42}))
     config = load_pretrained(llama).model.generation_config
@@ -373,7 +373,7 @@ def test_process_state_is_restored(llama: Path, monkeypatch: pytest.MonkeyPatch)
         assert control.is_progress_bar_enabled()
         assert os.environ.get("HF_DEACTIVATE_ASYNC_LOAD") == value
         assert logging.getLogger("transformers").handlers == handlers
-        torch.nn.Linear(300, 300)  # the hook is gone
+        torch.nn.Linear(300, 300)  # the hook has been removed
         assert names == []
 
 
@@ -427,7 +427,7 @@ def test_refused_by_name(llama: Path, tmp_path: Path) -> None:
         load_pretrained(tmp_path / "none")
 
 
-def test_what_the_hub_does_not_have(tmp_path: Path) -> None:
+def test_a_name_that_is_not_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'nobody/nothing' is no local folder.*hub failed"):
         load_pretrained("nobody/nothing", local_files_only=True, cache_dir=tmp_path)
 
@@ -462,10 +462,10 @@ def no_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_network")
-def test_without_a_network_the_cached_snapshot_is_taken(
+def test_without_a_network_the_cached_snapshot_is_used(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it has no more than what transformers got."""
+    """Also a snapshot with only the files that transformers downloaded."""
     commit = "0123456789" * 4
     snapshot = tmp_path / "cache" / "models--o--m" / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -518,8 +518,8 @@ def test_the_error_names_the_key_mapping_that_removes_a_prefix(prefix: str, unti
     assert_same(load_pretrained(untied, key_mapping=mapping), expected)
 
 
-def test_a_prefix_that_the_file_has_not(tmp_path: Path) -> None:
-    """One that the model's own base has not either."""
+def test_a_prefix_that_the_file_lacks(tmp_path: Path) -> None:
+    """Such a prefix is one that the model's own base lacks, too."""
 
     class Wrapped(transformers.LlamaPreTrainedModel):
         base_model_prefix = "text"
@@ -540,7 +540,7 @@ def test_a_prefix_that_the_file_has_not(tmp_path: Path) -> None:
     assert all(torch.equal(loaded.model.inner.state_dict()[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_to_do_without_a_head(untied: Path) -> None:
+def test_advice_if_the_head_is_missing(untied: Path) -> None:
     tensors = load_file(untied / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, untied / "model.safetensors", metadata={"format": "pt"})
@@ -573,7 +573,7 @@ def test_weights_of_a_model_with_an_adapter_in_it(untied: Path, tmp_path: Path) 
 
 
 @with_adapters
-def test_a_folder_with_an_adapter_and_a_config_alone(untied: Path, tmp_path: Path) -> None:
+def test_a_folder_with_only_an_adapter_and_a_config(untied: Path, tmp_path: Path) -> None:
     adapter_of(untied, tmp_path / "adapter")
     shutil.copy(untied / "config.json", tmp_path / "adapter")
     for use in (load_pretrained, weightstream.plan_model):
@@ -625,7 +625,7 @@ def test_an_adapter_is_in_memory_and_its_model_in_the_files(untied: Path, caplog
 
 @with_adapters
 def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
-    """One of DoRA computes with them as it is put in."""
+    """DoRA computes with these weights when its adapter is added."""
     sizes = {"hidden_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": True}
     torch.manual_seed(0)
     model, folder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | sizes)), tmp_path / "base"
@@ -634,7 +634,7 @@ def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
     adapter_of(folder, folder, use_dora=True)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder / name, tmp_path / "pack")
-    torch.manual_seed(1)  # transformers leaves a part of it as it is drawn
+    torch.manual_seed(1)  # transformers leaves a part of it random
     reference = transformers.LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(1)
     loaded = load_pretrained(tmp_path / "pack")
@@ -657,7 +657,7 @@ def test_an_adapter_finds_coded_weights_decoded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_architecture_that_is_none(facts: dict[str, Any], text: str, llama: Path) -> None:
+def test_an_unknown_architecture(facts: dict[str, Any], text: str, llama: Path) -> None:
     edit_config(llama, **facts)
     with pytest.raises(CheckpointError, match=text):
         load_pretrained(llama)
@@ -667,7 +667,7 @@ def test_an_architecture_that_is_none(facts: dict[str, Any], text: str, llama: P
     assert_same(model, transformers.AutoModelForCausalLM.from_pretrained(llama))
 
 
-def test_the_first_architecture_that_is_known_is_taken(llama: Path) -> None:
+def test_the_first_known_architecture_is_used(llama: Path) -> None:
     edit_config(llama, architectures=["LlamaForCausalLMEagle3", "LlamaForCausalLM"])
     assert type(load_pretrained(llama).model) is transformers.LlamaForCausalLM
 
@@ -679,7 +679,7 @@ def test_a_config_of_another_kind_is_read_as_its_class_does(llama: Path) -> None
     assert_same(loaded, transformers.LlamaForCausalLM.from_pretrained(llama))
 
 
-def test_what_a_class_changes_as_it_loads_stays_changed(llama: Path) -> None:
+def test_changes_by_a_class_as_it_loads_stay(llama: Path) -> None:
     class Louder(transformers.LlamaForCausalLM):
         @classmethod
         def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -704,8 +704,8 @@ def test_what_a_class_changes_as_it_loads_stays_changed(llama: Path) -> None:
     assert (llama / "model.safetensors").read_bytes() == before
 
 
-def test_an_exception_that_is_kept_keeps_no_weights(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As gptqmodel keeps that of an import: it has the frames of the load."""
+def test_a_stored_exception_keeps_no_weights(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """gptqmodel stores an exception of an import, which refers to the frames of the load."""
     kept: list[Exception] = []
 
     class Keeping(transformers.LlamaForCausalLM):
@@ -723,7 +723,7 @@ def test_an_exception_that_is_kept_keeps_no_weights(llama: Path, caplog: pytest.
     assert kept
 
 
-def test_a_class_that_spells_the_path_otherwise(llama: Path) -> None:
+def test_a_class_that_writes_the_path_differently(llama: Path) -> None:
     class Spelled(transformers.LlamaForCausalLM):
         @classmethod
         def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -750,8 +750,8 @@ def test_a_class_that_reads_its_files_itself(llama: Path) -> None:
     )
 
 
-def test_another_model_that_is_loaded_meanwhile_is_no_part_of_it(llama: Path, untied: Path, tmp_path: Path) -> None:
-    """By the same thread, as a part of it, and by another one, of the same files."""
+def test_another_model_loaded_meanwhile_is_separate(llama: Path, untied: Path, tmp_path: Path) -> None:
+    """Loaded by the same thread, as a part of the model, and by another thread from the same files."""
     found: list[Any] = []
 
     class Outer(transformers.LlamaForCausalLM):
@@ -774,23 +774,23 @@ def test_another_model_that_is_loaded_meanwhile_is_no_part_of_it(llama: Path, un
     assert not addresses & {parameter.data_ptr() for parameter in found[0].parameters()}
 
 
-@pytest.mark.parametrize("given", ["relative", "./relative", "relative/", Path("relative")])
-def test_a_name_stays_as_it_is_given(given: Any, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["relative", "./relative", "relative/", Path("relative")])
+def test_the_name_of_a_model_is_the_argument(name: Any, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama.rename(llama.parent / "relative")
     monkeypatch.chdir(llama.parent)
-    reference = transformers.LlamaForCausalLM.from_pretrained(given)
-    loaded = load_pretrained(given)
+    reference = transformers.LlamaForCausalLM.from_pretrained(name)
+    loaded = load_pretrained(name)
     assert loaded.model.name_or_path == reference.name_or_path
     assert loaded.model.config._name_or_path == reference.config._name_or_path
 
 
-def test_layers_that_the_config_has_not_are_named(mixtral: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_the_config_lacks_are_named(mixtral: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit_config(mixtral, num_hidden_layers=1)
     load_pretrained(mixtral)
     weightstream.plan_model(mixtral, device="cpu", device_budget="1MiB")
-    told = "layers that the config does not have are left out: model.layers.1"
+    messages = "layers that the config does not have are left out: model.layers.1"
     records = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
-    assert [message.endswith(told) for message in records] == [True, True]
+    assert [message.endswith(messages) for message in records] == [True, True]
 
 
 def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -834,7 +834,7 @@ print(nbytes / 2**20, max(peak, anonymous()) - before, anonymous() - before)
 )
 def test_memory_does_not_grow_with_the_model(kind: str, dtype: str, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000, "hidden_size": 512}
-    with torch.device("meta"):  # to draw all of the weights takes seconds
+    with torch.device("meta"):  # drawing all of the weights would take seconds
         if kind == "llama":
             config = transformers.LlamaConfig(**sizes, intermediate_size=2048, num_hidden_layers=18)
             model = transformers.LlamaForCausalLM(config)
@@ -860,7 +860,7 @@ def assert_equal_states(model: Any, expected: Any) -> None:
 
 
 class Halved(transformers.MixtralForCausalLM):
-    """Reads them in its own load."""
+    """Reads weights in its own load."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -878,7 +878,7 @@ class Written(transformers.MixtralForCausalLM):
 
 
 class Summed(transformers.MixtralForCausalLM):
-    """Reads them in what transformers calls once they are loaded."""
+    """Reads weights in a method that transformers calls once they are loaded."""
 
     def set_use_kernels(self, *args: Any, **kwargs: Any) -> Any:
         norms = torch.stack([param.float().norm() for param in self.parameters()])
@@ -894,7 +894,7 @@ class Checked(transformers.MixtralForCausalLM):
 
 
 class Quiet(transformers.MixtralForCausalLM):
-    """Reads none."""
+    """Reads no weights."""
 
 
 class QuietLoad(transformers.LlamaForCausalLM):
@@ -916,7 +916,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("place", ["experts", "pack"])
 @pytest.mark.parametrize("kind", [Halved, Written, Summed, Checked, Quiet])
-def test_code_that_reads_weights_as_they_are_loaded(
+def test_code_that_reads_weights_during_a_load(
     kind: Any, place: str, experts: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = kind.from_pretrained(experts)
@@ -929,9 +929,9 @@ def test_code_that_reads_weights_as_they_are_loaded(
     assert all(torch.equal(buffer, found[name]) for name, buffer in expected.named_buffers())
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft, about transformers
+@pytest.mark.filterwarnings("ignore")  # peft warns about transformers
 def test_the_adapter_in_the_folder_of_a_file(tmp_path: Path, experts: Path) -> None:
-    """transformers loads it, and it may read the weights that it is put in."""
+    """transformers loads it, and it may read the weights that it is added to."""
     peft = pytest.importorskip("peft")
     folder = shutil.copytree(experts.parent / "pack", tmp_path / "pack")
     about = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
@@ -939,7 +939,7 @@ def test_the_adapter_in_the_folder_of_a_file(tmp_path: Path, experts: Path) -> N
     shutil.copytree(experts, tmp_path / "plain")
     for file in folder.glob("adapter*"):
         shutil.copy(file, tmp_path / "plain")
-    torch.manual_seed(3)  # norms are of the weights plus a random product
+    torch.manual_seed(3)  # norms of the weights plus a random product
     expected = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "plain")
     (file,) = (file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter"))
     torch.manual_seed(3)
@@ -957,7 +957,7 @@ class OtherFiles(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("asked", [{"variant": "fp16"}, {"use_safetensors": False}])
-def test_a_load_of_the_class_that_asks_for_other_files(asked: dict[str, Any], untied: Path) -> None:
+def test_a_load_in_a_class_that_requests_other_files(asked: dict[str, Any], untied: Path) -> None:
     halves = {name: tensor / 2 for name, tensor in load_file(untied / "model.safetensors").items()}
     save_file(halves, untied / "model.fp16.safetensors", metadata={"format": "pt"})
     torch.save(halves, untied / "pytorch_model.bin")
@@ -967,7 +967,7 @@ def test_a_load_of_the_class_that_asks_for_other_files(asked: dict[str, Any], un
 
 
 class Drafts(transformers.LlamaForCausalLM):
-    """Loads another model, also by weightstream, as it is loaded."""
+    """Loads another model as it is loaded, also by weightstream."""
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -983,19 +983,22 @@ def test_a_load_in_a_load(untied: Path) -> None:
     thread = threading.Thread(target=lambda: found.append(load_pretrained(untied, model_class=Drafts)), daemon=True)
     thread.start()
     thread.join(60)
-    assert not thread.is_alive(), "it waits for itself"
+    assert not thread.is_alive(), "deadlock"
     (loaded,) = found
     assert_equal_states(loaded.model, expected)
-    assert loaded.folder is None  # no weight of the other one is in it
+    assert loaded.folder is None  # no weight of the inner one is in it
     (draft,) = loaded.model.draft
     assert all(torch.equal(p.half(), draft.get_parameter(name)) for name, p in expected.named_parameters())
 
 
-@pytest.mark.parametrize("given", [{"eos_token_id": 9}, {"pad_token_id": 8, "bos_token_id": 4, "use_cache": False}])
+@pytest.mark.parametrize("keywords", [{"eos_token_id": 9}, {"pad_token_id": 8, "bos_token_id": 4, "use_cache": False}])
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "AutoModelForCausalLM"])
-def test_keywords_of_a_config_that_are_of_generation_too(kind: str, given: dict[str, Any], untied: Path) -> None:
+def test_keywords_of_config_and_generation(kind: str, keywords: dict[str, Any], untied: Path) -> None:
     cls = getattr(transformers, kind)
-    expected, found = cls.from_pretrained(untied, **given), load_pretrained(untied, model_class=cls, **given).model
+    expected, found = (
+        cls.from_pretrained(untied, **keywords),
+        load_pretrained(untied, model_class=cls, **keywords).model,
+    )
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
     assert found.config.to_dict() == expected.config.to_dict()
 
@@ -1006,7 +1009,7 @@ class WithBuffer(transformers.LlamaForCausalLM):
         self.register_buffer("scale", torch.ones(3))
 
 
-def test_what_is_advised_for_buffers_and_mapped_names(untied: Path) -> None:
+def test_advice_for_buffers_and_mapped_names(untied: Path) -> None:
     with pytest.raises(CheckpointError, match="buffers that the code adds: pass allow_missing=True") as error:
         load_pretrained(untied, model_class=WithBuffer)
     assert "AutoModel" not in str(error.value)
@@ -1027,5 +1030,5 @@ def test_what_is_advised_for_buffers_and_mapped_names(untied: Path) -> None:
         ("modules_to_save.default.weight", True),
     ],
 )
-def test_an_adapter_is_known_by_whole_parts_of_names(name: str, is_adapter: bool) -> None:
+def test_an_adapter_is_recognised_by_whole_parts_of_names(name: str, is_adapter: bool) -> None:
     assert ("merge_and_unload" in surplus.remedy(["a.weight"], [name], "model")) == is_adapter

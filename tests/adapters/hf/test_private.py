@@ -1,4 +1,4 @@
-"""One canary for each name of transformers that it does not promise to keep: which one a new version has lost."""
+"""One canary for each private name of transformers that is used: it shows which one a new version has lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def saved(folder: Any, **config: Any) -> dict[str, torch.Tensor]:
 
 
 class Traced:
-    """A tensor of a checkpoint that notes which thread takes it."""
+    """A tensor of a checkpoint that records the threads that read it."""
 
     def __init__(self, tensor: torch.Tensor, threads: set[int]) -> None:
         self._tensor, self._threads = tensor, threads
@@ -101,7 +101,7 @@ def test_a_converter_is_copied_once_for_each_parameter(monkeypatch: pytest.Monke
     }
     monkeypatch.setattr(copy, "copy", counting)
     private.convert_into(model, tensors, torch.bfloat16)
-    assert num[0] == 4 + 2, lost("deepcopy")  # one more of each converter waits for another parameter
+    assert num[0] == 4 + 2, lost("deepcopy")  # one more copy of each converter waits for another parameter
     for name, stack in model.state_dict().items():
         if "experts" in name:
             assert stack.mean((1, 2)).tolist() == [expert + 1.0 for expert in range(8)], name
@@ -124,7 +124,7 @@ def test_loaded_parameters_are_marked(tmp_path: Any) -> None:
     assert marked == list(tensors), lost(private.LOADED)
 
 
-def test_places_of_names() -> None:
+def test_new_names_of_weights() -> None:
     config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
     model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
     experts = "model.layers.1.mlp.experts"
@@ -142,7 +142,7 @@ def test_places_of_names() -> None:
 
 
 def test_conversions_are_remembered() -> None:
-    """By what a model is saved as; `save_pretrained` turns these round."""
+    """They are stored on the model, for `save_pretrained` to revert."""
     config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
     name = "model.layers.1.block_sparse_moe.experts.0.w1.weight"
     for names, num in (([name], 1), (["model.norm.weight"], 0)):
@@ -167,7 +167,7 @@ def test_a_model_is_built_on_meta_in_its_dtype() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight, lost("tie_weights")
 
 
-def test_dtypes_that_are_kept() -> None:
+def test_dtypes_that_stay() -> None:
     with needs("_get_dtype_plan, build_glob_alternation"):
         plain = private.kept_dtype(on_meta(), torch.bfloat16)
         strict = private.kept_dtype(on_meta(Strict), torch.bfloat16)
@@ -185,12 +185,12 @@ def test_the_dtype_of_a_load() -> None:
         assert private.loaded_dtype("auto", config, None, first) is torch.float16, lost("get_state_dict_dtype")
         assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.float64, lost("_get_dtype")
         assert private.loaded_dtype("auto", config, {}, {}) is torch.float32
-    assert config.dtype is None, "that of the caller stays as it is"
+    assert config.dtype is None, "the caller's config does not change"
     config.dtype = torch.bfloat16
     assert private.loaded_dtype("auto", config, {"dtype": "float64"}, first) is torch.bfloat16, lost("_get_dtype")
 
 
-def test_the_class_that_an_auto_class_stands_for() -> None:
+def test_the_class_behind_an_auto_class() -> None:
     config = transformers.LlamaConfig(**SMALL)
     with needs("_get_model_class, _model_mapping"):
         for auto, kind in (("AutoModel", "LlamaModel"), ("AutoModelForCausalLM", "LlamaForCausalLM")):
@@ -201,7 +201,7 @@ def test_the_class_that_an_auto_class_stands_for() -> None:
 
 
 def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
-    """Also where there are no files: what transformers would read is never looked for."""
+    """Also without any files: transformers never looks for them."""
     tensors = saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     del tensors["model.norm.weight"]
@@ -209,7 +209,9 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
     tensors["lm_head.weight"] = torch.zeros(3, 3)
     names = "_get_resolved_checkpoint_files", "_load_pretrained_model", "_finalize_model_loading"
     with needs(", ".join(names)):
-        reading = private.StandInLoad(str(tmp_path), "", None, ["nowhere.safetensors"], None, given := dict(tensors))
+        reading = private.StandInLoad(
+            str(tmp_path), "", None, ["nowhere.safetensors"], None, remaining := dict(tensors)
+        )
         with reading():
             model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
         assert reading.info is not None, lost("_finalize_model_loading")
@@ -219,14 +221,14 @@ def test_tensors_stand_in_for_files(tmp_path: Any) -> None:
             [key for key, *_ in reading.info.mismatched_keys],
         )
     assert found == ({"model.norm.weight"}, {"more"}, ["lm_head.weight"]), lost("loading_info")
-    assert not given
+    assert not remaining
     layer = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(model.state_dict()[layer], tensors[layer]), lost("_load_pretrained_model")
     with pytest.raises(OSError, match="no file named"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_warnings_are_collected_and_silence_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_are_collected_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("transformers")
     before = logger.level, list(logger.handlers)
     logger.setLevel(logging.ERROR)
@@ -257,11 +259,13 @@ def test_static_caches() -> None:
     before = {name: value for name, value in vars(window).items() if not torch.is_tensor(value)}
     window.update(one, one)
     changed = {name for name, value in before.items() if vars(window)[name] != value}
-    assert changed == {private.STATIC_WINDOW_COUNT}, f"a static window counts in {changed}: mend adapters/hf/private.py"
+    assert changed == {private.STATIC_WINDOW_COUNT}, (
+        f"a static window counts in {changed}: adapt adapters/hf/private.py"
+    )
     assert vars(window)[private.STATIC_WINDOW_COUNT] == 4, lost(private.STATIC_WINDOW_COUNT)
 
 
-def test_a_static_cache_in_place_of_a_dynamic_one() -> None:
+def test_a_static_cache_replaces_a_dynamic_one() -> None:
     config = transformers.MistralConfig(**SMALL, sliding_window=4)
     with torch.device("meta"):
         model = transformers.MistralForCausalLM(config)
@@ -303,7 +307,7 @@ def test_the_operator_of_experts() -> None:
     assert hasattr(getattr(torch.ops, namespace), name), lost(private.GROUPED_MM)
 
 
-def test_the_bar_is_as_it_was() -> None:
+def test_the_progress_bar_setting_is_restored() -> None:
     control = transformers.utils.logging
     before = control.is_progress_bar_enabled()
     for wanted, shown in ((None, before), (False, False), (True, True)):
@@ -312,7 +316,7 @@ def test_the_bar_is_as_it_was() -> None:
         assert control.is_progress_bar_enabled() == before
 
 
-def test_a_loop_that_looks_a_step_late() -> None:
+def test_a_loop_that_checks_a_step_late() -> None:
     with needs(f"generation.utils.{deferred_stop.NAME}"):
         late = getattr(importlib.import_module("transformers.generation.utils"), deferred_stop.NAME)
         asked = (None, False)
@@ -321,8 +325,8 @@ def test_a_loop_that_looks_a_step_late() -> None:
     assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which tells the steps to undo")
 
 
-def test_what_is_set_inside_is_never_gone() -> None:
-    """Another thread may look for it."""
+def test_patched_names_always_exist() -> None:
+    """Another thread may look them up."""
 
     class Kept(type):
         def __delattr__(cls, name: str) -> None:
@@ -364,7 +368,7 @@ def process_wide() -> Any:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_interrupt_on_any_line_puts_back_what_was_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_on_any_line_restores_the_patches(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(private.SEQUENTIAL, raising=False)
     transformers.utils.logging.enable_progress_bar()
     make, name = CHANGES[change]

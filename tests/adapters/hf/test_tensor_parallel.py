@@ -1,4 +1,5 @@
-"""Tensor parallelism of transformers: each of two processes streams its shards. What they check: sharded_checks.py."""
+"""Tensor parallelism of transformers: each of two processes streams its shards. Their checks are in
+sharded_checks.py."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ DEVICES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints, for all workers of pytest: jobs of several at once would take long on the same devices."""
+    """Checkpoints, shared by all workers of pytest: several jobs at once would take long on the same devices."""
     root = tmp_path_factory.getbasetemp()
     path = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharded"
     with FileLock(f"{path}.lock"):
@@ -85,7 +86,7 @@ def make_checkpoints(path: Path) -> None:
         shutil.copytree(path / "qwen2", path / name)
         tensors = load_file(path / name / "model.safetensors")
         head = tensors["model.embed_tokens.weight"].clone()
-        if name == "untied":  # nor does it, or any other, begin at a multiple of 8 bytes
+        if name == "untied":  # nor does any tensor begin at a multiple of 8 bytes
             head, tensors["a"] = head.flip(0).contiguous(), torch.zeros(1, dtype=torch.bfloat16)
         tensors["lm_head.weight"] = head
         save_file(tensors, path / name / "model.safetensors", metadata={"format": "pt"})
@@ -93,7 +94,7 @@ def make_checkpoints(path: Path) -> None:
     tensors = load_file(path / "renamed" / "model.safetensors")
     tensors = {re.sub("^model", "transformer", name): tensor for name, tensor in tensors.items()}
     save_file(tensors, path / "renamed" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "mixtral" / "config.json").read_text())  # whose dtype is that of its tensors
+    config = json.loads((path / "mixtral" / "config.json").read_text())  # its dtype is that of its tensors
     (path / "mixtral" / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "dtype" not in k}))
     with patch.object(store, "_LEAST_CODED", 8192):
         pack(str(path / "llama"), path / "pack", codec="compressed")
@@ -108,28 +109,28 @@ def launched(device: str, folder: Path, *checks: str, by_torchrun: bool = True) 
     about: dict[str, Any] = {"env": os.environ | alone, "cwd": folder, "text": True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **about) as job:
         try:
-            told = job.communicate(timeout=200)
-        except subprocess.TimeoutExpired:  # what holds, and where it stopped, is told all the same
+            output = job.communicate(timeout=200)
+        except subprocess.TimeoutExpired:  # the checks that hold, and the place where it hung, are printed all the same
             for process in (*psutil.Process(job.pid).children(recursive=True), job):
                 process.kill()
-            told = job.communicate()
-    return subprocess.CompletedProcess(command, job.returncode, *told)
+            output = job.communicate()
+    return subprocess.CompletedProcess(command, job.returncode, *output)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def done(request: pytest.FixtureRequest, folder: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """What checks of a kind printed, all in one job, which one worker of pytest runs."""
+    """Output of all checks of a kind, from one job, which one worker of pytest runs."""
 
     @cache
     def checked(kind: str) -> subprocess.CompletedProcess[str]:
-        told = folder / f"checked-{kind.strip(' #')}-{request.param}"
-        with FileLock(f"{told}.lock"):
-            if not told.exists():
+        results = folder / f"checked-{kind.strip(' #')}-{request.param}"
+        with FileLock(f"{results}.lock"):
+            if not results.exists():
                 names = [name for of, name in CHECKS if of == kind and name != FAILING]
-                # each process of torchrun imports all that the checks need; for those of CI it is imported once
+                # each process of torchrun imports the checks' modules; in CI they are imported only once
                 by_torchrun = bool(kind) or request.param != "cpu"
-                told.write_bytes(pickle.dumps(launched(request.param, folder, *names, by_torchrun=by_torchrun)))
-        found: subprocess.CompletedProcess[str] = pickle.loads(told.read_bytes())
+                results.write_bytes(pickle.dumps(launched(request.param, folder, *names, by_torchrun=by_torchrun)))
+        found: subprocess.CompletedProcess[str] = pickle.loads(results.read_bytes())
         return found
 
     return checked
@@ -146,7 +147,7 @@ def test_on_each_rank(kind: str, name: str, done: Callable[[str], subprocess.Com
 
 @pytest.mark.stress
 @pytest.mark.parametrize("done", ["cpu"], indirect=True)
-def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]) -> None:
+def test_one_process_makes_the_plan_of_all(folder: Path, done: Callable[[str], Any]) -> None:
     for kind in dict(CHECKS):
         done(kind)
     for name in ("qwen2", "mixtral"):
@@ -156,7 +157,7 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
         wanted = {"qwen2": {"tp_plan": "auto", "tp_size": RANKS}, "mixtral": {"distributed_config": {"tp_size": RANKS}}}
         planned = weightstream.plan_model(folder / name, **wanted[name], **about)
         for field in fields(Plan):
-            if not field.name.endswith("_s"):  # the machine may have been measured anew
+            if not field.name.endswith("_s"):  # the machine may have been measured again
                 assert getattr(planned, field.name) == getattr(found, field.name), field.name
         assert not torch.distributed.is_initialized()
         whole = weightstream.plan_model(folder / name, tp_size=1, **about | {"device_budget": 4 * found.budget})
@@ -170,7 +171,7 @@ def test_one_process_plans_what_they_do(folder: Path, done: Callable[[str], Any]
 
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 1), ("llama", 16), ("qwen2", 1), ("mixtral", 1)])
 def test_the_all_reduces_of_a_step_are_predicted(name: str, tokens: int, folder: Path) -> None:
-    """As many, and as large, as a step makes: which modules have one depends on the version of transformers."""
+    """Their number and sizes equal those of a step. Which modules make one depends on the version of transformers."""
     config = weightstream.OffloadConfig(device_budget="1MiB", tokens=tokens, context=32)
     (planner, *_) = planner_inputs_of(folder / name, config, device="cpu", tp_size=RANKS).planners
     ops = [op for ops in planner.demand.work.values() for op in ops if op.rate == "ranks"]
@@ -192,7 +193,7 @@ class AllReduces(TorchDispatchMode):
         self.nbytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:  # which runs what is seen here next
+        if DTensor in types:  # its operators are seen next
             return NotImplemented
         if func in (torch.ops._c10d_functional.all_reduce.default, torch.ops.c10d.allreduce_.default):
             self.nbytes += [tensor.nbytes for tensor in tensors_in(args[0])]
@@ -200,7 +201,7 @@ class AllReduces(TorchDispatchMode):
 
 
 def all_reduces(config: Any, tokens: int) -> list[int]:
-    """The bytes of each all-reduce that one of several ranks takes part in."""
+    """The bytes of each all-reduce of one of several ranks."""
     distributed.init_process_group("fake", rank=0, world_size=RANKS)
     try:
         kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
@@ -221,22 +222,24 @@ def all_reduces(config: Any, tokens: int) -> list[int]:
         ((8, 6), Shard(0), nn.Embedding, True),
         ((8, 6), Shard(-1), nn.Embedding, False),
         ((4, 8, 6), Shard(1), nn.Module, True),
-        ((8,), Shard(0), nn.Module, False),  # what heads have beside their weights
+        ((8,), Shard(0), nn.Module, False),  # heads have such tensors besides their weights
     ],
 )
-def test_whose_outputs_ranks_add_up(shape: tuple[int, ...], placement: Any, module: Any, adds_up: bool) -> None:
+def test_modules_whose_outputs_are_all_reduced(
+    shape: tuple[int, ...], placement: Any, module: Any, adds_up: bool
+) -> None:
     distributed.init_process_group("fake", rank=0, world_size=2)
     try:
         mesh = distributed.init_device_mesh("cpu", (2,))
         weight = distribute_tensor(torch.zeros(shape), mesh, [placement], src_data_rank=None)
-        given = module(*shape[::-1]) if module is not nn.Module else module()
-        assert tensor_parallel.adds_up(given, [weight, torch.zeros(shape)]) is adds_up
+        layer = module(*shape[::-1]) if module is not nn.Module else module()
+        assert tensor_parallel.adds_up(layer, [weight, torch.zeros(shape)]) is adds_up
     finally:
         distributed.destroy_process_group()
 
 
 def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch for CUDA names an accelerator also where there is none."""
+    """Torch for CUDA names an accelerator even if there is none."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("Found no NVIDIA driver on your system")
@@ -248,11 +251,11 @@ def test_a_plan_wakes_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch._C._get_accelerator() == torch.device("cuda")
 
 
-def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_plans_are_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     about: dict[str, Any] = {"device": "cpu", "tp_size": 2}
     with pytest.raises(ConfigError, match="each process of tensor parallelism has one GPU"):
         weightstream.plan_model(folder / "llama", device_budget={0: "1MiB", 1: "1MiB"}, **about)
-    known = {field.name for field in fields(DistributedConfig)}  # versions of transformers differ in them
+    known = {field.name for field in fields(DistributedConfig)}  # these differ between versions of transformers
     experts = {"ep_size": 2} if "ep_size" in known else {"enable_expert_parallel": True}
     for others in ({"fsdp_size": 2}, {"pp_size": 2}, experts):
         with pytest.raises(ConfigError, match=f"{next(iter(others))}: only tp_size shards a model that streams"):
@@ -270,7 +273,9 @@ def test_plans_that_no_processes_can_make(folder: Path, caplog: pytest.LogCaptur
         except ConfigError as error:
             refused = str(error)
     said = [str(warning.message) for warning in found] if refused is None else [refused]
-    assert ["nowhere" in text for text in said] == [True]  # transformers up to 5.17 warns of it, later ones refuse it
+    assert ["nowhere" in text for text in said] == [
+        True
+    ]  # transformers up to 5.17 warns of it, later versions refuse it
     caplog.clear()
     weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", tp_size=8)
     assert ["cannot be followed" in message and "heads" in message for message in caplog.messages] == [True]
@@ -292,9 +297,9 @@ def test_a_rank_that_fails_ends_the_job(device: str, folder: Path) -> None:
 
 
 def test_without_other_processes(folder: Path) -> None:
-    for given in ({"distributed_config": {"tp_size": 2}}, {"tp_plan": "auto", "tp_size": 2}):
+    for settings in ({"distributed_config": {"tp_size": 2}}, {"tp_plan": "auto", "tp_size": 2}):
         with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"):
-            weightstream.from_pretrained(folder / "llama", device="cpu", **given)
+            weightstream.from_pretrained(folder / "llama", device="cpu", **settings)
     with pytest.raises(ConfigError, match="fsdp_size: only tp_size shards a model that streams"):
         weightstream.from_pretrained(folder / "llama", device="cpu", distributed_config={"fsdp_size": 2})
     with pytest.raises(ConfigError, match="tp_size as well as distributed_config"):
@@ -326,8 +331,8 @@ READ_AT_ONCE = {"columns of halves"}
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("name", CUTS)
-def test_shards_lie_where_transformers_would_cut_them(name: str, rank: int, tmp_path: Path) -> None:
-    """Of what a file has in pieces, in any order."""
+def test_shards_are_cut_as_transformers_cuts_them(name: str, rank: int, tmp_path: Path) -> None:
+    """The shards of tensors that a file has in pieces, in any order."""
     shape, placement = CUTS[name]
     whole = torch.randn(shape).to(torch.bfloat16)
     pieces = list(whole.split(1 if len(shape) == 3 else 5))

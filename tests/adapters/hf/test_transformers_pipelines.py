@@ -1,4 +1,5 @@
-"""Pipelines, chat, generate and save_pretrained of transformers on an offloaded model: what the plain model gives."""
+"""Pipelines, chat, generate and save_pretrained of transformers on an offloaded model give the plain model's
+results."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-NUM_WORDS = 8192  # the table of words is then large enough to stay in host memory on a GPU
+NUM_WORDS = 8192  # a table so large that it stays in host memory on a GPU
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 CHAT = ({"role": "user", "content": "w5 w9"}, {"role": "assistant", "content": "w4"})
 
 
 def build(device: str) -> Any:
     torch.manual_seed(7)
-    options = {"num_key_value_heads": 2, "initializer_range": 0.3}  # large enough that greedy tokens vary
+    options = {"num_key_value_heads": 2, "initializer_range": 0.3}  # so large that greedy tokens vary
     config = transformers.LlamaConfig(**TEXT | {"vocab_size": NUM_WORDS}, **options)
     return transformers.LlamaForCausalLM(config).eval().to(device)
 
@@ -50,7 +51,7 @@ def pipe(model: Any, task: str = "text-generation", **options: Any) -> Any:
 
 
 def _both(model: Any, plain: Any, device: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each, and the options of a pipeline over it; that the first streamed its weights."""
+    """Both models, the options of a pipeline, and a check that the offloaded model streamed its weights."""
     before = model.weightstream.stats().fills
     yield model, {}
     assert model.weightstream.stats().fills > before
@@ -58,14 +59,14 @@ def _both(model: Any, plain: Any, device: str) -> Iterator[tuple[Any, dict[str, 
 
 
 def both(model: Any, plain: Any, device: str, prompt: Any, **options: Any) -> tuple[Any, Any]:
-    """What the pipelines over the offloaded and the plain model give."""
+    """Results of the pipelines over the offloaded and the plain model."""
     return tuple(pipe(found, **where)(prompt, **GREEDY | options) for found, where in _both(model, plain, device))
 
 
 def test_the_device_is_the_one_that_computes(model: Any, device: str) -> None:
     assert model.device == model.weightstream.device == pipe(model).device
     assert model.device.type == device
-    assert any(parameter.device.type == "cpu" for parameter in model.parameters())  # what streams
+    assert any(parameter.device.type == "cpu" for parameter in model.parameters())  # streamed weights
 
 
 def test_a_prompt(model: Any, plain: Any, device: str) -> None:
@@ -89,7 +90,7 @@ def test_chat(model: Any, plain: Any, device: str) -> None:
     assert got[0]["generated_text"][-1]["role"] == "assistant"
 
 
-def test_chats_side_by_side(model: Any, plain: Any, device: str) -> None:
+def test_a_batch_of_chats(model: Any, plain: Any, device: str) -> None:
     chats = [[{"role": "user", "content": content}] for content in ("w3", "w40 w41 w42", "w5 w6")]
     got, want = both(model, plain, device, chats, batch_size=2)
     assert got == want
@@ -112,7 +113,7 @@ def test_an_iterator_of_prompts(model: Any, plain: Any, device: str) -> None:
 
 
 def test_sampling(model: Any, plain: Any, device: str) -> None:
-    """Random numbers are drawn on the device that computes, for the plain model and for ours."""
+    """Both models draw random numbers on the device that computes."""
     answers = []
     for found, where in _both(model, plain, device):
         torch.manual_seed(5)
@@ -125,20 +126,20 @@ def test_another_task(model: Any, plain: Any, device: str) -> None:
     assert torch.equal(got, want)
 
 
-def test_text_comes_as_it_is_made(model: Any, plain: Any, device: str) -> None:
+def test_text_is_streamed(model: Any, plain: Any, device: str) -> None:
     words = tokenizer(num_words=NUM_WORDS)
     streamer = transformers.TextIteratorStreamer(words, skip_prompt=True, timeout=60)
     answer = pipe(model)("w5 w9 w23", streamer=streamer, return_full_text=False, **GREEDY)
     assert "".join(streamer).split() == answer[0]["generated_text"].split()
 
 
-def test_a_device_of_ones_own_is_refused(model: Any, device: str) -> None:
+def test_another_device_is_refused(model: Any, device: str) -> None:
     with pytest.raises(ValueError, match="discard the `device` argument"):
         pipe(model, device=device)
 
 
 def test_save_pretrained_writes_the_true_weights(model: Any, plain: Any, tmp_path: Path) -> None:
-    """In shards too, and without the advice that transformers has for models that accelerate offloads."""
+    """Also in shards, and without transformers' advice for models that accelerate offloads."""
     for size in ("1GB", "200KB"):
         model.save_pretrained(tmp_path / size, max_shard_size=size)
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / size)

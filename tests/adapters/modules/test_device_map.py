@@ -1,4 +1,4 @@
-"""The names that tools which know accelerate look for: there while a model is offloaded, and on nothing else."""
+"""The names that tools look for on a model of accelerate: present while a model is offloaded, and on nothing else."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ def model(made: Model) -> Any:
     return made.module
 
 
-def test_says_where_the_model_computes(model: Any) -> None:
+def test_names_the_device_that_computes(model: Any) -> None:
     assert model.hf_device_map == {"": CPU}
     assert model.device == model._hf_hook.execution_device == CPU
     assert model.encoder.device == model.encoder._hf_hook.execution_device == CPU
     assert not hasattr(model.lm_head, "_hf_hook")
 
 
-def test_does_not_say_offloaded(model: Any) -> None:
-    """What means meta tensors and accelerate's hooks: transformers saves such a model shard by shard, and warns."""
+def test_the_map_contains_no_offloaded_device(model: Any) -> None:
+    """Such an entry means meta tensors and accelerate's hooks: transformers saves such a model shard by shard, and
+    warns."""
     assert not {"cpu", "disk"} & set(model.hf_device_map.values())
 
 
@@ -79,7 +80,7 @@ def test_the_class_looks_like_the_models_own(model: Any) -> None:
     assert type(model).__name__ == "T5ForConditionalGeneration"
 
 
-def test_remove_takes_them_away() -> None:
+def test_remove_deletes_the_names() -> None:
     made = MODELS["t5"]()
     kinds = [type(module) for module in made.module.modules()]
     with open_streamer(made, "cpu"):
@@ -92,7 +93,7 @@ def test_remove_takes_them_away() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_do_not_have_them(made: Model, how: str) -> None:
+def test_copies_do_not_have_the_names(made: Model, how: str) -> None:
     twin = COPIES[how](made.module)
     assert type(twin) is transformers.T5ForConditionalGeneration
     assert not hasattr(twin, "hf_device_map")
@@ -100,12 +101,12 @@ def test_copies_do_not_have_them(made: Model, how: str) -> None:
         return
     assert not any(hasattr(module, name) for module in twin.modules() for name in NAMES)
     assert twin.encoder.device == CPU
-    if how != "its class":  # which has random weights
+    if how != "its class":  # this one has random weights
         assert_same(step(twin, made.inputs(0)), step(made.module, made.inputs(0)))
 
 
-def test_generate_leaves_the_encoder_as_it_is(made: Model) -> None:
-    """With a map and without a hook, transformers puts one of accelerate's on it, which the next step would refuse."""
+def test_generate_leaves_the_encoder_unchanged(made: Model) -> None:
+    """With a map and without a hook, transformers adds a hook of accelerate, which the next step would refuse."""
     ids = made.inputs(0)["input_ids"]
     plain = MODELS["t5"]().module
     for _ in range(2):
@@ -123,14 +124,14 @@ def test_a_hook_of_accelerate_is_refused_and_ours_is_not_removed(model: Any) -> 
     hooks.remove_hook_from_module(model.encoder)
 
 
-def test_parts_of_a_model_of_another_kind_have_them() -> None:
+def test_parts_of_a_model_of_another_class_have_the_names() -> None:
     wrapped = torch.nn.Sequential(MODELS["llama"]().module)
     with weightstream.offload(wrapped, device="cpu"):
         assert not hasattr(wrapped, "hf_device_map")
         assert wrapped[0].hf_device_map == {"": CPU}
 
 
-def test_a_diffusers_pipeline_finds_where_to_compute() -> None:
+def test_a_diffusers_pipeline_finds_the_device() -> None:
     diffusers = pytest.importorskip("diffusers")
     blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",), "block_out_channels": (32,)}
     unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, **blocks)

@@ -1,6 +1,7 @@
-"""Experts that every step reads whole: float8 ones, which kernels take as stacks, give their bits; a line says why.
+"""Experts that every step reads whole: the outputs of float8 experts, whose kernels take stacks, and the reported
+reason.
 
-transformers' float8 kernels need a GPU: here functions of torch with their arguments stand in for them.
+transformers' float8 kernels need a GPU. Here functions of torch with the same arguments replace them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_float8(implementation: str = "batched_mm") -> Any:
-    """A mixture whose experts are transformers' own for float8, as its quantiser puts them there."""
+    """A mixture with transformers' own float8 experts, as its quantiser creates them."""
     from transformers.integrations.moe import use_experts_implementation
 
     model, generator = built(implementation=implementation), torch.Generator().manual_seed(9)
@@ -80,7 +81,7 @@ def in_float8(implementation: str = "batched_mm") -> Any:
 
 
 def plan_in_matrices(streamer: weightstream.Streamer) -> Plan:
-    """Experts are units of their own, and stream."""
+    """Plans in which experts are units of their own, and stream."""
     grain = streamer._installed.replanning.inputs.grains[-1].coded(streamer.plan.manifest.codes)
     units = [unit for unit in grain.units if unit.name.endswith("experts")]
     stacks = frozenset(t.alias for unit in units for t in unit.tensors)
@@ -113,7 +114,7 @@ def test_experts_in_float8_stream_whole(implementation: str, codec: str) -> None
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of the same: a file holds the matrices of each expert, and their scales, one by one."""
+    """A checkpoint of the same mixture: a file has the matrices of each expert, and their scales, one by one."""
     model, state = in_float8(), {}
     for name, tensor in model.state_dict().items():
         module, _, stack = name.rpartition(".experts.")
@@ -134,9 +135,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("_kernels", "no_loading_bars")
-def test_experts_in_float8_stream_from_where_each_is_in_its_file(checkpoint: Path, tmp_path: Path) -> None:
+def test_experts_in_float8_stream_from_their_places_in_the_file(checkpoint: Path, tmp_path: Path) -> None:
     options = {"experts_implementation": "batched_mm"}
-    with private.keeping_quantised({}):  # it takes kernels for granted
+    with private.keeping_quantised({}):  # the loader assumes that kernels are installed
         plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", **options).eval()
     plan = weightstream.plan_model(checkpoint, device_budget=1 << 20)
     assert {t.dtype for t in plan.manifest.tensors() if "experts" in t.name} == {"float8_e4m3fn", "float32"}
@@ -154,7 +155,7 @@ def test_experts_in_float8_stream_from_where_each_is_in_its_file(checkpoint: Pat
         assert ours == theirs
 
 
-# -- why ---------------------------------------------------------------------------------------------------------------
+# -- the reason --------------------------------------------------------------------------------------------------------
 
 
 class Gated(nn.Module):
@@ -198,7 +199,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_line_says_why_all_are_read(name: str) -> None:
+def test_the_reason_for_reading_all_experts_is_reported(name: str) -> None:
     make, reason = REASONS[name]
     found = why_whole(make())
     assert found is not None
@@ -208,12 +209,12 @@ def test_a_line_says_why_all_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen2_moe", "mixtral"])
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-def test_nothing_is_said_of_experts_that_generate_picks(name: str, implementation: str) -> None:
+def test_no_reason_is_reported_for_experts_that_generate_picks(name: str, implementation: str) -> None:
     assert why_whole(built(name, implementation)) is None
 
 
 @pytest.mark.parametrize("share", [0.5, 4.0])
-def test_the_log_says_it_once_where_weights_stream(share: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reason_is_logged_once_if_weights_stream(share: float, caplog: pytest.LogCaptureFixture) -> None:
     model = built(implementation="eager")
     with weightstream.offload(model, device="cpu", device_budget=int(share * model_nbytes(model)), codec="none"):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Footprints: work, activations and cache told from shapes equal hand arithmetic, and the model stays as it was."""
+"""Footprints: work, activations and cache from shapes equal hand arithmetic, and the model does not change."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_fused_attention_is_one_op(rows: int, positions: int, causal: bool, prod
     assert op.rate == "attention"
     assert op.flops == products * 2 * 8 * rows * positions * 64
     assert op.nbytes == 2 * (2 * q.numel() + 2 * k.numel())
-    given = 2 * (q.numel() + 2 * k.numel())
-    assert found.activation_nbytes == given + 2 * q.numel() + 512 * -(-2 * 8 * rows * 4 // 512)
+    input_nbytes = 2 * (q.numel() + 2 * k.numel())
+    assert found.activation_nbytes == input_nbytes + 2 * q.numel() + 512 * -(-2 * 8 * rows * 4 // 512)
 
 
-def test_what_is_several_kernels_takes_longer() -> None:
-    """Attention, more so with a mask, and the choice of experts."""
+def test_operators_of_several_kernels_take_longer() -> None:
+    """These are attention, more so with a mask, and top-k."""
 
     class Picking(nn.Module):
         def forward(self, q: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -89,14 +89,14 @@ def test_what_is_several_kernels_takes_longer() -> None:
         assert (attention.least, exp.least, topk.least) == (wanted, 1.0, 6.0)
 
 
-def test_a_mask_becomes_a_bias_for_a_moment() -> None:
+def test_a_mask_becomes_a_bias_temporarily() -> None:
     q, mask = heads(8, 32), torch.ones(2, 1, 32, 32, dtype=torch.bool)
     found = watched(Attention(), q, q.clone(), q.clone(), attn_mask=mask)
     assert found.activation_nbytes == 4 * 2 * q.numel() + mask.numel() + (2 * 8 * 32 * 4 + 2 * mask.numel())
 
 
-def test_what_no_kernel_fuses_is_taken_apart() -> None:
-    """Grouped heads in float32: the scores are there in full."""
+def test_attention_without_a_fused_kernel_is_several_ops() -> None:
+    """Grouped heads in float32: the scores are stored in full."""
     q, k = heads(8, 64, torch.float32), heads(2, 64, torch.float32)
     found = watched(Attention(), q, k, k, enable_gqa=True)
     assert ops_of(found, "attention") == []
@@ -104,16 +104,16 @@ def test_what_no_kernel_fuses_is_taken_apart() -> None:
     assert found.activation_nbytes > 2 * (2 * 8 * 64 * 64 * 4)
 
 
-def test_the_most_memory_alive_at_once() -> None:
+def test_activations_are_the_largest_sum_that_is_alive() -> None:
     model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))
-    given, small, large = 8 * 1024 * 4, 8 * 1024 * 4, 8 * 4096 * 4
-    assert watched(model, torch.randn(8, 1024)).activation_nbytes == given + 2 * large
-    assert watched(model[:1], torch.randn(8, 1024)).activation_nbytes == given + large
+    input_nbytes, small, large = 8 * 1024 * 4, 8 * 1024 * 4, 8 * 4096 * 4
+    assert watched(model, torch.randn(8, 1024)).activation_nbytes == input_nbytes + 2 * large
+    assert watched(model[:1], torch.randn(8, 1024)).activation_nbytes == input_nbytes + large
     assert watched(model[2:], torch.randn(8, 4096)).activation_nbytes == large + small
     assert watched(nn.Linear(3, 5), torch.randn(1, 3)).activation_nbytes == 512 + 512  # blocks
 
 
-def test_views_cost_nothing_and_rows_not_the_table() -> None:
+def test_views_cost_nothing_and_an_embedding_reads_only_rows() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -127,7 +127,7 @@ def test_views_cost_nothing_and_rows_not_the_table() -> None:
     assert op == Op(nbytes=2 * (14 * 16 * 4) + 14 * 8)
 
 
-def test_what_is_written_in_place_and_cast_is_counted_each_time_and_a_reshape_where_it_copies() -> None:
+def test_in_place_writes_casts_and_copying_reshapes_count_each_time() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(3):
@@ -139,18 +139,18 @@ def test_what_is_written_in_place_and_cast_is_counted_each_time_and_a_reshape_wh
                 x = y.to(torch.bfloat16, copy=True)
             return x
 
-    given, single = 8 * 24 * 2, 8 * 24 * 4
+    input_nbytes, single = 8 * 24 * 2, 8 * 24 * 4
     found = watched(Model(), torch.randn(8, 24, dtype=BF16))
-    of_one = [given + single, 2 * single, 3 * single, 2 * single, single + given]
+    of_one = [input_nbytes + single, 2 * single, 3 * single, 2 * single, single + input_nbytes]
     assert [op.nbytes for _, _, op in found.ops] == 3 * of_one
     nums = sorted((launch.op.nbytes, num) for launch, num in found.launches if launch.op is not None)
     assert nums == sorted((nbytes, 3) for nbytes in of_one)
     assert all(launch.is_in_place != launch.is_repeatable for launch, _ in found.launches)
-    assert found.activation_nbytes == 2 * 512 + 2 * 1024  # what is given, x, y, and the next y
+    assert found.activation_nbytes == 2 * 512 + 2 * 1024  # the input, x, y, and the next y
 
 
 class Reordered(nn.Module):
-    """Declares a, b, c and runs c, a, a, b; what it computes itself has no unit."""
+    """Declares a, b, c and runs c, a, a, b. Its own computations belong to no unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,8 @@ def test_order_and_work_of_units() -> None:
     linear = [Op(rate="single", flops=2 * n * 64, nbytes=4 * (n * 8 + 64 + 8 + n * 8)) for n in (4, 8)]
     tiny = [Op(nbytes=2 * 4 * 8 * n) for n in (4, 8)]
     assert c == (linear[0], replace(tiny[0], after=True))
-    assert b == (linear[1], replace(tiny[0], after=True))  # the sine comes before any unit, behind the last step
+    # the sine comes before any unit, that is after the last one of the previous step
+    assert b == (linear[1], replace(tiny[0], after=True))
     mean = Op(rate="single", flops=(linear[0].flops + linear[1].flops) / 2, nbytes=sum(op.nbytes for op in linear) // 2)
     assert a == (mean, Op(nbytes=(2 * 4 * 8 * 8) // 2, after=True))  # half of the copy between both
     assert found.work([]) == ()
@@ -189,13 +190,13 @@ def test_an_op_counts_for_the_innermost_unit() -> None:
     assert sum(op.flops for op in found.work([tied])[0]) == pytest.approx(2 * (4 + 4 + 8 + 8) * 64 / 3)  # three calls
 
 
-def test_work_equals_what_pytorch_counts() -> None:
-    """The products of a real forward; what repeats is not run here again, and counts all the same."""
+def test_work_equals_pytorchs_flop_count() -> None:
+    """The matrix products of a real forward. Repeated operators are traced once, and count each time."""
     model = text("LlamaForCausalLM", BF16, **GQA | {"num_hidden_layers": 4})
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(2, 24, dtype=torch.long), use_cache=True, logits_to_keep=1)
     found = observe(model, Workload(batch=2, tokens=24, context=24))
-    counted = counter.get_flop_counts()["Global"]  # of attention since torch 2.15, too
+    counted = counter.get_flop_counts()["Global"]  # since torch 2.15 it includes attention
     products = sum(num for op, num in counted.items() if "attention" not in str(op))
     assert sum(op.flops for op in ops_of(found, "half") + ops_of(found, "single")) == products > 0
     assert [op.flops for op in ops_of(found, "attention")] == [2 * 2 * 4 * 24 * 24 * 16] * 4
@@ -204,7 +205,7 @@ def test_work_equals_what_pytorch_counts() -> None:
 
 
 class Names(OperatorMode):
-    """How often each operator is called that writes, or makes a cache longer; attention's own calls apart."""
+    """Calls of each operator that writes or extends a cache, without attention's own calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -227,10 +228,10 @@ CACHING = ("cat", "index_copy_", "add_", "arange", "roll", "index_put_", "copy_"
         ("MixtralForCausalLM", {"num_local_experts": 8}),
     ],
 )
-def test_a_captured_step_runs_what_a_static_cache_does(
+def test_a_captured_step_runs_the_operators_of_a_static_cache(
     name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels that look after the cache are those of a real step, in which the prompt is in a static cache."""
+    """The traced cache operators are those of a real step, whose prompt is in a static cache."""
     transformers = pytest.importorskip("transformers")
     made: list[tuple[str, Launch]] = []
 
@@ -241,7 +242,7 @@ def test_a_captured_step_runs_what_a_static_cache_does(
 
     monkeypatch.setattr(shapes, "Launch", Named)
     model = text(name, BF16, **GQA, **config)
-    model.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]  # as generate() decodes on a GPU
+    model.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]  # as generate() decodes on a GPU  # as generate() decodes on a GPU
     found = observe(model, Workload(batch=2, tokens=1, context=24))
     names = {id(launch.op): name for name, launch in made}
     assert found.captured is not None
@@ -272,7 +273,7 @@ def test_a_step_with_a_cache() -> None:
     assert all(found.work(units))  # every unit computes
     prompt = observe(model, Workload(batch=3, tokens=40, context=40))
     assert prompt.cache_nbytes == found.cache_nbytes
-    assert found.activation_nbytes == prompt.activation_nbytes  # the prompt's is the larger
+    assert found.activation_nbytes == prompt.activation_nbytes  # the prompt's is larger
     states = [step.states_nbytes(units) for step in (found, prompt)]
     assert states == [3 * 1 * model.config.hidden_size * 2, 3 * 40 * model.config.hidden_size * 2], "of a block"
     assert found.states_nbytes([unit for unit in units if unit.layer is None]) == 0
@@ -288,7 +289,7 @@ def test_a_sliding_window_bounds_the_cache(context: int) -> None:
     assert [op.flops for op in ops_of(found, "attention")] == [4 * 4 * min(context, 9) * 16] * 2
 
 
-def test_only_the_experts_that_run_are_read() -> None:
+def test_only_the_chosen_experts_are_read() -> None:
     model = text("MixtralForCausalLM", BF16, **GQA, num_local_experts=8)
     expert = 64 * 2 * 160
     for batch, experts in ((1, 4), (3, 8), (32, 8)):
@@ -300,7 +301,7 @@ def test_only_the_experts_that_run_are_read() -> None:
 
 
 def test_a_token_copies_the_experts_that_it_uses() -> None:
-    """As `generate` decodes on a GPU: one matrix for each choice of a token, whichever they are."""
+    """As `generate` decodes on a GPU: one matrix for each choice of a token, whichever experts these are."""
     model = text("MixtralForCausalLM", BF16, **GQA, num_local_experts=8)
     expert = 64 * 2 * 160
     for batch in (1, 3):
@@ -308,8 +309,10 @@ def test_a_token_copies_the_experts_that_it_uses() -> None:
         rows = 2 * batch
         products = [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert]
         assert products == [2 * rows * (expert + 64 + 2 * 160)] * 2
-        stacked = [op.nbytes for _, _, op in found.ops if op.stacked and op.rate == "half"]  # none of positions
-        assert stacked[::2] == products, "each matrix by a row of its own"
+        stacked = [
+            op.nbytes for _, _, op in found.ops if op.stacked and op.rate == "half"
+        ]  # positions are not of this rate
+        assert stacked[::2] == products, "each matrix is multiplied by its own row"
         copies = [op for _, _, op in found.ops if op.picked]
         assert {op.picked for op in copies} == {rows / 8}
         assert max(op.nbytes for op in copies) == 2 * 2 * rows * expert
@@ -321,7 +324,7 @@ ONLY_IDS = [name for name in ONLY_IDS if name not in ("vit", "swin", "convnext-b
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ONLY_IDS)
-def test_models_are_followed_and_stay_as_they_are(name: str) -> None:
+def test_models_are_traced_and_stay_unchanged(name: str) -> None:
     pytest.importorskip("transformers")
     model = models.ARCHITECTURES[name]().module
     before, config = state(model), vars(model.config).copy()
@@ -336,7 +339,7 @@ def test_models_are_followed_and_stay_as_they_are(name: str) -> None:
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("name", sorted(models.FIXTURES))
-def test_any_module_is_followed_by_its_inputs(name: str) -> None:
+def test_any_module_is_traced_with_its_inputs(name: str) -> None:
     made = models.FIXTURES[name]()
     before = state(made.module)
     found = watched(made.module, **made.inputs(0))
@@ -346,7 +349,7 @@ def test_any_module_is_followed_by_its_inputs(name: str) -> None:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Which objects a model holds, and how often they were written."""
+    """The objects that a model holds, and the versions of its tensors."""
     found: list[Any] = []
     for name, module in model.named_modules(remove_duplicate=False):
         for table in (vars(module), module._parameters, module._buffers):
@@ -358,7 +361,7 @@ def state(model: nn.Module) -> list[Any]:
 
 
 class Careless(nn.Module):
-    """Writes to a buffer, replaces another, adds attributes, and then looks at a value or fails."""
+    """Writes to a buffer, replaces another, adds attributes, and then reads a value or fails."""
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()
@@ -383,7 +386,7 @@ class Careless(nn.Module):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no such branch"), KeyboardInterrupt()])
-def test_whatever_a_forward_does_is_undone(error: Exception | None) -> None:
+def test_all_changes_of_a_forward_are_undone(error: Exception | None) -> None:
     model = Careless(error)
     before = state(model)
     if isinstance(error, KeyboardInterrupt):
@@ -399,7 +402,7 @@ def test_whatever_a_forward_does_is_undone(error: Exception | None) -> None:
     assert model(torch.ones(4)).shape == (4,) if error is None else True
 
 
-def test_inputs_are_only_looked_at() -> None:
+def test_inputs_are_not_written() -> None:
     x = torch.randn(2, 8)
     before = (x.clone(), x._version)
     watched(nn.ReLU(inplace=True), x)
@@ -408,7 +411,7 @@ def test_inputs_are_only_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "vit"])
-def test_other_inputs_are_asked_for(name: str) -> None:
+def test_a_request_for_other_inputs(name: str) -> None:
     pytest.importorskip("transformers")
     made = models.ARCHITECTURES[name]()
     with pytest.raises(UnsupportedError, match="no steps can be made up for it"):

@@ -1,4 +1,4 @@
-"""What lies around a model while a call of it is followed: the user's, and other threads'."""
+"""State outside of a model while a call of it is traced: the user's state, and that of other threads."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OURS = "of another thread"
 
 
 def table_of(x: torch.Tensor) -> torch.Tensor:
-    """On meta while a call is followed."""
+    """Whether a call is being traced on meta."""
     return torch.ones(WIDTH, device=x.device)
 
 
 class Calls(nn.Module):
-    """Runs a function in its forward, and computes nothing of what that returns."""
+    """Runs a function in its forward, and ignores its result."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any], device: str = "cpu") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Calls(nn.Module):
 
 
 def followed(function: Callable[[torch.Tensor], Any]) -> None:
-    follow(Calls(function, device="meta"), (torch.ones(2, WIDTH),))  # to make weights would draw numbers
+    follow(Calls(function, device="meta"), (torch.ones(2, WIDTH),))  # creating weights would draw numbers
 
 
 def in_a_thread(work: Callable[[], Any]) -> None:
@@ -88,7 +88,7 @@ class Slotted:
 
 
 class Registry(dict[Any, Any]):
-    """Its own class."""
+    """A dict of a class of its own."""
 
 
 class Shared:
@@ -262,7 +262,7 @@ ROPE_KEY = Slotted  # a class can be referred to weakly
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_place_keeps_a_tensor_without_values(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_place_keeps_a_meta_tensor(place: str, caplog: pytest.LogCaptureFixture) -> None:
     fill, held = PLACES[place]
     registry()
     before, found = held(), list[str]()
@@ -277,7 +277,7 @@ def test_no_place_keeps_a_tensor_without_values(place: str, caplog: pytest.LogCa
     assert "without values" not in caplog.text
 
 
-def test_interrupts_leave_none_either() -> None:
+def test_interrupts_leave_no_meta_tensor() -> None:
     def interrupted(x: torch.Tensor) -> None:
         for fill, _ in PLACES.values():
             fill(table_of(x))
@@ -304,14 +304,14 @@ def test_real_tensors_stay() -> None:
     assert torch.equal(DICT.pop("real"), torch.linspace(0, 1, WIDTH))
 
 
-def test_tensors_on_meta_of_others_stay() -> None:
+def test_meta_tensors_of_other_code_stay() -> None:
     made = torch.empty(3, device="meta")
     followed(lambda _: in_a_thread(lambda: DICT.update(made=made)))
     assert DICT.pop("made") is made
 
 
-def test_results_of_others_stay_in_a_cache() -> None:
-    """One without a limit may be a registry."""
+def test_cached_results_of_other_code_stay() -> None:
+    """A cache without a limit may be a registry."""
     unbounded.cache_clear()
 
     def fills(x: torch.Tensor) -> None:
@@ -352,7 +352,7 @@ WRITES: dict[str, tuple[Callable[[], Any], Callable[[], bool]]] = {
 @pytest.mark.parametrize("place", WRITES)
 @pytest.mark.parametrize("order", ["alone", "before", "after"])
 def test_what_another_thread_writes_stays(place: str, order: str) -> None:
-    """While a call is followed that leaves tensors in the same places, or in none."""
+    """It writes while a call is traced that leaves tensors in the same places, or in none."""
     write, is_there = WRITES[place]
     ORDERED["gone"] = 1
     fills = [PLACES[name][0] for name in ("a dictionary", "a list", "a deque", "a set", "a nested list", "an object")]
@@ -376,7 +376,7 @@ COUNT = 0
 
 
 def test_no_update_is_lost() -> None:
-    """Updates while calls are followed that fill the same containers."""
+    """Updates are made while traced calls fill the same containers."""
     global COUNT
     COUNT, num, stop = 0, 0, threading.Event()
     fills = [PLACES["a dictionary"][0], PLACES["a list"][0], RECENT.append]
@@ -401,7 +401,7 @@ def test_no_update_is_lost() -> None:
         for _ in range(10):
             followed(lambda x: [fill(table_of(x)) for fill in fills])
         last = num
-        while num < last + 50:  # a full deque drops an entry for each that comes
+        while num < last + 50:  # a full deque drops an entry for each new one
             time.sleep(0)
     finally:
         stop.set()
@@ -409,7 +409,7 @@ def test_no_update_is_lost() -> None:
     assert num > 0
     assert (COUNT, Shared.label, counts["num"]) == (num, num, num)
     assert [1, None, 2, *range(1, num + 1)] == LIST
-    # an entry of the forward takes the place of the oldest one, and goes
+    # an entry of the forward replaces the oldest one, and is removed
     assert min(num, 50) - len(fills) <= len(RECENT) <= 50
     assert list(RECENT) == list(range(num - len(RECENT) + 1, num + 1))
     assert {key: DICT.pop(key) for key in range(7) if key in DICT} == {
@@ -418,8 +418,8 @@ def test_no_update_is_lost() -> None:
     del DICT["counts"], LIST[3:]
 
 
-def test_a_served_model_beside_requests() -> None:
-    """Offloading, with a first call, while requests are counted."""
+def test_a_served_model_during_requests() -> None:
+    """Requests are counted while a model is offloaded and called for the first time."""
     requests, stop = 0, threading.Event()
     log: list[int] = []
     DICT["log"] = log
@@ -455,7 +455,7 @@ def states() -> list[Any]:
 
 @pytest.fixture
 def process() -> Iterator[None]:
-    """Its states are put back, and another thread exists that does nothing."""
+    """Restores the states of the process. A second thread exists, and does nothing."""
     before, stop = (random.getstate(), numpy.random.get_state(), torch.get_rng_state()), threading.Event()
     waiting = threading.Thread(target=stop.wait)
     waiting.start()
@@ -480,8 +480,8 @@ CHANGES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_forward_did_to_states_is_undone(change: str, process: None) -> None:
-    """Now and then a thread of the test runner's does run meanwhile."""
+def test_changes_of_states_by_a_forward_are_undone(change: str, process: None) -> None:
+    """Sometimes a thread of the test runner does run meanwhile."""
 
     def is_undone() -> bool:
         before = states()
@@ -492,7 +492,7 @@ def test_what_a_forward_did_to_states_is_undone(change: str, process: None) -> N
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_another_thread_did_to_states_stays(change: str, process: None) -> None:
+def test_changes_of_states_by_another_thread_stay(change: str, process: None) -> None:
     after = list[Any]()
 
     def changes() -> None:
@@ -506,7 +506,7 @@ def test_what_another_thread_did_to_states_stays(change: str, process: None) -> 
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "rand": lambda: torch.rand(3),
-    "a condition": lambda: bool(torch.rand([]) < 0.5),  # as layers are dropped
+    "a condition": lambda: bool(torch.rand([]) < 0.5),  # as in layer dropout
     "randn": lambda: torch.randn(3, dtype=torch.float64),
     "randperm": lambda: torch.randperm(4),
     "randint": lambda: (torch.randint(9, (3,)), torch.randint(2, 9, (3,))),
@@ -527,7 +527,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_operators_draw_from_generators_of_their_own(draw: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_states, "kept", lambda _: nullcontext())  # nothing is put back
+    monkeypatch.setattr(process_states, "kept", lambda _: nullcontext())  # nothing is restored
     before, drawn = torch.get_rng_state(), []
     followed(lambda _: drawn.append(DRAWS[draw]()))
     assert drawn
@@ -536,7 +536,7 @@ def test_operators_draw_from_generators_of_their_own(draw: str, monkeypatch: pyt
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_numbers_of_another_thread_come_once_each(process: None) -> None:
+def test_numbers_of_another_thread_are_drawn_once_each(process: None) -> None:
     drawn, stop = list[int](), threading.Event()
 
     def draw() -> None:
@@ -556,7 +556,7 @@ def test_numbers_of_another_thread_come_once_each(process: None) -> None:
     assert drawn == [int(torch.randint(1 << 60, ())) for _ in drawn]
 
 
-def test_a_seeded_call_draws_what_the_plain_model_draws(process: None) -> None:
+def test_a_seeded_call_draws_the_numbers_of_the_plain_model(process: None) -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -577,10 +577,10 @@ def test_a_seeded_call_draws_what_the_plain_model_draws(process: None) -> None:
     model, x = Noisy().eval(), torch.randn(2, WIDTH)
     with torch.no_grad():
         plain = outputs()
-        assert any(is_equal() for _ in range(5))  # now and then a thread of the test runner's runs meanwhile
+        assert any(is_equal() for _ in range(5))  # sometimes a thread of the test runner runs meanwhile
 
 
-def test_forwards_that_cannot_be_followed_leave_nothing() -> None:
+def test_forwards_that_cannot_be_traced_leave_nothing() -> None:
     def forward(x: torch.Tensor) -> None:
         for fill, _ in PLACES.values():
             fill(table_of(x))
@@ -592,8 +592,8 @@ def test_forwards_that_cannot_be_followed_leave_nothing() -> None:
     assert [held() for _, held in PLACES.values()] == before
 
 
-def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they import is a hundred modules, and would be walked for each call."""
+def test_of_libraries_only_the_modules_of_a_models_classes_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their imports are a hundred modules, which would be searched for each call."""
     other = types.ModuleType("some_tables")
     other.TABLES = {}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "some_tables", other)
@@ -608,8 +608,8 @@ def test_of_libraries_the_modules_of_a_models_classes_are_looked_into(monkeypatc
     assert not [name for name in found if name.startswith(("huggingface_hub", "httpx"))]
 
 
-def test_what_runs_tests_is_not_looked_into(request: pytest.FixtureRequest) -> None:
-    """From a module of tests its items would be noted, thousands of them, for each call that is followed."""
+def test_the_test_runner_is_not_searched(request: pytest.FixtureRequest) -> None:
+    """Its test items are thousands of objects, which would be noted for each traced call."""
     model = _bare(Calls)
     assert global_state._modules_of(model) == {__name__}
     noted = {id(noted.value) for noted in global_state.Surroundings(model)._noted.values()}

@@ -1,4 +1,6 @@
-"""Calls whose way masks, ids and positions decide are followed on meta; those that activations decide are not."""
+"""Calls whose control flow depends on masks, ids and positions are traced on meta. Those that depend on activations
+are
+not."""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def written(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def overwritten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What is written to it is not known, nor is what shows the same memory then."""
+    """Values that are written to it become unknown, also in other views of its memory."""
     kept = torch.ones_like(mask)
     view = kept[:2]
     kept.copy_(x[:, 0].long())
@@ -42,7 +44,7 @@ def overwritten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def overwritten_in_a_list(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """By an operator that returns nothing."""
+    """As above, by an operator that returns nothing."""
     kept = torch.ones_like(mask)
     torch._foreach_copy_([kept], [x[:, 0].long()])
     return x if kept.all() else x[:1]
@@ -55,7 +57,7 @@ def filled_in_a_list(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_by_ones(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As OPT and others make the mask that they were not given."""
+    """As OPT and others make a missing mask."""
     ones = torch.ones(len(x), device=x.device)
     is_seen = torch.cat([ones, mask.float()]).bool()
     return x if is_seen.all() else x[:1]
@@ -67,14 +69,14 @@ def masked_by_a_bias(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def cached(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A buffer of zeros that activations are written to has no values any more."""
+    """A buffer of zeros has no known values after activations are written to it."""
     kept = torch.zeros(2, *x.shape, device=x.device)
     kept[1] = x
     return x if kept[1].any() else x[:1]
 
 
 def counted_on_the_cpu(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """An operator that writes to a tensor that has memory is run once."""
+    """An operator that writes to a tensor with memory runs once."""
     num = torch.zeros((), dtype=torch.int64, device="cpu")
     while int(num) != int(mask.sum()):
         num += 1
@@ -120,12 +122,12 @@ def shape_of(model: Model, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.S
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("num", [2, 5, 6])
-def test_the_way_that_values_of_a_mask_decide(name: str, num: int) -> None:
+def test_control_flow_by_values_of_a_mask_is_traced(name: str, num: int) -> None:
     model, x, mask = Model(WAYS[name]), torch.randn(6, WIDTH), torch.tensor([1] * num + [0] * (6 - num))
-    given = mask.clone()
+    original = mask.clone()
     with torch.no_grad():
         assert shape_of(model, x, mask) == (model(x, mask).shape, [True])
-    assert torch.equal(mask, given)
+    assert torch.equal(mask, original)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +140,12 @@ def test_the_way_that_values_of_a_mask_decide(name: str, num: int) -> None:
         lambda x, mask: x[x[:, 0] > 0],
     ],
 )
-def test_values_of_activations_are_not_known(way: Any) -> None:
+def test_values_of_activations_are_unknown(way: Any) -> None:
     with pytest.raises(UnsupportedError):
         follow(Model(way), (torch.randn(6, WIDTH), torch.ones(6, dtype=torch.long)))
 
 
-def test_a_call_that_asks_nothing_says_so() -> None:
+def test_a_call_that_reads_no_value_says_so() -> None:
     model = Model(lambda x, mask: x * mask[:, None])
     assert shape_of(model, torch.randn(6, WIDTH), torch.ones(6, dtype=torch.long)) == ((6, WIDTH), [False])
 
@@ -174,7 +176,7 @@ ENCODERS = {
 @pytest.mark.parametrize("masked", [None, 9, 16])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_pipelines_with_a_language_model_for_prompts_are_planned(name: str, masked: int | None) -> None:
-    """As FLUX.2, Z-Image, HunyuanVideo, LTX-2 and CogView4 encode theirs: all hidden states, and no cache."""
+    """Like FLUX.2, Z-Image, HunyuanVideo, LTX-2 and CogView4, which use all hidden states, and no cache."""
     diffusers, transformers = pytest.importorskip("diffusers"), pytest.importorskip("transformers")
 
     class Pipe(diffusers.DiffusionPipeline):  # type: ignore[misc, name-defined]

@@ -1,4 +1,4 @@
-"""A call that is followed on shapes leaves no trace: in the model, its arguments, caches, random states, other code."""
+"""A call that is traced leaves no trace in the model, its arguments, caches, random states and other code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scale_of(key: str, x: Any) -> tuple[torch.Tensor, str]:
 
 
 class Counting(nn.Module):
-    """Counts its calls, keeps what it computed, and draws random numbers of every kind."""
+    """Counts its calls, keeps its results, and draws random numbers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,12 @@ class Counting(nn.Module):
 
 
 def states() -> list[Any]:
-    """Python's and numpy's are in `test_surroundings`: it depends on other threads whether they can be put back."""
+    """State of torch's generators. Python's and NumPy's are in `test_global_state.py`: threads decide if they are
+    restored."""
     return torch.get_rng_state().tolist()  # type: ignore[no-any-return]
 
 
-def test_nothing_of_the_model_or_its_arguments_changes() -> None:
+def test_the_model_and_its_arguments_do_not_change() -> None:
     model, x, past = Counting(), torch.randn(2, WIDTH), {"keys": [torch.ones(1)], "length": 1}
     called: list[Any] = []
     model.linear.register_forward_hook(lambda *_: called.append("after"))
@@ -88,7 +89,7 @@ def test_nothing_of_the_model_or_its_arguments_changes() -> None:
     assert (model.calls, called) == (1, ["before", "after"])
 
 
-def test_hooks_of_all_modules_would_see_it() -> None:
+def test_hooks_of_all_modules_prevent_tracing() -> None:
     called: list[Any] = []
     handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
     try:
@@ -100,7 +101,7 @@ def test_hooks_of_all_modules_would_see_it() -> None:
 
 
 class Global(nn.Module):
-    """Keeps what it computes in Python's modules, as code with tables of positions does."""
+    """Keeps its results in Python modules, as code with tables of positions does."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "table" not in KEPT:
@@ -109,7 +110,7 @@ class Global(nn.Module):
         return scale_of("a", KEPT["table"])[0] + turned(x.shape[-1], str(x.device)) + x
 
 
-def test_no_cache_of_python_keeps_a_tensor_without_values() -> None:
+def test_caches_of_python_keep_no_meta_tensor() -> None:
     KEPT.clear()
     LISTED.clear()
     model, x = Global(), torch.randn(2, WIDTH)
@@ -122,7 +123,7 @@ def test_no_cache_of_python_keeps_a_tensor_without_values() -> None:
     assert [tensor.device.type for pair in LISTED for tensor in pair] == ["cpu", "cpu"]
 
 
-def test_a_view_of_a_weight_that_is_kept_is_let_go_of() -> None:
+def test_a_kept_view_of_a_weight_is_dropped() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +138,7 @@ def test_a_view_of_a_weight_that_is_kept_is_let_go_of() -> None:
     assert KEPT == {}
 
 
-def test_what_the_standard_library_keeps_stays() -> None:
+def test_state_of_the_standard_library_stays() -> None:
     """Other threads start and end meanwhile, and garbage is collected."""
     done = threading.Event()
     finalized: list[int] = []
@@ -169,21 +170,21 @@ def test_an_error_of_the_copy_is_reported() -> None:
 
 
 class Own:
-    """Every copy is itself."""
+    """Its copies are the object itself."""
 
     def __deepcopy__(self, memo: Any) -> Own:
         return self
 
 
 @pytest.mark.parametrize("value", [Own(), weakref.ref(Own)], ids=["object", "reference"])
-def test_what_is_its_own_copy_might_change(value: Any) -> None:
+def test_objects_that_are_their_own_copies_prevent_tracing(value: Any) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.state = value
     with pytest.raises(UnsupportedError, match="Linear or an object in it cannot be copied"):
         follow(model, (torch.ones(1, WIDTH),))
 
 
-def test_a_generator_is_not_drawn_from() -> None:
+def test_a_generator_draws_nothing() -> None:
     class Noisy(nn.Module):
         def forward(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
             return x + torch.randn(x.shape, generator=generator, device="cpu")
@@ -195,7 +196,7 @@ def test_a_generator_is_not_drawn_from() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-def test_it_takes_no_longer_than_it_may() -> None:
+def test_tracing_ends_at_its_time_limit() -> None:
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(1000):
@@ -206,17 +207,17 @@ def test_it_takes_no_longer_than_it_may() -> None:
     started = time.perf_counter()
     with pytest.raises(UnsupportedError, match="takes too long"):
         follow(Slow(), (torch.ones(2),), limit_s=0.1)
-    assert time.perf_counter() - started < 20  # the whole forward takes 30
+    assert time.perf_counter() - started < 20  # the whole forward would take 30 s
 
 
 def test_the_copy_has_no_weights() -> None:
-    """16 GiB on a machine that may have less."""
+    """16 GiB of weights, more than the machine may have."""
     model = nn.Linear(1 << 16, 1 << 16, bias=False, device="meta")
     assert follow(model, (torch.empty(1, 1 << 16, device="meta"),)).activation_nbytes == 2 * 4 * (1 << 16)
 
 
 class Parent(nn.Module):
-    """Reads a child's weight without calling the child, a tied one among them."""
+    """Reads a child's weight without calling the child. One of these weights is tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +240,7 @@ def test_weights_that_are_read_outside_of_their_unit() -> None:
     assert found.order([own, *units]) == (0, 1)
 
 
-# -- what lies around a model --------------------------------------------------------------------------------------
+# -- state outside of a model --------------------------------------------------------------------------------------
 
 
 class Rope:
@@ -337,7 +338,7 @@ class Calls(nn.Module):
 @pytest.mark.parametrize(
     "function", [on_a_class, in_an_object, in_slots, in_a_list, in_a_global, CACHED, lambda x: real(WIDTH)]
 )
-def test_what_code_keeps_around_a_model_is_put_back(function: Any) -> None:
+def test_state_outside_of_a_model_is_restored(function: Any) -> None:
     model, x = Calls(function), torch.randn(2, WIDTH)
     with contextlib.suppress(UnsupportedError):
         follow(model, (x,))
@@ -348,7 +349,7 @@ def test_what_code_keeps_around_a_model_is_put_back(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [counted, drawn])
-def test_a_forward_that_changes_what_is_no_copy_is_not_followed(function: Any) -> None:
+def test_a_forward_that_changes_shared_objects_is_not_traced(function: Any) -> None:
     state = STEP.clone(), GENERATOR.get_state()
     with pytest.raises(UnsupportedError, match="writes to a tensor that is not a copy"):
         follow(Calls(function), (torch.randn(2, WIDTH),))
@@ -356,7 +357,7 @@ def test_a_forward_that_changes_what_is_no_copy_is_not_followed(function: Any) -
     assert torch.equal(GENERATOR.get_state(), state[1])
 
 
-def test_a_forward_that_somebody_has_wrapped_is_not_followed() -> None:
+def test_a_wrapped_forward_is_not_traced() -> None:
     model, calls = nn.Sequential(Counting()), []
     plain = model[0].forward
     model[0].forward = lambda x: calls.append(1) or plain(x)
@@ -366,14 +367,14 @@ def test_a_forward_that_somebody_has_wrapped_is_not_followed() -> None:
 
 
 @pytest.mark.parametrize("value", [print, iter([1]), functools.partial(print)])
-def test_a_call_with_functions_is_not_followed(value: Any) -> None:
+def test_a_call_with_functions_is_not_traced(value: Any) -> None:
     if value is print:
         value = lambda: None  # noqa: E731
     with pytest.raises(UnsupportedError, match="takes functions or iterators"):
         follow(nn.Linear(2, 2), (torch.ones(1, 2),), {"then": [value]})
 
 
-def test_modes_of_others_see_nothing() -> None:
+def test_active_modes_see_no_operator() -> None:
     seen: list[Any] = []
 
     class Mode(TorchFunctionMode):
@@ -398,8 +399,8 @@ def test_an_interrupt_leaves_nothing() -> None:
     assert CONTEXT.table is None
 
 
-def test_torch_defaults_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    # else threads of the test runner decide whether they are
+def test_torch_defaults_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    # otherwise threads of the test runner decide whether they are restored
     monkeypatch.setattr(process_states._OtherThreads, "may_have_run", lambda _: False)
 
     def sets(x: torch.Tensor) -> torch.Tensor:
@@ -409,7 +410,7 @@ def test_torch_defaults_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError):
         follow(Calls(sets), (torch.randn(2, WIDTH),))
     found = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # for the tests that follow
+    torch.set_default_dtype(torch.float32)  # for the next tests
     assert found is torch.float32
 
 
@@ -419,7 +420,7 @@ def shared() -> nn.Module:
 
 
 class Attaching(nn.Module):
-    """Its forward makes a module of others its own."""
+    """Its forward attaches a module that also belongs to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +432,7 @@ class Attaching(nn.Module):
         return self.inner(x) + self.other.bias.to(x.device)
 
 
-def test_what_a_forward_attaches_stays_whole() -> None:
+def test_a_module_that_a_forward_attaches_stays_whole() -> None:
     model = Attaching()
     before = dict(vars(shared()))
     follow(model, (torch.ones(1, WIDTH),))
@@ -439,7 +440,7 @@ def test_what_a_forward_attaches_stays_whole() -> None:
     assert not hasattr(model, "other")
 
 
-def test_a_method_of_its_own_keeps_no_copy_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_on_an_instance_keeps_no_copy_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.forward = MethodType(nn.Linear.forward, model)  # type: ignore[method-assign]
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("nothing is left to be collected"))

@@ -1,4 +1,4 @@
-"""Trials: operators of a call are run with their shapes, and what they take goes over what rates tell."""
+"""Operators of a call are timed with their shapes, and the measured times override the estimates from rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from weightstream.plan.manifest import Op, unit_seconds
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 from weightstream.runtime.weights.alias_groups import UnitModule
 
-SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6)  # all is worth a try
+SLOW = replace(
+    CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6
+)  # so slow that every operator is worth timing
 
 
 def seconds_of(found: Footprint) -> dict[Any, float]:
@@ -35,7 +37,7 @@ class Mixed(nn.Module):
         return nn.functional.dropout(x, 0.5, True).mul_(2)
 
 
-def test_operators_are_tried_with_their_shapes() -> None:
+def test_operators_are_timed_with_their_shapes() -> None:
     model = Mixed()
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -48,7 +50,7 @@ def test_operators_are_tried_with_their_shapes() -> None:
     assert all(0 < s < 1 for s in seconds.values())
 
 
-def test_what_was_measured_goes_over_rates() -> None:
+def test_measured_times_override_rates() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     found = follow(model, (torch.randn(64, 256),))
     ((launch, num),) = found.launches
@@ -58,13 +60,13 @@ def test_what_was_measured_goes_over_rates() -> None:
     assert [unit_seconds(ops, SLOW)[0] for ops in timed.work(units)] == [0.125, 0.125]
     assert timed.activation_nbytes == found.activation_nbytes
     more = found.tried({launch: op_timing.Trial(0.125, 1 << 20)})
-    assert more.activation_nbytes == found.activation_nbytes + (1 << 20), "it runs where most is alive"
+    assert more.activation_nbytes == found.activation_nbytes + (1 << 20), "it runs while most memory is alive"
     both = UnitModule(name="both", module=model[0], also=(model[1],))
     assert unit_seconds(timed.work([both])[0], SLOW)[0] == 0.125
     assert Op(flops=1e9, rate="half", device_s=0.5).seconds(SLOW) == 0.5
 
 
-def test_what_cannot_be_run_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_cannot_be_timed_keep_their_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU())
     found = follow(model, (torch.randn(64, 256),))
 
@@ -86,7 +88,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_only_operators_of_torch_are_tried() -> None:
+def test_only_operators_of_torch_are_timed() -> None:
     class Own(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.gelu(doubled(x))
@@ -104,14 +106,15 @@ def test_an_error_in_a_round_leaves_the_estimates(monkeypatch: pytest.MonkeyPatc
     assert seconds_of(follow(nn.Linear(256, 256), (torch.randn(64, 256),))) == {}
 
 
-def test_what_is_over_before_it_is_launched_is_not_tried() -> None:
+def test_operators_shorter_than_their_launch_are_not_timed() -> None:
     found = follow(nn.Linear(4, 4), (torch.ones(1, 4),))
-    for op_s in (CPU_PROFILE.op_s, 1e-3):  # that kernels take long at least is no reason
+    for op_s in (CPU_PROFILE.op_s, 1e-3):  # a long least time of kernels is no reason
         assert op_timing.time_ops(found.launches, replace(CPU_PROFILE, op_s=op_s), CpuBackend()) == {}
 
 
-def test_a_trial_comes_close_to_the_call() -> None:
-    """Products of 8 ms in sum: the prediction is of the same size, whatever else the machine does."""
+def test_measured_times_come_close_to_the_call() -> None:
+    """Matrix products of 8 ms in total: the prediction has the same order of magnitude, whatever else the machine
+    does."""
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]).eval()
     x = torch.randn(256, 1024)
     found = follow(model, (x,))

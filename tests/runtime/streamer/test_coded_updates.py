@@ -16,13 +16,13 @@ from safetensors import torch as safetensors
 from torch import nn
 from torch.nn import functional
 
-from coded_rig import PLACES, Block, Chain, exact, offload, random_model, rows, told
+from coded_rig import PLACES, Block, Chain, exact, offload, random_model, rows, warned
 from models import assert_same, step, weights
 from repeats import thinned
 from weightstream.errors import OffloadError
 from weightstream.runtime.weights.home import Home
 
-__all__ = ["told"]
+__all__ = ["warned"]
 
 WHERE = "blocks.1.up.weight"
 
@@ -389,7 +389,7 @@ def test_gradients_are_turned_off_and_on_again() -> None:
     assert exact(model) == exact(plain)
 
 
-def test_what_is_only_read_stays_coded(told: list[str]) -> None:
+def test_what_is_only_read_stays_coded(warned: list[str]) -> None:
     model = random_model()
     with offload(model) as streamer:
         coded = {alias for alias, home in streamer._homes.homes.items() if home.layout is not None}
@@ -403,7 +403,7 @@ def test_what_is_only_read_stays_coded(told: list[str]) -> None:
             model.get_parameter(WHERE).mul_(2)
         step(model, {"x": rows(0)})
         assert {alias for alias, home in streamer._homes.homes.items() if home.layout is not None} == coded - {WHERE}
-    assert list(told) == []
+    assert list(warned) == []
 
 
 def test_memory_that_multiprocessing_shares() -> None:
