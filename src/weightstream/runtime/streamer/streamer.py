@@ -462,7 +462,7 @@ class Streamer(BaseStreamer):
     def _fix(self, mode: StepState) -> None:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
-            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
+            if self._homes.sources_changed or any(tensor.relaid for tensor in self._binding.tensors):
                 self.graphs.clear()
                 self._homes.sources_changed = False
             self._binding.engine.prime()  # now: a capture by the user may be under way later
@@ -525,7 +525,7 @@ class Streamer(BaseStreamer):
         """The operator `weightstream::release`: the unit's last kernel is queued."""
         with self._gate.lock:
             if output is not None:
-                self._installed.binding.own_outputs(unit, output)
+                self._installed.binding.clone_views(unit, output)
             self.graphs.release(unit)
 
     @contextmanager
