@@ -208,7 +208,7 @@ class Plan(PlanReport):
     @cached_property
     def num_shown(self) -> tuple[int, ...]:
         """For each unit, how many of its tensors show the ring or the buffer while it computes."""
-        return num_shown(self.manifest, self.resident | self.mapped)  # what is cached shows the buffer
+        return num_shown(self.manifest, self.resident | self.mapped)  # cached ones show the buffer
 
     @cached_property
     def buffer_nbytes(self) -> int:
@@ -367,7 +367,7 @@ def buffer_nbytes(manifest: Manifest) -> int:
 
 
 def num_shown(manifest: Manifest, placed: frozenset[str]) -> tuple[int, ...]:
-    """Of each unit, how many tensors stream, where all but those `placed` do, or are decoded."""
+    """For each unit, how many tensors stream or are decoded, where all except those `placed` stream."""
     return tuple(num + sum([alias not in placed for alias in aliases]) for num, aliases in manifest.shown)
 
 

@@ -1,4 +1,4 @@
-"""What every plan shows of itself: of a model, of a model over several devices, of a pipeline. Knows no schedule."""
+"""The base of all plans: of a model, of a model over several devices, of a pipeline. Knows no schedule."""
 
 from __future__ import annotations
 

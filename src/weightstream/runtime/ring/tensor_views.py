@@ -260,7 +260,7 @@ class CountedStorage(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BoundUnit:
-    """A unit bound to memory, and what of it is open."""
+    """A unit bound to memory, and whether it is open."""
 
     index: int
     streams: bool  # it has bytes of the ring

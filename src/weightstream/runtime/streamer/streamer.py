@@ -512,7 +512,7 @@ class Streamer(BaseStreamer):
                 return output
             except BaseException:
                 self._gate.turn.end(self._gate.end_forward, has_failed=True)
-                self._binding.abandon()  # compiled code does not release what an error leaves in use
+                self._binding.abandon()  # compiled code does not release units that an error leaves in use
                 raise
 
     def wait_unit(self, unit: int) -> None:
