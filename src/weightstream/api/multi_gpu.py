@@ -347,10 +347,8 @@ def _dealt_anew(
         sketch = planner_inputs.sketch_of(shares.roots[lane], None, uncoded, machine, shares.hosted(lane, model))
         prospect = sketch.prospect
         if example is not None:
-            foreseen = planner_inputs.foreseen(
-                prospect, sketch.by_alias, sketch.grains, model, stripes.backends[lane], *example
-            )
-            prospect = foreseen or prospect
+            about = sketch.by_alias, sketch.grains, model, stripes.backends[lane]
+            prospect = planner_inputs.foreseen(prospect, *about, *example) or prospect
         planners = (replace(planner, config=own, weights=weights) for planner in prospect.planners)
         found[name] = replace(prospect, planners=tuple(planners))
     return found

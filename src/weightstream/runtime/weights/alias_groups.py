@@ -99,16 +99,16 @@ class Picks(Protocol):
     """How the forward of a module reads single rows of its stacks."""
 
     def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any, rows: Any) -> Callable[..., Any] | None:
-        """A function that gives the bits of `forward` for these arguments and reads only some rows of the stacks: those
-        of `rows.select(ids)`, at most `rows.most` ids, or those that `rows.place(ids)` brings, where `rows.places` that
-        many. None where it would read more. It passes its states to `rows.look_ahead`."""
+        """What gives the bits of `forward` for these arguments and reads what `rows.select(ids)` gives in place of the
+        stacks, `rows.most` ids at most, or only what `rows.place(ids)` brings, where `rows.places` so many; None where
+        it would read more. It tells `rows.look_ahead` the states that it is given."""
 
     @property
     def guesses(self) -> bool:
-        """Whether it can guess its rows beforehand."""
+        """Whether it can tell beforehand what it may read."""
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Ids of rows that it would probably read for these states, the likeliest first; None where it cannot guess."""
+        """Ids of rows that it would read for these states, the likeliest first, where that can be told."""
 
 
 class Scope(Enum):
