@@ -21,7 +21,7 @@ FUNCTIONS = {
     "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, {ANY_CONFIG}, "
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
     "allow_missing: bool = False, **kwargs: Any) -> Any",
-    "generate": "(model: Any, inputs: Any = None, *, on_decoding: Callable[[Decoding], None] | None = None, "
+    "generate": "(model: Any, inputs: Any = None, *, on_decoding: Callable[[DecodeReport], None] | None = None, "
     "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",
     "offload": f"(model: nn.Module | Any, *, {DEVICES}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
@@ -39,7 +39,7 @@ FUNCTIONS = {
 }
 METHODS = {
     "BaseOffloader.join_after_forward": "(self) -> None",
-    "BaseOffloader.post_init": "(self, step: Step | None = None, *, is_compiled: bool = False, "
+    "BaseOffloader.post_init": "(self, step: EngineStep | None = None, *, is_compiled: bool = False, "
     "in_graphs: bool = False) -> None",
     "BaseOffloader.sync_prev_onload": "(self) -> None",
     "BaseOffloader.wrap_modules": "(self, modules: Iterable[nn.Module], prefix: str = ) -> list[nn.Module]",

@@ -164,7 +164,7 @@ def test_a_stream_that_encodes_no_boxes_gets_plain_ones(folder: Path, machine: P
 def test_every_part_of_the_memory_is_named_and_they_add_up() -> None:
     plan = Plan.from_json(json.dumps(_bare_plan()))
     plan = replace(plan, budget=100 * GIB, activation_nbytes=1, cache_nbytes=20 * GIB)
-    assert report.memory(plan) == "cache 20.0GiB + activations 1B + spare 100.0GiB = 120.0GiB"
+    assert report.memory_line(plan) == "cache 20.0GiB + activations 1B + spare 100.0GiB = 120.0GiB"
 
 
 def _bare_plan() -> dict[str, Any]:

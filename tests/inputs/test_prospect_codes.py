@@ -172,7 +172,9 @@ def test_a_load_tells_what_it_is_going_to_need(
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
     monkeypatch.setattr(planner_inputs, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(planner_inputs, "prepare_decoding", lambda _, dtypes, __: prepared.append(set(dtypes)))
+    monkeypatch.setattr(
+        planner_inputs, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes))
+    )
     model = weightstream.from_pretrained(folder, device="cpu", dtype=dtype, codec=codec, progress=False)
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * 2
     model.weightstream.remove()

@@ -67,7 +67,7 @@ def plan_pipeline(
     profile: Path | None,
     sweep: bool,
     plot: Path | None,
-    save_media: Path | None,
+    save: Path | None,
     as_json: bool,
 ) -> None:
     """What `weightstream plan` does for a pipeline."""
@@ -82,8 +82,8 @@ def plan_pipeline(
         others = ((budget, sketch.plan_at(budget)) for budget in budgets)
         plans = [(budget, found) for budget, found in others if found is not None]
         plans = sorted([*plans, (sketch.budget, planned)], key=lambda item: item[0])
-    if save_media is not None:
-        write_file("--save", save_media, json.dumps(planned.numbers(), indent=1) + "\n")
+    if save is not None:
+        write_file("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
     if plot is not None:
         _draw(model, plans, plot)
     if as_json:

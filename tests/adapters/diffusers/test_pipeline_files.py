@@ -355,7 +355,9 @@ def test_a_load_tells_what_it_is_going_to_need(
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
     monkeypatch.setattr(planner_inputs, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
-    monkeypatch.setattr(planner_inputs, "prepare_decoding", lambda _, dtypes, __: prepared.append(set(dtypes)))
+    monkeypatch.setattr(
+        planner_inputs, "prepare_decoding", lambda device, dtypes, progress: prepared.append(set(dtypes))
+    )
     loaded(saved("flux"), **option).weightstream.remove()
     held = [load_file(file) for file in saved("flux").rglob("*.safetensors")]
     assert asked == [(dtype, sum(tensor.nbytes for tensors in held for tensor in tensors.values()))]

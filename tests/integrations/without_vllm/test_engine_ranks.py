@@ -30,7 +30,7 @@ from weightstream.integrations.vllm import plugin as host
 
 
 def taken_over(rank, where):
-    engine = object.__new__(host.Engine)
+    engine = object.__new__(host.VllmWorker)
     engine._worker = types.SimpleNamespace(device=torch.device("cpu"), model_runner=None)
     engine._profile = distributed.barrier
     engine._tell = lambda _: None

@@ -249,7 +249,7 @@ def test_a_comparison_tells_what_its_steps_found_and_fetched(capsys: pytest.Capt
     share, once = found["experts"]["found_share"], NUM_LAYERS * TOP_K * ROW_NBYTES
     assert 0.3 < share < 0.9, "its steps are of other tokens each"
     assert found["experts"]["fetched_nbytes_per_token"] == pytest.approx((1 - share) * once)
-    importlib.import_module("weightstream.cli.bench").show(plan, {"model": "mixture", **found})
+    importlib.import_module("weightstream.cli.bench").show_bench(plan, {"model": "mixture", **found})
     assert f"counted: {counted(found['experts'])}"[:60] in capsys.readouterr().out
 
 
@@ -260,7 +260,7 @@ def test_a_run_tells_what_its_tokens_found_and_fetched(form: str) -> None:
     model, tokens = built(), cli.Tokens(None)
     with held(model, form, MOST) as streamer:
         steps(model, 8)
-        session = object.__new__(cli.Session)
+        session = object.__new__(cli.ModelSession)
         session.name, session.streamer = "mixture", streamer
         session.tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
         tokens.ids, tokens.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
