@@ -26,7 +26,7 @@ from weightstream.runtime.devices.opening import opened_backend
 from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
-from weightstream.settings.arguments import dtype_given, of_model, resolve_config
+from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 
@@ -162,7 +162,7 @@ def from_pretrained(
     ranks = join(tensor_parallel.wanted(kwargs), config)
     # the device first: a wrong one is told before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
+        backend, dtype = backends[0], requested_dtype(dtype, torch_dtype)
         kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(

@@ -58,7 +58,7 @@ from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import shared_between
-from weightstream.settings.arguments import dtype_given, resolve_config
+from weightstream.settings.arguments import requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
@@ -152,7 +152,7 @@ def pipeline_from_pretrained(
     config = resolve_config(config, **settings)
     check_given(config, example_inputs)
     with opened_backend(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
-        dtype = dtype_given(dtype, torch_dtype)
+        dtype = requested_dtype(dtype, torch_dtype)
         kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(

@@ -25,7 +25,7 @@ from weightstream.plan.planner import Machine
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
-from weightstream.settings.arguments import dtype_given, of_model, resolve_config
+from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def plan_model(
     """
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
-    config, dtype = resolve_config(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
+    config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
     if is_pipeline_checkpoint(path_or_repo_id):
         if sharded:
             raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")

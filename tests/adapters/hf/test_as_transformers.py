@@ -469,7 +469,7 @@ CASES = {
     # index
     "sharded": Case(build=lambda folder: llama(folder, max_shard_size="20KB") and None),
     "overlaid, the last one": Case(
-        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not of model-0000"
+        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not from model-0000"
     ),
     "overlaid, the first one": Case(build=overlaid("a.safetensors"), says="though the index lists it in a.safetensors"),
     "stale": Case(
