@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,8 @@ from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
 from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
+
+logger = logging.getLogger("weightstream")
 
 
 def offload(
@@ -247,6 +250,7 @@ def _placed(
 def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
     with assembled(model, backend, config, given) as assembly:
+        logger.debug("planning %s with\n%s", type(model).__name__, assembly.inputs)
         with lasting("planning", given.progress):
             plan = assembly.inputs.plan().plan
         streamer = assembly.attach(plan)
