@@ -70,7 +70,7 @@ class Lane:
             for every in (planner.demand.work, planner.demand.captured)
         )
         planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured))
-        simulated, profile = planner.alone(plan)
+        simulated, profile = planner.simulated(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
         hop_s = HOP_S + planner.demand.states_nbytes / link  # over the PCIe link, as devices need not be peers
