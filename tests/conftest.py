@@ -1,6 +1,7 @@
-"""What every test has: a cache of its own that holds a profile, so that none measures or writes to the home.
+"""Fixtures and hooks of all tests: a cache folder with a stored profile, so that no test measures or writes to the
+home.
 
-Triton's kernels run in its interpreter where there is no GPU; Triton reads that when it is imported.
+Without a GPU, Triton's kernels run in its interpreter. Triton reads that variable when it is imported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from weightstream.runtime.devices.cuda import CUDA_PROFILE
 
 _NUM_MODULES = pytest.StashKey[int]()
 _SEED = "WEIGHTSTREAM_SEED"  # an environment variable
-_OF_A_SHELL = (  # settings of the library, of terminals, and of whoever starts several processes
+_OF_A_SHELL = (  # settings of the library, of terminals, and of launchers of several processes
     *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TERM", "TTY_COMPATIBLE"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("WEIGHTSTREAM_DISABLE_PIN_MEMORY", "WEIGHTSTREAM_DISABLE_UVA"),
@@ -40,7 +41,7 @@ _OF_A_SHELL = (  # settings of the library, of terminals, and of whoever starts 
 
 
 def _start_plainly() -> None:
-    """Signals and the environment are as in a shell of one's own, also in a job in the background."""
+    """Set signals and the environment as in an interactive shell, also in a background job."""
     for name in _OF_A_SHELL:
         os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,7 +55,7 @@ _start_plainly()
 
 
 def _seed() -> str:
-    """What draws the cases of `few`: the commit, so that all of a grid run in time."""
+    """Seed of the cases of `few`: the commit, so that over many commits all cases of a grid run."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
@@ -68,7 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _Results:
-    """A file of one line per test, complete whenever the run is cut off: results, seconds, names and reasons."""
+    """A file with a line per test: result, seconds, name, and the reason of a failure. Complete even if the run is
+    killed."""
 
     def __init__(self, path: str) -> None:
         self.file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -78,7 +80,7 @@ class _Results:
         reports = self.running.setdefault(report.nodeid, [])
         reports.append(report)
         if report.when in ("setup", "call"):
-            return  # its teardown follows; what xdist reports of a worker that died is neither
+            return  # its teardown follows; a report by xdist of a dead worker has another phase
         del self.running[report.nodeid]
         results = {each.outcome for each in reports}
         result = next(result for result in ("failed", "skipped", "passed") if result in results)
@@ -90,13 +92,13 @@ class _Results:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis has a third of its examples where stress is left out: other ones in each run."""
+    """Give Hypothesis a third of its examples in runs without stress tests. Each run draws others."""
     if (path := config.getoption("results")) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Results(path))
     if "not stress" in config.getoption("markexpr"):
         settings.register_profile("few", max_examples=NUM_EXAMPLES // 3)
         settings.load_profile("few")
-    os.environ.setdefault(_SEED, _seed())  # workers have it, too
+    os.environ.setdefault(_SEED, _seed())  # inherited by the workers of xdist
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -104,26 +106,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"few cases were drawn by {_SEED}={shlex.quote(seed)}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long goes first, or one worker would wait for it alone in the end."""
+    """Run slow tests first. Otherwise one worker would run the last of them while the others are idle."""
     _thin(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `few(n)`, all cases but n are for stress. Each commit draws others, and each test for
-    itself. Where it matters which, `repeats.only` names them."""
+    """Mark all but n cases of a test with `few(n)` as stress. The commit and the test's name draw them.
+
+    `repeats.only` names the cases instead, if it matters which of them run.
+    """
     cases = defaultdict[tuple[object, ...], list[pytest.Function]](list)
     for item in items:
         if item.get_closest_marker("few") and not any(item.get_closest_marker(kind) for kind in ("stress", "gpu")):
             assert isinstance(item, pytest.Function)
             cases[item.path, item.cls, item.originalname].append(item)
-    for found in cases.values():
-        num = next(mark.args[0] for mark in found[0].iter_markers("few"))
-        about = os.environ[_SEED], found[0].path.name, found[0].originalname
-        kept = random.Random(" ".join(about)).sample(found, min(num, len(found)))
-        for item in (item for item in found if item not in kept):
+    for group in cases.values():
+        num = next(mark.args[0] for mark in group[0].iter_markers("few"))
+        about = os.environ[_SEED], group[0].path.name, group[0].originalname
+        kept = random.Random(" ".join(about)).sample(group, min(num, len(group)))
+        for item in (item for item in group if item not in kept):
             item.add_marker("stress")
 
 
@@ -134,7 +138,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a test imported stays: no collection of garbage looks at it again (they took two thirds of the time)."""
+    """Exempt imported modules from garbage collection, which took two thirds of the time."""
     if len(sys.modules) != item.config.stash[_NUM_MODULES] or nextitem is None or nextitem.path != item.path:
         _keep_modules(item.config)
 
@@ -149,17 +153,17 @@ def _keep_modules(config: pytest.Config) -> None:
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        # As if measured in a year, on an idle machine: steps that others slow down are no reason to measure again.
+        # Measured in a year, on an idle machine: slow steps under load are then no reason to measure again.
         kept = {"measured_at": time.time() + 3e7, "load": 0.0}
         profile.save_profile(torch.device("cpu"), replace(CPU_PROFILE, **kept))
-        if torch.cuda.is_available():  # beside other tests, or inside of one that delays copies, anything is measured
+        if torch.cuda.is_available():  # parallel tests, and tests that delay copies, would measure anything
             profile.save_profile(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
         yield
 
 
 @pytest.fixture(autouse=True)
 def _freeze_count() -> Iterator[None]:
-    """Something is frozen, all that was imported: to count it looks at each, 25 ms whenever a device is opened."""
+    """Avoid counting the frozen objects, which visits each of them: 25 ms whenever a device is opened."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "get_freeze_count", lambda: 1)
         yield
@@ -167,31 +171,31 @@ def _freeze_count() -> Iterator[None]:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """Another one in each run, for tests that draw what they try; they tell it where they fail."""
+    """A new seed in each run, for tests that draw their cases. They print it when they fail."""
     return random.SystemRandom().randrange(1 << 30)
 
 
 @pytest.fixture
 def few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search ends after the plans that promise most: of a whole pipeline hundreds would be tried for each budget."""
+    """End a search after the most promising plans: a whole pipeline has hundreds for each budget."""
     monkeypatch.setattr("weightstream.plan.search._MOST_PLANS", 12)
 
 
 @pytest.fixture
 def own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is measured: for tests that nothing else runs beside."""
+    """Measure the device: for tests that run while no other test does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def nothing_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call is followed before it runs: the plan is the first one, and the first step finds its own order."""
+    """Trace no call ahead: the first plan stays, and the first step finds its own order."""
     monkeypatch.setattr("weightstream.inputs.gathering.Gatherer.for_call", lambda *_: None)
 
 
 @pytest.fixture
 def no_loading_bars() -> Iterator[None]:
-    """transformers writes nothing to the terminal while it loads."""
+    """Silence transformers' progress bars while it loads."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The documentation points at what exists: files of the package, names in them, pages and headings."""
+"""The documentation refers to things that exist: files of the package, names in them, pages and headings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", _pages("renames.md"))  # which cites old paths
-def test_files_and_names_that_a_page_cites_exist(page: Path) -> None:
+def test_files_and_names_cited_by_a_page_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [path for path in FILES.findall(text) if not list(ROOT.glob(path.rstrip("./")))]
     for path, _, names in PATHS.findall(text):
@@ -40,7 +40,7 @@ def test_files_and_names_that_a_page_cites_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", _pages())
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_resolve(page: Path) -> None:
     broken = []
     for target, anchor in LINKS.findall(page.read_text(encoding="utf-8")):
         if "://" in target or target.startswith("mailto:"):

@@ -13,8 +13,8 @@ EXAMPLES = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_is_identical(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As scripts, but in this process: an interpreter for each would import transformers and diffusers again."""
+def test_example_outputs_are_identical(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the examples in this process: an interpreter for each would import transformers and diffusers again."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runpy.run_path(str(example), run_name="__main__")

@@ -26,7 +26,7 @@ def shard_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sharded Llama of 600 MiB, a shard per layer, written without holding it."""
+    """A sharded Llama of 600 MiB, one shard per layer, written without holding all of it."""
     folder = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": LAYERS, "num_attention_heads": 16}
     weight_map: dict[str, str] = {}

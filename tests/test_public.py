@@ -1,4 +1,4 @@
-"""The public names: what there is, how it is called, what its documentation tells. A change is a release note."""
+"""The public names, their signatures, and their documentation. Each change belongs into the changelog."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import weightstream
 DEVICE = "device: torch.device | str | None = None, device_budget: int | str | None = None"
 DEVICES = DEVICE.replace("int | str | None", "int | str | Mapping[int, int | str] | None")
 CONFIG = "config: OffloadConfig | None = None"
-ANY_CONFIG = "config: OffloadConfig | Any | None = None"  # also a model's
+ANY_CONFIG = "config: OffloadConfig | Any | None = None"  # also a model's config
 DTYPE = "dtype: str | torch.dtype | None = None, torch_dtype: str | torch.dtype | None = None"
 FUNCTIONS = {
     "create_offloader": "(config: OffloadConfig) -> BaseOffloader",
@@ -67,7 +67,7 @@ SETTINGS = {
     "PrefetchOffloadConfig": "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
     "UVAOffloadConfig": "cpu_offload_gb cpu_offload_params",
 }
-ERRORS = {  # and what a caller may catch them as, who knows Python's alone
+ERRORS = {  # and their builtin base, which callers may catch instead
     "CheckpointError": ValueError,
     "ConfigError": ValueError,
     "InvariantError": RuntimeError,
@@ -112,7 +112,7 @@ def find(name: str) -> Any:
 
 
 def signature(function: Callable[..., Any]) -> str:
-    """Without quotes: how annotations are quoted differs between versions of Python."""
+    """The signature without quotes: versions of Python differ in how they quote annotations."""
     return re.sub("['\"]", "", str(inspect.signature(function)))
 
 
@@ -127,14 +127,14 @@ def test_settings_are_as_released(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_caught_as_they_were(name: str) -> None:
+def test_errors_have_their_documented_bases(name: str) -> None:
     assert issubclass(find(name), (weightstream.WeightstreamError, ERRORS[name]))
     assert issubclass(find(name), ERRORS[name])
 
 
 @pytest.mark.parametrize("name", sorted({*FUNCTIONS, *CLASSES, *METHODS} - {"PrefetchOffloader", "UVAOffloader"}))
 def test_documentation_names_arguments_and_errors(name: str) -> None:
-    """Of an `__init__` that of its class. What raises nothing says so."""
+    """The documentation of an `__init__` is that of its class. If nothing is raised, the documentation says so."""
     text = inspect.getdoc(find(name.removesuffix(".__init__"))) or ""
     assert text.split("\n")[0].endswith((".", ":")), "the first line is a sentence"
     if name in FUNCTIONS or name.endswith(".__init__"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import sizes
 
 
-def test_what_is_over_a_number_is_named_and_counted(tmp_path: Path) -> None:
+def test_report_names_and_counts_what_exceeds_a_number(tmp_path: Path) -> None:
     fields = "\n".join(f"        self.f{i} = {i}" for i in range(sizes.CLASS_FIELDS))
     long = "\n".join("    x = 1" for _ in range(sizes.FUNCTION_LINES))
     text = f'"""Doc."""\n# a comment\n\nclass A:\n    g: int\n    def __init__(self):\n{fields}\n\ndef f():\n{long}\n'

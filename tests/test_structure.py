@@ -1,5 +1,5 @@
 """The shape of the source: imports go one way, plan/ is pure, importing is light, a public name has one meaning, and
-modules hold no state. Sizes are no test: `sizes.py` reports them."""
+modules hold no state. Sizes are not tested: `sizes.py` reports them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PACKAGE = "weightstream"
 SOURCE = Path(__file__).resolve().parents[1] / "src" / PACKAGE
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# Files that rooms below their own may import, as they know nothing of it.
+# Files that rooms below their own may import, since these files know nothing of their room.
 LEAVES = {"errors", "plan.manifest", "plan.units", "codec.format"}
-# What a room may import beside itself; a room that is not in the table is no part of the design.
+# The rooms that a room may import besides itself. A room that is not in the table is not part of the design.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "plan.manifest": {"errors"},
@@ -40,7 +40,7 @@ BELOW: dict[str, set[str]] = {
     "cli": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "api", ""},
     "__main__": {"cli"},
 }
-# The same inside of rooms that have rooms of their own.
+# The same within rooms that have rooms of their own.
 INSIDE: dict[str, dict[str, set[str]]] = {
     "runtime": {
         "trace": set(),
@@ -65,10 +65,10 @@ SHARED_NAMES: dict[str, set[str]] = {
     "encode": {"codec.coding", "codec.kernels", "codec.reference", "codec.triton_codec"},
     "decode": {"codec.coding", "codec.kernels", "codec.reference"},
     "histograms": {"codec.reference", "codec.triton_codec"},
-    # a command of the command line, and the call that it makes
+    # a command of the command line, and the function that it calls
     "pack": {"api.pack", "cli.pack"},
 }
-# Names that a library or a convention asks of each module.
+# Names that a library or a convention requires in each module.
 CONVENTIONAL_NAMES = {"logger"}
 
 PURE = {
@@ -91,8 +91,8 @@ IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "ChainMap"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "SimpleNamespace", "count", "cycle"}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
-# (file, name): what pydantic asks for by name, the session table of the operators, and what may have become garbage,
-# which is of the process; nothing else.
+# (file, name): names that pydantic requires, the session tables of the operators, and the backends of models that are
+# in use or garbage. These belong to the process. Nothing else.
 ALLOWED_STATE = {("settings/config.py", "_Settings.model_config"), ("adapters/modules/moe.py", "_EQUAL")}
 ALLOWED_STATE |= {("runtime/streamer/custom_ops.py", name) for name in ("_UNITS", "_HANDLES")}
 ALLOWED_STATE |= {("runtime/devices/opening.py", "_LEFT")}
@@ -118,7 +118,7 @@ MODULES = {module_of(path) for path in FILES}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever the statement stands; `from package import module` is that module."""
+    """Every module that a file imports, at any depth of the code. `from package import module` imports that module."""
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -140,7 +140,7 @@ def part_of(module: str) -> str:
 
 
 def below(part: str) -> set[str]:
-    """With a room its leaves are below, and its own leaves are below the other files of a room."""
+    """Everything below a part. A room comes with its leaves, and its own leaves are below its other files."""
     return BELOW[part] | {leaf for leaf in LEAVES if leaf.split(".")[0] in BELOW[part] | {part}} - {part}
 
 
@@ -148,7 +148,7 @@ def relative(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def test_there_is_something_to_look_at() -> None:
+def test_source_is_found() -> None:
     assert {f"{PACKAGE}.plan.schedule", f"{PACKAGE}.runtime.ring.engine", PACKAGE} <= MODULES
     assert own_imports(SOURCE / "plan" / "check.py") >= {f"{PACKAGE}.plan.plan", f"{PACKAGE}.errors"}
 
@@ -158,13 +158,13 @@ def test_imports_go_one_way(path: Path) -> None:
     part = part_of(module_of(path))
     assert part in BELOW, f"{relative(path)} belongs to no part of the design"
     for name in own_imports(path):
-        assert name in MODULES, f"{relative(path)} imports {name}, which is no module"
+        assert name in MODULES, f"{relative(path)} imports {name}, which is not a module"
         allowed = below(part) | {part}
         assert part_of(name) in allowed, f"{relative(path)} imports {name}; it may import {sorted(allowed)}"
 
 
 @pytest.mark.parametrize("path", [path for room in INSIDE for path in (SOURCE / room).rglob("*.py")], ids=relative)
-def test_imports_go_one_way_inside_of_a_room(path: Path) -> None:
+def test_imports_go_one_way_within_a_room(path: Path) -> None:
     room, _, inside = module_of(path).removeprefix(PACKAGE + ".").partition(".")
     if not inside:  # the docstring of the room
         assert not own_imports(path)
@@ -184,13 +184,13 @@ def test_no_part_is_above_and_below_another() -> None:
 
 
 def test_rooms_are_small() -> None:
-    """A folder of many files says nothing of what is where."""
+    """A reader cannot find anything in a folder of many files."""
     for folder in {path.parent for path in FILES}:
         files = [path.name for path in folder.iterdir() if path.is_file()]
         assert len(files) <= (FILES_IN_ROOT if folder == SOURCE else FILES_IN_ROOM), f"{relative(folder)}: {files}"
 
 
-def test_rooms_say_what_they_are_for_and_hold_no_code() -> None:
+def test_room_init_files_hold_only_a_docstring() -> None:
     for path in FILES:
         if path.name == "__init__.py" and path.parent not in (SOURCE, SOURCE / "cli"):
             assert len(tree(path).body) == 1, f"{relative(path)} holds more than a docstring"
@@ -206,7 +206,8 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def public_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Classes, functions, aliases and constants that a module defines, those in branches included; imports are none."""
+    """Classes, functions, aliases and constants that a module defines, also in branches. Imports are not
+    definitions."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names = [node.name]
@@ -231,7 +232,7 @@ def test_a_public_name_has_one_meaning() -> None:
     assert shared == SHARED_NAMES
 
 
-def test_the_names_that_are_compared_are_found() -> None:
+def test_public_names_of_a_module_are_found() -> None:
     source = "a = b, _c = 1, 2\nd: int = 3\nif a:\n    def e(): f = 1\nclass G:\n    h = 1\ni[0] = j.k = 1\nimport l"
     assert list(public_names(ast.parse(source).body)) == ["a", "b", "d", "e", "G"]
 
@@ -240,7 +241,7 @@ PLAN_FILES = [path for path in FILES if path.parent.name == "plan"]
 
 
 @pytest.mark.parametrize("path", PLAN_FILES, ids=relative)
-def test_planning_knows_no_torch_no_files_and_no_clock(path: Path) -> None:
+def test_planning_imports_no_torch_no_files_and_no_clock(path: Path) -> None:
     assert {name.split(".")[0] for name in imports(path)} <= PURE
     for node in nodes(path):
         if isinstance(node, ast.Name) and node.id in IMPURE_BUILTINS:
@@ -266,7 +267,7 @@ def test_torch_cuda_is_spelled_in_one_file() -> None:
 
 
 def containers(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, int]]:
-    """Names that a module, or a class of it, binds to a mutable container when it is imported."""
+    """Names that a module, or a class of it, binds to a mutable container at import."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from containers(node.body, f"{owner}{node.name}.")
@@ -288,26 +289,26 @@ def is_mutable(value: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_modules_hold_no_state(path: Path) -> None:
-    """A table that nobody changes is a tuple, a frozenset or a MappingProxyType."""
+    """Constant tables must be tuples, frozensets or MappingProxyTypes."""
     found = [(name, line) for name, line in containers(tree(path).body) if (relative(path), name) not in ALLOWED_STATE]
     assert not found, f"{relative(path)}: {found}"
     rebound = [node.lineno for node in nodes(path) if isinstance(node, ast.Global)]
     assert not rebound, f"{relative(path)}: `global` in lines {rebound}"
 
 
-def test_the_state_that_is_looked_for_is_found() -> None:
+def test_mutable_state_is_found() -> None:
     source = "a = {}\nb: list[int] = []\nif a:\n    c = set()\nclass D:\n    e = weakref.WeakSet()\nf = (1,)\ng.h = []"
     assert [name for name, _ in containers(ast.parse(source).body)] == ["a", "b", "c", "D.e"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_a_file_begins_by_saying_what_it_owns(path: Path) -> None:
+def test_first_line_of_a_file_says_what_it_owns(path: Path) -> None:
     first = (ast.get_docstring(tree(path)) or "").split("\n")[0]
     assert first.endswith((".", "?")), f"{relative(path)} begins with {first!r}"
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -323,7 +324,7 @@ LOADED = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}
 
 
 def test_planning_does_not_import_torch() -> None:
-    """By any of its modules; the first that does is told."""
+    """Report the first module that does."""
     each = [f"import {module}; print('{module}', end=' '); {LOADED}" for module in sorted(map(module_of, PLAN_FILES))]
     lines = run_python("\n".join(each)).splitlines()
     assert len(lines) == len(PLAN_FILES)
@@ -332,8 +333,8 @@ def test_planning_does_not_import_torch() -> None:
         assert not {"torch", "transformers", "numpy", "rich"}.intersection(loaded), module
 
 
-def test_importing_is_light_and_every_public_name_is_there() -> None:
-    """All names are taken, so that those made on first use count too; CUDA is not initialised by any of them."""
+def test_importing_is_light_and_every_public_name_exists() -> None:
+    """Access all names, so that names made on first use count too. None of them may initialise CUDA."""
     assert not {"transformers", "diffusers", "rich", "typer"}.intersection(
         run_python(f"import weightstream; {LOADED}").split()
     )
@@ -354,7 +355,7 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
     assert run_python(code) == "module 'weightstream' has no attribute 'offlaod'"
 
 
-def test_public_names_are_sorted_and_said_once() -> None:
+def test_public_names_are_sorted_and_unique() -> None:
     names = next(
         ast.literal_eval(node.value)
         for node in tree(SOURCE / "__init__.py").body

@@ -1,4 +1,5 @@
-"""`weightstream run --chat`: turns by a pipe, what is known of those before, and what ends an answer or the whole."""
+"""`weightstream run --chat`: turns through a pipe, the memory of earlier turns, and the ends of an answer and of the
+chat."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def answers(result: Result) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Callable[[str], list[str]]:
-    """What the plain model answers to the words of a whole chat."""
+    """The plain model's answer to the words of a whole chat."""
     model, words = transformers.AutoModelForCausalLM.from_pretrained(folder), tokenizer(CHAT)
 
     def answer(text: str) -> list[str]:
@@ -62,7 +63,7 @@ def plain(folder: Path) -> Callable[[str], list[str]]:
     return answer
 
 
-def test_each_line_is_a_turn_that_knows_those_before(folder: Path, plain: Callable[[str], list[str]]) -> None:
+def test_each_line_is_a_turn_that_knows_the_earlier_ones(folder: Path, plain: Callable[[str], list[str]]) -> None:
     first, second = answers(talk(folder, "w5 w9", "", "w23"))
     assert first == plain("w7 w5 w9 w8 w11")
     assert second == plain(f"w7 w5 w9 w8w7 {' '.join(first)} w8w7 w23 w8 w11")
@@ -74,19 +75,19 @@ def test_clear_forgets_and_exit_ends(folder: Path) -> None:
 
 
 @pytest.mark.stress
-def test_an_answer_that_is_cut_is_said_to_be(folder: Path) -> None:
+def test_a_truncated_answer_is_marked(folder: Path) -> None:
     assert "[cut at 8 tokens: raise --max-new-tokens]" in talk(folder, "w5 w9").stderr
     once = talk(folder, flags=("--max-new-tokens", "8", "--prompt", "w5 w9"))
     assert "(8 generated, cut by --max-new-tokens, the first after" in once.stdout
 
 
-def test_a_conversation_that_is_too_long_is_told(folder: Path) -> None:
+def test_a_conversation_that_is_too_long_is_reported(folder: Path) -> None:
     result = talk(folder, "w5 w9", flags=("--max-new-tokens", "126"))
     assert "[5 tokens so far + 126 of --max-new-tokens > 128 of the model: /clear" in result.stderr
     assert not result.stdout
 
 
-def test_an_interrupt_ends_the_answer_and_not_the_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_only_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put, before = Tokens.put, signal.getsignal(signal.SIGINT)
 
     def interrupted(self: Tokens, ids: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ def test_a_second_interrupt_ends_the_program() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_is_asked_for_lines_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_read_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["w5", KeyboardInterrupt, "", " w6 ", EOFError, "w7"])
 
     def ask(_: str) -> str:

@@ -64,7 +64,7 @@ def run_json(model: Path, *flags: object, stdin: str | None = None) -> dict:
 
 
 def refused(result: Result) -> str:
-    """The message of a run that failed as it should: on stderr alone, no traceback, exit code 2."""
+    """The message of a run that failed as it should: only on stderr, no traceback, exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -99,7 +99,7 @@ def test_shows_text_then_summary(folder: Path) -> None:
     text, *summary = result.stdout.splitlines()
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
-    labels = [label for label in labels if label != "advice"]  # on a busy machine
+    labels = [label for label in labels if label != "advice"]  # shown on a busy machine
     assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "predicted", "identical"]
     assert f"   decode: eager ({EAGER})" in summary
     assert summary[-1] == "identical: yes"
@@ -109,19 +109,19 @@ def test_shows_text_then_summary(folder: Path) -> None:
 
 @pytest.mark.stress
 def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
-    given = ("--gpus", 2, "--device-budget", "300KiB", "--prompt", PROMPT)
-    found = run_json(folder, *given, "--verify")
+    flags = ("--gpus", 2, "--device-budget", "300KiB", "--prompt", PROMPT)
+    found = run_json(folder, *flags, "--verify")
     assert found["tokens"] == plain_tokens(folder, [5, 9, 23])
     assert found["identical"] is True
     assert found["plan"].startswith("cpu:0: ")
     assert found["stats"]["held_nbytes"]["device"] <= 2 * 300 * 1024
-    assert "cpu:1: " in run(folder, *given).stdout
+    assert "cpu:1: " in run(folder, *flags).stdout
     out = tmp_path / "trace.json"
-    result = CliRunner().invoke(app, ["trace", str(folder), "--device", "cpu", *map(str, given), "--out", str(out)])
+    result = CliRunner().invoke(app, ["trace", str(folder), "--device", "cpu", *map(str, flags), "--out", str(out)])
     assert result.exit_code == 0, result.output
     names = {event["args"].get("name") for event in json.loads(out.read_text())["traceEvents"]}
     assert {"cpu:0 compute", "cpu:1 copy"} <= names
-    arguments = ["bench", str(folder), "--device", "cpu", *map(str, given[:4]), "--seconds", "0.1"]
+    arguments = ["bench", str(folder), "--device", "cpu", *map(str, flags[:4]), "--seconds", "0.1"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "same bits" in shown.stdout
@@ -131,10 +131,10 @@ def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_what_takes_seconds_is_said_where_stderr_is_no_terminal(
+def test_progress_is_logged_if_stderr_is_not_a_terminal(
     folder: Path, flags: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile is kept there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # has no stored profile
     profile._say_unmeasured.cache_clear()
     result = run(folder, *flags)
     assert result.exit_code == 0, result.output
@@ -175,7 +175,7 @@ print("both ran")
 
 
 @pytest.mark.stress
-def test_bytes_that_are_no_text_are_replaced(folder: Path) -> None:
+def test_invalid_utf8_is_replaced(folder: Path) -> None:
     """From a pipe, and as an argument."""
     command = [sys.executable, "-c", TWICE, os.fsencode(folder), b"w5 \xe4\xff"]
     ran = subprocess.run(command, input=b"w5 \xe4\xff", capture_output=True, timeout=120)
@@ -257,7 +257,7 @@ def test_unknown_choice(folder: Path, flag: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_cuda_where_there_is_none(folder: Path) -> None:
+def test_cuda_on_a_machine_without_it(folder: Path) -> None:
     assert "cuda" in refused(run(folder, "--device", "cuda")).lower()
 
 
@@ -276,7 +276,7 @@ def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
     assert "its tokenizer cannot be loaded" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
-def test_no_weights_are_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
+def test_missing_weights_are_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
     assert "no model.safetensors" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
@@ -300,7 +300,7 @@ def edit(path: Path, **facts: object) -> None:
 
 
 def test_errors_name_flags(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a command has no flag for is said to be of Python."""
+    """Settings without a flag are named as Python arguments."""
     model = Path(shutil.copytree(folder, tmp_path / "model"))
     edit(model / "config.json", architectures=["X"], auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     for command in ("run", "plan"):
@@ -328,7 +328,7 @@ def test_transformers_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.filterwarnings("default")
-def test_setting_ignored_is_one_line_of_warning(folder: Path) -> None:
+def test_an_ignored_setting_is_one_line_of_warning(folder: Path) -> None:
     result = run(folder, "--device-budget", BUDGET, "--offload-params", "mlp", "--prompt", PROMPT)
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("warning: prefetch.offload_params = ['mlp'] ignored")

@@ -1,4 +1,4 @@
-"""`weightstream doctor`: what the system says, what is made of it, and the screen; without a GPU, on files made up."""
+"""`weightstream doctor`: facts of the system, checks of them, and the screen. Without a GPU, on made-up files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOW = 1.8e9
 BEST = PciLink(generation=5, width=16)
 
 
-# -- what the system says ----------------------------------------------------------------------------------------------
+# -- facts of the system -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_gpus_are_found_without_a_driver(root: Path) -> None:
     assert machine.nvidia_gpus(root / "nothing") == ()
 
 
-def test_the_rest_of_the_machine(root: Path) -> None:
+def test_other_facts_of_the_machine(root: Path) -> None:
     assert machine.huge_pages(root) == ("madvise", "never")
     assert machine.huge_pages(root / "nothing") == (None, None)
     assert machine.machine_id(root) == "0123abcd"
@@ -93,13 +93,13 @@ def test_the_rest_of_the_machine(root: Path) -> None:
     assert machine.cpu_name(root / "nothing")
 
 
-# -- what is made of it ------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def checked(
     check: checks.Check, device: str = "cuda:0", cores: Iterable[int] = range(2), **facts: Any
 ) -> list[Finding]:
-    """What a check finds on a machine whose profile has these facts."""
+    """The result of a check on a machine whose profile has these facts."""
     place = torch.device(device)
     backend: Any = SimpleNamespace(device=place, profile=replace(PROFILE, **facts))
     system: Any = SimpleNamespace(
@@ -130,7 +130,7 @@ def has_link(monkeypatch: pytest.MonkeyPatch, now: PciLink | None, best: PciLink
         (PciLink(generation=1, width=1), BEST, 55e9, ["note", "ok"], "shown: generation 1 x1"),
     ],
 )
-def test_what_is_said_of_a_link(
+def test_messages_about_a_link(
     now: PciLink | None,
     best: PciLink | None,
     measured: float,
@@ -145,7 +145,7 @@ def test_what_is_said_of_a_link(
     assert [bool(finding.remedy) for finding in found] == [mark == "better" for mark in marks]
 
 
-def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_without_information(monkeypatch: pytest.MonkeyPatch) -> None:
     has_link(monkeypatch, None, None, None)
     found, _ = checked(checks.link, link_bytes_per_s=55e9)
     assert found.text.endswith("as nvidia-ml-py is not installed")
@@ -161,7 +161,7 @@ def test_a_link_that_nothing_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, {8, 9}, {0, 1}, "better", "0 of 2 usable cores"),
     ],
 )
-def test_what_is_said_of_nodes(
+def test_messages_about_nodes(
     node: int | None, local: set[int], allowed: set[int], mark: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numa, "node_of", lambda _: node)
@@ -208,9 +208,7 @@ def test_nodes_of_gpus(nodes: list[int], texts: list[str], monkeypatch: pytest.M
     ("pins", "read_only", "marks"),
     [(True, True, ["ok", "ok"]), (True, False, ["ok", "note"]), (False, True, ["broken", "ok"])],
 )
-def test_what_is_said_of_pinning(
-    pins: bool, read_only: bool, marks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_about_pinning(pins: bool, read_only: bool, marks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     memory = nullcontext(SimpleNamespace(is_pinned=lambda: pins))
     monkeypatch.setattr(checks, "host_memory", lambda *_: memory)
     monkeypatch.setattr(checks, "pins_read_only", lambda index: read_only)
@@ -244,7 +242,7 @@ def test_links_are_measured_one_by_one_and_together() -> None:
         (NOW, 0.0, "ok", "at an unknown time"),
     ],
 )
-def test_what_is_said_of_a_profile(
+def test_messages_about_a_profile(
     age: float, load: float, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
@@ -263,7 +261,7 @@ def test_what_is_said_of_a_profile(
         (None, "better", "OMP_WAIT_POLICY is not set"),
     ],
 )
-def test_what_is_said_of_threads_that_wait(
+def test_messages_about_waiting_threads(
     policy: str | None, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -281,7 +279,7 @@ def test_threads_that_wait_matter_where_cores_are_few(cores: int, num: int) -> N
 
 
 @pytest.mark.parametrize(("launch_s", "mark"), [(20e-6, "ok"), (301e-6, "better")])
-def test_a_launch_that_takes_long_is_to_be_measured_again(launch_s: float, mark: str) -> None:
+def test_a_slow_launch_is_to_be_measured_again(launch_s: float, mark: str) -> None:
     *_, found = checked(checks.speeds, op_launch_s=launch_s)
     assert found.label == "kernels"
     assert found.mark == mark
@@ -301,7 +299,7 @@ def test_a_launch_that_takes_long_is_to_be_measured_again(launch_s: float, mark:
         ((), "535.1", "13.0", "0", "cannot use it", "nvidia-smi"),
     ],
 )
-def test_why_there_is_no_gpu(
+def test_messages_without_a_gpu(
     gpus: tuple[str, ...],
     driver: str | None,
     built: str | None,
@@ -328,7 +326,7 @@ def test_why_there_is_no_gpu(
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder, on a machine whose CPU is measured, and that has no GPU; the scratch file is a small one."""
+    """A folder with a small scratch file, on a machine without a GPU whose CPU is measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ())
@@ -343,7 +341,7 @@ def run(disk: Path, *flags: object) -> Result:
 
 
 def value(result: Result, label: str) -> Any:
-    """The bare number of a finding."""
+    """The number of a check, without its unit."""
     return next(found["value"] for found in json.loads(result.stdout)["findings"] if found["label"] == label)
 
 
@@ -407,7 +405,7 @@ def test_measuring_again(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.exit_code == 0
 
 
-def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_measurement_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no")
 
@@ -417,11 +415,11 @@ def test_what_cannot_be_measured_is_broken(disk: Path, monkeypatch: pytest.Monke
     assert "1 broken" in result.stdout
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_broken(disk: Path) -> None:
+def test_a_requested_gpu_that_is_missing_is_broken(disk: Path) -> None:
     result = run(disk, "--device", "cuda:0")
     assert result.exit_code == 1
     assert "   X  device" in result.stdout
-    assert "7.0 GB/s" in result.stdout, "all else is shown"
+    assert "7.0 GB/s" in result.stdout, "everything else is shown"
 
 
 def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +430,7 @@ def test_a_gpu_that_cannot_be_used_is_broken(disk: Path, monkeypatch: pytest.Mon
     assert ADDRESS in result.stdout
 
 
-def test_a_driver_that_nothing_tells_of(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_information(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: (ADDRESS,))
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "nvidia-ml-py" else "1")
     result = run(disk)
@@ -471,13 +469,13 @@ def test_a_disk_that_cannot_be_measured_is_no_error(no_disk: Path) -> None:
     assert value(run(no_disk, "--json"), "reads") is None
 
 
-def test_the_folder_of_a_model_may_be_given_alone(disk: Path) -> None:
+def test_the_only_argument_may_be_a_models_folder(disk: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(disk)])
     assert result.exit_code == 0, result.output
     assert f"in {disk}" in "".join(line.strip() for line in result.stdout.splitlines()).replace("in/", "in /")
 
 
-def test_what_is_not_installed_is_named_with_its_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_their_command(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = checks._version
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "diffusers" else version(name))
     result = run(disk)
@@ -486,6 +484,6 @@ def test_what_is_not_installed_is_named_with_its_command(disk: Path, monkeypatch
     assert value(run(disk, "--json"), "installed")["diffusers"] is None
 
 
-def test_help_says_what_a_newcomer_needs() -> None:
+def test_help_has_the_first_steps() -> None:
     text = CliRunner().invoke(app, ["doctor", "--help"]).stdout
     assert all(flag in text for flag in ("--device", "--path", "--measure", "--save", "--json"))

@@ -63,7 +63,7 @@ def pixels(path: Path) -> bytes:
         return made.tobytes()
 
 
-def test_a_plan_tells_every_component(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.cli.pipelines._BUDGETS", 3)  # of a sweep: each is a search
     result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
@@ -78,7 +78,7 @@ def test_a_plan_tells_every_component(folder: Path, tmp_path: Path, monkeypatch:
     assert more["seconds"] > 5 * found["seconds"] - found["turns"][0]["seconds"]
 
 
-def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) -> None:
+def test_the_written_image_equals_the_plain_one(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "image.png"
     flags = ("--device-budget", BUDGET, *CALL, "--prompt", "w5 w9 w23", "--out", out)
     found = answered("run", folder, *flags, "--verify", "--seed", 5)
@@ -97,13 +97,13 @@ def test_an_image_is_written_and_is_the_plain_one(folder: Path, tmp_path: Path) 
 
 
 def read_until_closed(terminal: int, shown: bytearray) -> None:
-    with contextlib.suppress(OSError):  # by which the last of a terminal's output ends
+    with contextlib.suppress(OSError):  # the read at the end of a terminal's output fails with this
         while part := os.read(terminal, 4096):
             shown += part
 
 
 @pytest.mark.stress
-def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_shows_its_progress_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     shown = bytearray()
     reader = threading.Thread(target=read_until_closed, args=(ours, shown))
@@ -116,12 +116,12 @@ def test_a_terminal_shows_what_bench_is_at(folder: Path, monkeypatch: pytest.Mon
     finally:
         reader.join()
         os.close(ours)
-    told = [shown.find(f"timing: {name}".encode()) for name in ("offloaded", "resident", "raw link floor")]
-    assert min(told) >= 0, shown
-    assert told == sorted(told)
+    positions = [shown.find(f"timing: {name}".encode()) for name in ("offloaded", "resident", "raw link floor")]
+    assert min(positions) >= 0, shown
+    assert positions == sorted(positions)
 
 
-def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightstream.cli.pipelines import PipelineSession
 
     plain = PipelineSession.plain
@@ -171,7 +171,7 @@ def test_several_videos_are_numbered(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("x.png", "a video is written as .gif"), ("x.mp4", "pip install imageio")])
-def test_what_no_video_can_be_written_to_is_told_first(
+def test_an_impossible_video_file_is_reported_first(
     video: Path, name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightstream.cli.pipelines._WRITERS", ("no_such_writer",))
@@ -190,7 +190,7 @@ def test_an_mp4_is_written(video: Path, tmp_path: Path) -> None:
     assert out.stat().st_size > 0
 
 
-def test_what_the_pipeline_itself_refuses(video: Path, tmp_path: Path) -> None:
+def test_errors_of_the_pipeline_itself_are_shown(video: Path, tmp_path: Path) -> None:
     flags = ("--device-budget", "300KiB", "--height", 33, "--out", tmp_path / "x.gif")
     result = weightstream("run", video, *flags)
     assert result.exit_code == 2
@@ -251,8 +251,8 @@ def test_a_pack_is_the_same_pipeline(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input(folder: Path, command: str, flags: tuple[Any, ...], text: str) -> None:
-    given = flags if "--device-budget" in flags else ("--device-budget", BUDGET, *flags)
-    result = weightstream(command, folder, *given)
+    arguments = flags if "--device-budget" in flags else ("--device-budget", BUDGET, *flags)
+    result = weightstream(command, folder, *arguments)
     assert result.exit_code == 2
     assert text in result.stderr
 

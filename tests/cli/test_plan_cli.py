@@ -1,4 +1,4 @@
-"""`weightstream plan`, run in this process on config.json alone: its screen, its JSON, its files and its errors."""
+"""`weightstream plan`, run in this process with only a config.json: its screen, JSON, files and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPE = {
 NUM_PARAMETERS = 2 * 1000 * 512 + 512 + 4 * (2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024 + 2 * 512)
 NUM_BUFFERED = 2 * 32  # both tables of rotary frequencies, in float32
 NBYTES = 2 * NUM_PARAMETERS + 4 * NUM_BUFFERED
-MACHINE = Profile(  # the host is never the limit
+MACHINE = Profile(  # where the host is never the bottleneck
     machine="Test GPU", device_nbytes=4 * GIB, link_bytes_per_s=1e9, op_s=1e-7, op_launch_s=1e-6, overhead_s=5e-5
 )
 
@@ -64,18 +64,18 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plan(folder: Path, machine: Path) -> Callable[..., Result]:
-    """Plans the small model on the test machine; 30 GiB of host memory, whatever is free here."""
+    """Plans the small model on the test machine, with 30 GiB of host memory, whatever is free here."""
 
     def run(*flags: object) -> Result:
-        given = ["--profile", machine, "--host-budget", "30GiB", *flags]
-        return CliRunner().invoke(app, ["plan", str(folder), *map(str, given)])
+        arguments = ["--profile", machine, "--host-budget", "30GiB", *flags]
+        return CliRunner().invoke(app, ["plan", str(folder), *map(str, arguments)])
 
     return run
 
 
 @pytest.fixture(scope="module")
 def swept(folder: Path, machine: Path) -> dict[str, Any]:
-    """What a sweep tells beside a plan of 8 MiB."""
+    """The output of a sweep, and of a plan of 8 MiB."""
     flags = ["--profile", str(machine), "--host-budget", "30GiB", "--device-budget", "8MiB", "--sweep", "--json"]
     return facts(CliRunner().invoke(app, ["plan", str(folder), *flags]))
 
@@ -90,7 +90,7 @@ def facts(result: Result) -> dict[str, Any]:
 
 
 def refused(result: Result) -> str:
-    """The message of a run that failed as it should: on stderr alone, no traceback, exit code 2."""
+    """The message of a run that failed as it should: only on stderr, no traceback, exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -114,7 +114,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
 
 
 @pytest.mark.stress
-def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
+def test_the_rows_of_a_sweep_are_plans_and_the_chosen_budget_is_marked(
     plan: Callable[..., Result], swept: dict[str, Any]
 ) -> None:
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
@@ -129,7 +129,7 @@ def test_the_rows_of_a_sweep_are_the_plans_and_this_one_is_marked(
         ("yes" if p["compressed_nbytes"] else "", f"{1e3 * p['step_s']:,.1f}") for p in plans
     }
     assert swept["compressed_nbytes"] > 0
-    assert rows[-1][3] == "", "all of it fits as it is"
+    assert rows[-1][3] == "", "everything fits uncompressed"
 
 
 @pytest.mark.stress
@@ -151,7 +151,7 @@ def test_a_sweep_is_a_line_per_budget_at_any_width(
 
 @pytest.mark.stress
 @pytest.mark.parametrize("charset", only(["ascii", "latin-1"], "latin-1"))
-def test_a_stream_that_encodes_no_boxes_gets_plain_ones(folder: Path, machine: Path, charset: str) -> None:
+def test_boxes_are_ascii_if_the_stream_needs_it(folder: Path, machine: Path, charset: str) -> None:
     flags = ["--profile", str(machine), "--host-budget", "30GiB", "--device-budget", "8MiB", "--sweep"]
     result = CliRunner(charset=charset).invoke(app, ["plan", str(folder), *flags])
     text = shown_of(result)
@@ -172,7 +172,7 @@ def _bare_plan() -> dict[str, Any]:
     return {"manifest": manifest, "resident": [], "ring_nbytes": 0, "extents": [], "first": [], "after": []}
 
 
-def test_what_a_plan_says_of_itself_is_on_the_screen(plan: Callable[..., Result]) -> None:
+def test_the_report_of_a_plan_is_on_the_screen(plan: Callable[..., Result]) -> None:
     text = " ".join(shown_of(plan("--device-budget", "8MiB")).split())
     printed = str(Plan.from_json(json.dumps(facts(plan("--device-budget", "8MiB", "--json"))["plan"])))
     assert len(printed.splitlines()) == 4
@@ -189,16 +189,16 @@ def test_what_a_plan_says_of_itself_is_on_the_screen(plan: Callable[..., Result]
         (("--device-budget", "8MiB", "--batch", 4096), "shortage: weights"),
     ],
 )
-def test_what_it_advises(plan: Callable[..., Result], flags: tuple[object, ...], note: str) -> None:
+def test_advice(plan: Callable[..., Result], flags: tuple[object, ...], note: str) -> None:
     assert note in " ".join(shown_of(plan(*flags)).split())
 
 
-def test_no_budget_is_no_budget_to_leave_out(plan: Callable[..., Result]) -> None:
+def test_without_a_budget_none_is_advised(plan: Callable[..., Result]) -> None:
     assert "     note: everything fits and nothing streams\n" in shown_of(plan())
 
 
 @pytest.mark.stress
-def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) -> None:
+def test_a_smaller_budget_that_is_advised_is_as_fast(plan: Callable[..., Result]) -> None:
     flags = ("--batch", 64, "--tokens", 2048, "--json")
     found = facts(plan("--device-budget", "14MiB", *flags))
     smaller = facts(plan("--device-budget", found["enough_budget"], *flags))
@@ -208,7 +208,7 @@ def test_a_smaller_budget_that_is_named_is_as_fast(plan: Callable[..., Result]) 
 
 
 @pytest.mark.usefixtures("few_plans")
-def test_without_a_measured_device_it_says_so(folder: Path) -> None:
+def test_an_unmeasured_device_is_mentioned(folder: Path) -> None:
     flags = ["--device-budget", "8MiB", "--host-budget", "30GiB"]
     result = CliRunner().invoke(app, ["plan", str(folder), *flags])
     text = " ".join(shown_of(result).split())
@@ -221,7 +221,7 @@ def test_without_a_measured_device_it_says_so(folder: Path) -> None:
 # -- JSON and files -----------------------------------------------------------------------------------------------
 
 
-def test_json_is_complete_and_alone(plan: Callable[..., Result], folder: Path) -> None:
+def test_json_is_complete_and_the_only_output(plan: Callable[..., Result], folder: Path) -> None:
     found = facts(plan("--device-budget", "8MiB", "--batch", 2, "--context", 64, "--json"))
     assert found["model"] == str(folder)
     assert (found["num_parameters"], found["dtype"], found["machine"]) == (
@@ -269,7 +269,7 @@ def test_plot_draws_a_picture(plan: Callable[..., Result], tmp_path: Path) -> No
     assert "step time over budget" not in text
 
 
-def test_plot_without_matplotlib_says_how_to_get_it(
+def test_plot_without_matplotlib_names_the_package(
     plan: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -312,7 +312,7 @@ def save_to(place: str) -> Callable[[Path], tuple[object, ...]]:
         (lambda folder: ("--device-budget", "8MiB", "--plot", folder / "a.nothing"), "name a .png file"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_input_is_named(
     plan: Callable[..., Result],
     folder: Path,
     flags: Callable[[Path], tuple[object, ...]],
@@ -322,7 +322,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"model_type": "nothing-like-it"}', "no json"])
-def test_a_folder_that_is_no_model(tmp_path: Path, machine: Path, content: str | None) -> None:
+def test_a_folder_without_a_model(tmp_path: Path, machine: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     arguments = ["plan", str(tmp_path), "--profile", str(machine), "--device-budget", "8MiB"]
@@ -344,7 +344,7 @@ def test_a_path_in_an_error_stays_as_it_is(inside: str, tmp_path: Path) -> None:
     assert str(tmp_path / inside) in message
 
 
-def test_what_ends_in_a_slash_is_a_path() -> None:
+def test_a_name_with_a_final_slash_is_a_path() -> None:
     message = refused(CliRunner().invoke(app, ["plan", "nosuch/", "--device-budget", "8MiB"]))
     assert message.strip() == "error: nosuch: no such file or folder"
 
@@ -370,7 +370,7 @@ MIXTURES = {
 
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path) -> None:
+def test_the_reason_for_reading_all_experts_is_shown(kind: str, machine: Path, tmp_path: Path) -> None:
     sizes, reason = MIXTURES[kind]
     named = {"qwen3_moe": "Qwen3MoeForCausalLM", "llama4_text": "Llama4ForCausalLM"}[kind]
     (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "model_type": kind, "architectures": [named], **sizes}))
@@ -380,13 +380,13 @@ def test_says_why_all_experts_are_read(kind: str, machine: Path, tmp_path: Path)
         shown = " ".join(screen.stdout.split())
         assert screen.exit_code == 0, screen.output
         assert (f"experts: {reason}" in shown) if reason and streams else ("reads all" not in shown)
-        told = json.loads(CliRunner().invoke(app, [*flags, budget, "--json"]).stdout)["experts"]
-        assert told == reason or told.startswith(reason)
+        shown_reason = json.loads(CliRunner().invoke(app, [*flags, budget, "--json"]).stdout)["experts"]
+        assert shown_reason == reason or shown_reason.startswith(reason)
 
 
 @pytest.mark.usefixtures("few_plans")
 def test_over_several_gpus(folder: Path, machine: Path) -> None:
-    """Two links move the layers in half the time; the other GPUs are taken to be as the one of the profile."""
+    """Two links move the layers in half the time. The other GPUs are assumed to equal the one in the profile."""
 
     def planned(*flags: object) -> Result:
         arguments = ["plan", str(folder), "--profile", str(machine), "--codec", "none", *map(str, flags)]
@@ -409,7 +409,7 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
 
 @pytest.mark.usefixtures("few_plans")
 def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> None:
-    """What one of two processes has; all other flags are of that one."""
+    """The plan of one of two processes. All other flags apply to that one."""
 
     def planned(*flags: object) -> Result:
         return CliRunner().invoke(app, ["plan", str(folder), "--profile", str(machine), *map(str, flags)])

@@ -1,4 +1,4 @@
-"""A plan as a table: a row per kind of unit, whatever the units are called, in 100 columns."""
+"""A plan as a table: a row per kind of unit, whatever the units' names, in 100 columns."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_names_are_printed_as_they_are(name: str) -> None:
     assert any(name in line for line in printed(plan))
 
 
-def test_what_is_read_from_disk_is_beside_what_streams() -> None:
+def test_reads_from_disk_are_a_column_next_to_the_streamed_bytes() -> None:
     """The larger tensors of the last three of four blocks are on disk."""
     manifest = Manifest(units=tuple(unit_of(i, MIB, 2 * MIB) for i in range(4)), order=(0, 1, 2, 3, 0))
     plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 6 * MIB)
@@ -93,13 +93,13 @@ def test_what_is_read_from_disk_is_beside_what_streams() -> None:
     assert not any("disk" in line for line in printed(plan))
 
 
-def test_what_is_read_in_place_is_a_column() -> None:
+def test_zero_copy_reads_are_a_column() -> None:
     manifest = Manifest(units=(unit_of(0, MIB),), order=(0,))
     plan = map_to_host(Plan.build(manifest.without({"blocks.0.0"}), frozenset(), 0), manifest, 0)
     assert cells(printed(plan))[1] == ["blocks.0", "1", "0B", "1.0MiB", "0B"]
 
 
-def test_blocks_whose_coded_bytes_differ_by_chance_are_one_kind() -> None:
+def test_blocks_of_slightly_different_compressed_sizes_are_one_kind() -> None:
     manifest = Manifest(units=tuple(unit_of(i, MIB) for i in range(9)), order=tuple(range(9)))
     codes = {alias: 700_000 + 512 * i for i, alias in enumerate(manifest.aliases)}
     plan = Plan.build(manifest.coded(codes), frozenset(), 4 * MIB)

@@ -1,4 +1,4 @@
-"""The terminal: what is said of predictions, and what a stream can show."""
+"""The terminal: the wording of predictions, and the characters that a stream can show."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weightstream.cli import terminal
         (0.1, 0.1001, "100.0 ms, measured 100.1 ms: as predicted"),
     ],
 )
-def test_a_prediction_is_beside_what_was_measured(predicted_s: float, measured_s: float, said: str) -> None:
+def test_a_prediction_is_compared_with_the_measured_time(predicted_s: float, measured_s: float, said: str) -> None:
     assert terminal.prediction_lines(predicted_s, measured_s) == {"predicted": said}
 
 
 @pytest.mark.parametrize("measured_s", [0.049, 0.21])
-def test_one_that_is_off_by_more_than_two_comes_with_a_remedy(measured_s: float) -> None:
+def test_a_prediction_that_misses_by_more_than_two_comes_with_a_remedy(measured_s: float) -> None:
     assert "`weightstream doctor --measure`" in terminal.prediction_lines(0.1, measured_s)["advice"]
 
 
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("60", 60), ("250", 100), ("3", 40), ("many", 100)])
-def test_a_pipe_is_as_wide_as_it_is_told(columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_of_a_pipe_follows_columns(columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
@@ -36,6 +36,6 @@ def test_a_pipe_is_as_wide_as_it_is_told(columns: str | None, width: int, monkey
 
 
 @pytest.mark.parametrize(("encoding", "drawn"), [("utf-8", "█"), ("latin-1", "#"), ("ascii", "#"), ("cp437", "█")])
-def test_what_cannot_be_encoded_is_plain(encoding: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_ascii_if_the_encoding_needs_it(encoding: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert terminal.drawn("█", "#") == drawn

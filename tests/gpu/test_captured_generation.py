@@ -60,7 +60,7 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
         got, decoding = captured(model, ids, **kept, **more)
         assert torch.equal(got.sequences, want.sequences)
         assert torch.equal(torch.stack(got.logits), torch.stack(want.logits))
-        learned = offloaded and not call  # in the step behind the first prompt
+        learned = offloaded and not call  # in the step after the first prompt
         assert decoding == DecodeReport(replays=(21 if name in WINDOWED else 22) - learned), (shape, decoding)
     if offloaded:
         stats = model.weightstream.stats()
@@ -72,7 +72,7 @@ def test_tokens_and_logits_equal_the_plain_models(name: str, offloaded: bool) ->
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("offloaded", [False, True], ids=["resident", "offloaded"])
 def test_a_text_that_ends_early(sampled: bool, offloaded: bool) -> None:
-    """The loop looks a step late, with a step more in flight."""
+    """The loop checks for end-of-text one step late, with one more step in flight."""
     plain, model = build(MODELS["llama"]()).cuda(), build(MODELS["llama"]())
     if offloaded:
         weightstream.offload(model, device="cuda", device_budget=halved(model))
@@ -117,7 +117,7 @@ def test_padding_and_stopping_criteria() -> None:
 
 
 class Reading(transformers.LlamaForCausalLM):
-    """A forward that looks at a value."""
+    """A forward that reads a value on the host."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         output = super().forward(*args, **kwargs)
@@ -136,7 +136,7 @@ class Copying(transformers.LlamaForCausalLM):
 
 
 class Hiding(transformers.LlamaForCausalLM):
-    """A forward that waits where no operator shows it, so that the capture itself fails."""
+    """A forward that synchronises without an operator, so that the capture itself fails."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         output = super().forward(*args, **kwargs)
@@ -166,7 +166,7 @@ def test_a_forward_that_cannot_be_captured_runs_eager(cls: Any, reason: str, off
         torch.manual_seed(5)
         want = plain.generate(prompt(), **options(do_sample=True), **STATIC)
         torch.manual_seed(5)
-        got, decoding = captured(model, prompt(), do_sample=True)  # random numbers outlive a capture that failed
+        got, decoding = captured(model, prompt(), do_sample=True)  # random numbers work after a failed capture
         assert torch.equal(got, want)
         assert decoding.reason is not None
         assert decoding.reason.startswith(reason), decoding
@@ -174,13 +174,13 @@ def test_a_forward_that_cannot_be_captured_runs_eager(cls: Any, reason: str, off
         assert torch.cuda.current_stream() == stream
     if offloaded:
         model.weightstream.remove()
-    # nothing is left behind that keeps another model from being captured, or memory from coming back
+    # nothing is left that would prevent the capture of another model, or the release of memory
     want = other.generate(prompt(), **options(), **STATIC)
     got, decoding = captured(other, prompt())
     assert torch.equal(got, want)
     assert decoding == DecodeReport(replays=22)
     reserved = []
-    for _ in range(5):  # memory that another stream used comes back only while no capture is thought to be under way
+    for _ in range(5):  # memory that another stream used is released only while torch sees no capture in progress
         torch.empty(64 << 20, device="cuda").record_stream(torch.cuda.Stream())
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_reserved())
@@ -215,7 +215,7 @@ class Memory(transformers.StoppingCriteria):
 
 def test_long_generation_captured_and_eager_with_flat_memory() -> None:
     plain, model = build(deep()).cuda(), build(deep())
-    for each in (plain, model):  # the plain model's own bf16 SDPA is not repeatable over so many tokens on an H200
+    for each in (plain, model):  # the plain model's bf16 SDPA is not repeatable over so many tokens on an H200
         each.set_attn_implementation("eager")
     want, again = (plain.generate(prompt(), **options(LONG), **STATIC) for _ in range(2))
     assert torch.equal(again, want)
@@ -229,16 +229,16 @@ def test_long_generation_captured_and_eager_with_flat_memory() -> None:
         got, decoding = captured(
             model, prompt(), num=LONG, stopping_criteria=transformers.StoppingCriteriaList([memory])
         )
-        assert streamer.stats().steps - steps in (LONG, LONG + 1)  # the forward that was captured ran nothing
+        assert streamer.stats().steps - steps in (LONG, LONG + 1)  # the captured forward ran nothing
     assert torch.equal(eager, want)
     assert torch.equal(got, want)
     assert len(set(want[0].tolist())) > 100
     assert decoding == DecodeReport(replays=LONG - 2)
     grown = max(memory.allocated[2:]) - memory.allocated[2]
-    assert grown <= 64 * LONG  # the tokens themselves, and masks of as many
+    assert grown <= 64 * LONG  # the tokens themselves, and as many masks
 
 
-def test_calls_in_a_row_hold_no_more_memory() -> None:
+def test_repeated_calls_hold_no_more_memory() -> None:
     model = build(deep())
     held = []
     with weightstream.offload(model, device="cuda", device_budget=halved(model)):

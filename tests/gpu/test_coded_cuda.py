@@ -1,4 +1,4 @@
-"""Coded weights on a GPU: the plain model's bits in every mode, the bytes that the plan says, and what falls back."""
+"""Compressed weights on a GPU: the plain model's bits in every mode, the bytes of the plan, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LARGE: dict[str, Any] = {"depth": 8, "width": 2048, "dtype": torch.bfloat16, "co
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """What is known of a device is found out again by the next test, as this one may have pretended otherwise."""
+    """Clear cached facts about a device, since a test may have faked them."""
     yield
     forget()
 
@@ -80,7 +80,7 @@ def test_every_mode_gives_the_plain_bits(name: str) -> None:
 @pytest.mark.alone
 @pytest.mark.usefixtures("own_profile")
 @pytest.mark.parametrize("share", [0.2, 0.45, 0.78])
-def test_a_planner_that_chooses_codes_where_the_link_is_the_limit(share: float) -> None:
+def test_the_planner_compresses_if_the_link_is_the_bottleneck(share: float) -> None:
     with taught(**LARGE, share=share) as model:
         plan = model.streamer.plan
         assert plan.manifest.codes
@@ -92,7 +92,7 @@ def test_a_planner_that_chooses_codes_where_the_link_is_the_limit(share: float) 
         model.assert_equal(model.captured(), rounds=5)
 
 
-def test_a_planner_that_chooses_leaves_what_fits_alone() -> None:
+def test_the_planner_does_not_compress_a_model_that_fits() -> None:
     with taught(**SMALL, share=1.1) as model:
         assert not model.streamer.plan.manifest.codes
         assert model.streamer.plan.buffer_nbytes == 0
@@ -101,9 +101,11 @@ def test_a_planner_that_chooses_leaves_what_fits_alone() -> None:
 
 @pytest.mark.alone
 @pytest.mark.usefixtures("own_profile")
-@pytest.mark.usefixtures("nothing_foreseen")  # else what streams hides behind the work of the call, and is faster
-def test_coded_residents_alone_fit_where_the_plain_ones_do_not() -> None:
-    with taught(**LARGE | {"codec": "compressed"}, share=0.95) as model:  # to stream little may be as fast
+@pytest.mark.usefixtures("nothing_foreseen")  # a traced call hides the streamed bytes in its work, and would be faster
+def test_only_compressed_residents_fit() -> None:
+    with taught(
+        **LARGE | {"codec": "compressed"}, share=0.95
+    ) as model:  # with little to stream, streaming may be as fast
         plan = model.streamer.plan
         assert plan.manifest.codes
         assert plan.ring_nbytes == plan.step_nbytes == 0
@@ -156,7 +158,7 @@ def test_pieces_of_a_step_and_two_streams(name: str) -> None:
         model.assert_equal(step, rounds=5)
         streams = [torch.cuda.Stream() for _ in range(2)]
         torch.cuda.synchronize()
-        for turn in range(20):  # one step on each in turns; nothing but the streamer orders their use of the buffer
+        for turn in range(20):  # one step on each alternately; only the streamer orders their use of the buffer
             with torch.cuda.stream(streams[turn % 2]):
                 got = model.stack(model.inputs[turn % 4])
             torch.cuda.current_stream().wait_stream(streams[turn % 2])
@@ -172,7 +174,7 @@ def test_pieces_of_a_step_and_two_streams(name: str) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("origin", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["streams", "in part", "resident"])
-def test_the_device_holds_what_the_plan_says(name: str, origin: str) -> None:
+def test_the_device_holds_the_bytes_of_the_plan(name: str, origin: str) -> None:
     facts = {key: value for key, value in PLANS[name].items() if key in ("depth", "width")}
     with torch.device("cuda"):
         plain = Stack(**facts).eval().to(torch.bfloat16)
@@ -181,7 +183,7 @@ def test_the_device_holds_what_the_plan_says(name: str, origin: str) -> None:
     inputs = floats(plain)
     with torch.no_grad():
         want = [plain(x) for x in inputs]
-        coding.available(torch.device("cuda", torch.cuda.current_device()), "bfloat16")  # its trial allocates, once
+        coding.available(torch.device("cuda", torch.cuda.current_device()), "bfloat16")  # its trial allocates once
         warm = copy.deepcopy(plain)  # and so do libraries
         with weightstream.offload(warm, device="cuda", device_budget=1 << 30, codec=PLANS[name]["codec"]):
             warm(inputs[0])
@@ -205,7 +207,7 @@ def test_the_device_holds_what_the_plan_says(name: str, origin: str) -> None:
         streamer.remove()
         gc.collect()
         left = torch.cuda.memory_allocated() - before
-        rounded = MIB * len(identities)  # what the allocator may add to each that goes back to the device
+        rounded = MIB * len(identities)  # the allocator's rounding of each allocation that goes back to the device
         assert left <= (nbytes(stack) + rounded if origin == "cuda" else 0) + MIB
         for (key, mine), theirs in zip(stack.named_parameters(), plain.parameters(), strict=True):
             assert id(mine) == identities[key]
@@ -221,7 +223,7 @@ def test_updates_between_steps_and_launches(name: str) -> None:
         codes = model.streamer.plan.manifest.codes
         step = model.captured()
         model.assert_equal(step)
-        for module in (model.stack, model.plain):  # what is not coded keeps its place, and graphs see the update
+        for module in (model.stack, model.plain):  # uncompressed weights keep their place, so graphs see the update
             module.get_parameter("blocks.0.norm.bias").add_(0.25)
         assert "blocks.0.norm.bias" not in codes
         for want, x in zip(model.want, model.inputs, strict=True):
@@ -248,7 +250,7 @@ def test_updates_between_steps_and_launches(name: str) -> None:
         assert held["device"] <= model.streamer.plan.device_nbytes
 
 
-def test_reads_between_and_inside_of_steps() -> None:
+def test_reads_between_and_inside_steps() -> None:
     with taught(**PLANS["streams"]) as model:
         seen: list[float] = []
         model.stack.blocks[2].register_forward_pre_hook(
@@ -294,7 +296,7 @@ def launch(model: Taught, num_graphs: int = 15) -> None:
 
 
 class Early(Binding):
-    """At fixed addresses weights are decoded before their fill is waited for."""
+    """At fixed addresses, weights are decoded before the wait for their fill."""
 
     done = False
 
@@ -309,7 +311,7 @@ class Early(Binding):
         self.done = False
 
 
-def test_decoding_before_its_fill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_before_the_fill_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
     monkeypatch.setattr("weightstream.runtime.streamer.active_plan.Binding", Early)
     with taught(**PLANS["streams"]) as model:
@@ -350,7 +352,7 @@ def test_captured_generation(name: str, codec: str, share: float, generation: An
             want = plain.generate(ids, **generation.options(), **generation.STATIC)
             got, decoding = generation.captured(model, ids)
             assert torch.equal(got, want)
-            assert decoding.replays == 22 - (not call), decoding  # the first call learns in a step more
+            assert decoding.replays == 22 - (not call), decoding  # the first call learns for one step
         with torch.no_grad():
             for one in (plain, model):
                 one.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
@@ -361,7 +363,7 @@ def test_captured_generation(name: str, codec: str, share: float, generation: An
 
 
 class Language(nn.Module):
-    """A table that a step reads a few rows of, blocks, and a head that may be tied to it."""
+    """A table of which a step reads a few rows, blocks, and a head that may be tied to it."""
 
     def __init__(self, tied: bool, width: int = 512) -> None:
         super().__init__()
@@ -380,7 +382,7 @@ class Language(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"zero_copy_params": {"embed"}}], ids=["unasked", "named"])
-def test_a_zero_copy_table_beside_coded_weights(tied: bool, settings: dict[str, Any]) -> None:
+def test_a_zero_copy_table_next_to_compressed_weights(tied: bool, settings: dict[str, Any]) -> None:
     with torch.device("cuda"):
         plain = Language(tied).eval().to(torch.bfloat16)
     model = copy.deepcopy(plain).cpu()
@@ -449,7 +451,7 @@ def test_odd_tensors(share: float) -> None:
             assert kinds == {"bfloat16", "float8_e4m3fn"}
             assert_equal(model, inputs, want)
             assert_equal(captured(streamer, model, inputs[0]), inputs, want)
-    assert without_places(exact(model)) == without_places(before)  # two halves of one storage come back apart
+    assert without_places(exact(model)) == without_places(before)  # two halves of one storage are separate afterwards
 
 
 def without_places(facts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
@@ -461,7 +463,7 @@ def without_places(facts: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ..
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`plain` and `coded` inside of a folder: a small Llama."""
+    """`plain` and `coded` in one folder: a small Llama."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
@@ -568,7 +570,7 @@ def test_a_damaged_pack_gives_other_weights_and_no_error_of_the_device(
             again = [model(ids.cuda()).logits for ids in IDS]
             bits = torch.int16
             assert all(torch.equal(a.view(bits), b.view(bits)) for a, b in zip(again, logits, strict=True))
-        torch.cuda.synchronize()  # an access out of bounds would be told here
+        torch.cuda.synchronize()  # would report an access out of bounds
 
 
 def missing_triton(patch: pytest.MonkeyPatch) -> None:
@@ -595,7 +597,7 @@ WITHOUT = {"no Triton": missing_triton, "an old GPU": old_gpu}
 @pytest.mark.parametrize("why", WITHOUT)
 @pytest.mark.parametrize("codec", ["auto", "compressed"])
 @pytest.mark.parametrize("kind", ["a model", "plain", "coded"])
-def test_without_kernels_weights_move_as_they_are(
+def test_without_kernels_weights_move_uncompressed(
     kind: str, codec: str, why: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="weightstream")
@@ -612,11 +614,11 @@ def test_without_kernels_weights_move_as_they_are(
             assert not model.weightstream.plan.manifest.codes
             assert_logits_equal(model, plain)
     monkeypatch.undo()
-    told = [r.getMessage() for r in caplog.records if "not coded" in r.getMessage()]
-    assert len(told) == 1, [r.getMessage() for r in caplog.records]
+    messages = [r.getMessage() for r in caplog.records if "not coded" in r.getMessage()]
+    assert len(messages) == 1, [r.getMessage() for r in caplog.records]
 
 
-def test_none_codes_nothing_whatever_the_budget(checkpoint: Path) -> None:
+def test_codec_none_never_compresses(checkpoint: Path) -> None:
     plain = reference(checkpoint)
     for kind in ("plain", "coded"):
         with loaded(checkpoint / kind, "none", 0.7) as model:
@@ -631,7 +633,7 @@ def test_none_codes_nothing_whatever_the_budget(checkpoint: Path) -> None:
 
 
 @pytest.mark.alone
-def test_memory_comes_back_and_stays_flat() -> None:
+def test_memory_is_released_and_stays_flat() -> None:
     held = []
     for _ in range(3):
         for name in ("streams", "resident"):

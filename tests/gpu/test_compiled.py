@@ -1,6 +1,6 @@
-"""Compiled steps by the default compiler: the bits of the plain model compiled alike, one graph for equal blocks.
+"""Compiled steps by the default compiler: the bits of the plain model compiled alike, and one graph for equal blocks.
 
-Inductor keeps wider values between kernels that it fuses; `emulate_precision_casts` makes fusion invisible in the bits.
+Inductor keeps wider values between kernels that it fuses. `emulate_precision_casts` makes fusion invisible in the bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 Scope = Literal["model", "blocks"]
 SCOPES: tuple[Scope, ...] = ("model", "blocks")
-# Else a compiler that times some of its choices may make others for the plain model than for ours.
+# Otherwise a compiler that times its choices may choose differently for the plain model and for ours.
 OPTIONS: dict[str, Any] = {"fullgraph": True, "options": {"emulate_precision_casts": True, "deterministic": True}}
 SMALL: dict[str, Any] = {"depth": 5, "width": 1024, "dtype": torch.bfloat16}
 PLANS: dict[str, dict[str, Any]] = {"all": SMALL | ALL, "share": SMALL | {"share": 0.45}}
@@ -26,7 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {"all": SMALL | ALL, "share": SMALL | {"share
 
 @pytest.fixture(autouse=True)
 def counters() -> Iterator[Any]:
-    """What the compiler counts, from nothing on."""
+    """The compiler's counters, starting at zero."""
     import torch._dynamo.utils
 
     start_anew()
@@ -40,7 +40,7 @@ def start_anew() -> None:
 
 
 def compiled(model: Taught, scope: Scope) -> int:
-    """Make the model run compiled, and want what the plain one gives so; returns how many graphs that one made."""
+    """Make both models run compiled, and return the number of graphs of the plain one."""
     step: Any = model.plain
     if scope == "model":
         step = torch.compile(model.plain, **OPTIONS)
@@ -80,7 +80,7 @@ def test_steps_equal_the_plain_model_compiled_alike(
 
 
 class Residual(Block):
-    """Called as the layers of inference engines are: with None, by position and by keyword."""
+    """Called like the layers of inference engines: with None, by position and by keyword."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, **context: Any) -> Any:
         return super().forward(x if residual is None else x + residual), x, context["cache"]

@@ -1,4 +1,5 @@
-"""What only a GPU shows: pinned homes, one copy per unit, the allocator's own figures, real races, clean refusals."""
+"""Properties that only a GPU shows: pinned homes, one copy per unit, the allocator's figures, real races, clean
+refusals."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_without_pinned_memory_copies_are_staged(where: str, monkeypatch: pytest
         assert streamer.stats().fills > 0
 
 
-def test_a_refused_registration_is_an_error_of_ours_and_leaves_no_trace() -> None:
+def test_a_refused_registration_is_our_error_and_leaves_no_trace() -> None:
     memory = torch.empty(1 << 20, dtype=torch.uint8)
     cuda.pin_in_place(memory)
     try:
@@ -111,7 +112,7 @@ def test_delays_and_poison_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.alone
 @pytest.mark.parametrize("side", [Side.COMPUTE, Side.COPY])
 def test_a_dropped_wait_is_caught(monkeypatch: pytest.MonkeyPatch, side: Side) -> None:
-    """The harness of the test above sees the races that it looks for."""
+    """The harness of the test above detects the races that it looks for."""
     slow(monkeypatch, side)
     stack = Stack().eval()
     inputs, want = references(stack)
@@ -134,7 +135,7 @@ def test_compute_on_another_stream(stack: Stack) -> None:
 
 
 def test_steps_that_alternate_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that one stream was made to wait for are read by another, and released by it."""
+    """One stream waited for the bytes; another reads and releases them."""
     slow(monkeypatch)
     stack = Stack().eval()
     inputs, want = references(stack)
@@ -181,7 +182,7 @@ def test_remove_waits_for_a_step_on_another_stream(pin_memory: bool) -> None:
         del poison
 
 
-def test_out_of_memory_at_attach_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_at_attach_leaves_the_model_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = Stack().eval()
     before = {n: (p, p.data_ptr(), p.device) for n, p in stack.named_parameters()}
     values = {n: p.detach().clone() for n, p in stack.named_parameters()}
@@ -238,7 +239,7 @@ def test_classic_flags_and_errors() -> None:
         weightstream.offload(stack, device="cuda:99")
 
 
-def test_a_weight_read_by_the_parent_alone() -> None:
+def test_a_weight_read_only_by_the_parent() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -278,5 +279,5 @@ def test_from_pretrained_on_the_gpu(tmp_path: object) -> None:
     assert model.weightstream.stats().held_nbytes["disk"] == 0
     model.weightstream.remove()
     small = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=size // 2, host_budget=1)
-    assert small.weightstream.stats().held_nbytes["disk"] > 0  # RAM is short: straight from the mapped file
+    assert small.weightstream.stats().held_nbytes["disk"] > 0  # little RAM is free: straight from the mapped file
     assert torch.equal(small.generate(tokens, max_new_tokens=12, do_sample=False), want)

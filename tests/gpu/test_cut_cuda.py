@@ -1,4 +1,4 @@
-"""Errors at any line of the library, and interrupts at any moment, on a GPU: as test_cut.py has them on the CPU."""
+"""Errors at any line of the library, and interrupts at any moment, on a GPU, like test_cut.py on the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_unit_that_runs_in_the_thread_of_autograd_belongs_to_the_step() -> Non
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-def test_autocast_keeps_no_casts_of_weights_that_stream() -> None:
+def test_autocast_caches_no_casts_of_streamed_weights() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(48)]).eval()
     x = torch.randn(1, 1024, device="cuda")
     with torch.no_grad(), offloaded(model, "cuda", codec="none"):

@@ -1,4 +1,4 @@
-"""Random delays on both streams and poison before each copy, in every mode; every wait left out is seen."""
+"""Random delays on both streams and poison before each copy, in every mode. Every omitted wait is detected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_thousand_steps(fixed: bool, plan: str, monkeypatch: pytest.MonkeyPatc
 
 
 def launch(model: Taught, num_graphs: int = 25) -> None:
-    """The delays of a graph are its own, so that there must be many."""
+    """A graph has fixed delays of its own, so there must be many graphs."""
     for _ in range(num_graphs):
         step = model.captured()
         with model.streamer.step():
@@ -48,7 +48,7 @@ def test_a_thousand_steps_from_graphs(plan: str, monkeypatch: pytest.MonkeyPatch
 
 
 class Early(Recording):
-    """Compute does not wait for the copies inside of a graph."""
+    """Compute does not wait for the copies inside a graph."""
 
     def _fill(self, unit: int) -> None:
         super()._fill(unit)
@@ -56,7 +56,7 @@ class Early(Recording):
 
 
 class Hasty(Recording):
-    """Copies inside of a graph do not wait for the last read of what they overwrite."""
+    """Copies inside a graph do not wait for the last read of the bytes that they overwrite."""
 
     def _last_reader(self, unit: int) -> int | None:
         return None
@@ -64,7 +64,7 @@ class Hasty(Recording):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", [Early, Hasty])
-def test_a_wait_left_out_inside_of_a_graph_is_seen(kind: type[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_omitted_wait_inside_a_graph_is_detected(kind: type[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, most_cycles=MOST_CYCLES)
     monkeypatch.setattr("weightstream.runtime.ring.graphs.Recording", kind)
     with taught(**PLANS["all"]) as model, pytest.raises(AssertionError):
@@ -72,11 +72,11 @@ def test_a_wait_left_out_inside_of_a_graph_is_seen(kind: type[Recording], monkey
 
 
 class Edge(torch.cuda.Event):
-    """An event inside of a graph."""
+    """An event inside a graph."""
 
 
 class Unordered(Slow):
-    """Leaves out the waits of a stream for events outside of a graph: for fills before it, or reads before a fill."""
+    """Omits a stream's waits for events outside of a graph: for fills before it, or reads before a fill."""
 
     left_out: Side | None = None
 
@@ -91,7 +91,7 @@ class Unordered(Slow):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("side", [Side.COMPUTE, Side.COPY])
-def test_a_wait_left_out_between_a_graph_and_its_neighbours_is_seen(
+def test_an_omitted_wait_between_a_graph_and_its_neighbours_is_detected(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow(monkeypatch, base=Unordered, most_cycles=MOST_CYCLES)
@@ -111,7 +111,7 @@ class Forgetful(ClockBackend):
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, kind: type[ClockBackend]) -> list[ClockBackend]:
-    """Streamers opened from now on have a clock checker, which is told of every unit that compute reads."""
+    """Give streamers that are opened from now on a clock checker, which gets every unit that compute reads."""
     clocks: list[ClockBackend] = []
 
     def backend(device: torch.device, **options: Any) -> ClockBackend:
@@ -142,7 +142,7 @@ def test_the_clock_checker_agrees(plan: str, monkeypatch: pytest.MonkeyPatch) ->
         assert clock.races == []
 
 
-def test_the_clock_checker_sees_a_wait_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_checker_detects_an_omitted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = clocked(monkeypatch, Forgetful)
     with suppress(AssertionError), taught(**PLANS["all"]) as model:  # right or wrong: the clock needs no luck
         for x in model.inputs:
@@ -177,7 +177,8 @@ def loaded(weight: torch.Tensor) -> None:
 
 
 def updates(monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], None], fixed: bool = False) -> None:
-    """Weights are updated behind each step, while its copies are late, as a plain model's are: in order."""
+    """Weights are updated after each step, while its copies are late. As in a plain model, the update comes after
+    them."""
     slow(monkeypatch, most_cycles=4_000_000)
     with taught(**SMALL, share=0.4) as model:
         for x in model.inputs * 4:
@@ -192,14 +193,14 @@ def updates(monkeypatch: pytest.MonkeyPatch, write: Callable[[torch.Tensor], Non
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed"])
 @pytest.mark.parametrize("write", [in_place, through_data, by_index, through_a_view, with_others, loaded])
-def test_an_update_waits_for_the_copies_of_the_step_before(
+def test_an_update_waits_for_the_copies_of_the_previous_step(
     write: Callable[[torch.Tensor], None], fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates(monkeypatch, write, fixed)
 
 
 @pytest.mark.alone
-def test_an_update_that_waits_for_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_waits_for_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepEnd, "wait", lambda _: None)
     with pytest.raises(AssertionError):
         updates(monkeypatch, in_place)

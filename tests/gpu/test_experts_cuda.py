@@ -1,4 +1,4 @@
-"""Experts on a GPU: rows that ids on the device name, decoded or cached, in captured generation, bit for bit."""
+"""Experts on a GPU: rows selected by ids on the device, decoded or cached, in captured generation, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-NUM_ROWS, NUM_SLOTS, LENGTHS = 64, 24, (24576, 8200)  # bytes of a row's pieces: whole chunks, and a piece of one
-NUM_EXPERTS, TOP_K, LAYERS = 128, 4, 8  # of 1.5 MiB: the link takes longer than the host
+NUM_ROWS, NUM_SLOTS, LENGTHS = 64, 24, (24576, 8200)  # bytes of a row's parts: whole chunks, and part of one
+NUM_EXPERTS, TOP_K, LAYERS = 128, 4, 8  # of 1.5 MiB, so the link takes longer than the host
 PROMPT, NEW = 40, 24
 
 
-def test_ten_thousand_steps_are_those_of_a_plain_lru() -> None:
-    """Slots, owners and counts after each step, and the bytes in the slots."""
+def test_ten_thousand_steps_equal_a_plain_lru() -> None:
+    """Compare slots, owners, counters and the bytes in the slots after each step."""
     backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
     generator, rng = torch.Generator().manual_seed(5), random.Random(5)
     host = [torch.randint(256, (NUM_ROWS, n), dtype=torch.uint8, generator=generator).pin_memory() for n in LENGTHS]
@@ -73,7 +73,7 @@ def mixture(kind: str = "Qwen3Moe") -> Any:
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     generator = torch.Generator("cuda").manual_seed(3)
-    with torch.no_grad():  # buffers are in no checkpoint, and experts are to matter
+    with torch.no_grad():  # buffers are not in the checkpoint, and experts should matter
         for param in model.parameters():
             scale = 4 * min(param.shape[-2:]) ** -0.5 if param.dim() > 2 else 0.2
             param.copy_(torch.randn(param.shape, generator=generator, device="cuda") * scale)
@@ -81,14 +81,14 @@ def mixture(kind: str = "Qwen3Moe") -> Any:
 
 
 def nbytes(model: Any) -> tuple[int, int]:
-    """Of the model, and of its experts."""
+    """Bytes of the model, and of its experts."""
     return sum(p.nbytes for p in model.parameters()), sum(
         p.nbytes for n, p in model.named_parameters() if "experts" in n
     )
 
 
 def generated(model: Any, ids: torch.Tensor, replays: int = 1, **more: Any) -> list[torch.Tensor]:
-    told: list[Any] = []
+    reports: list[Any] = []
     options = {
         "max_new_tokens": NEW,
         "min_new_tokens": NEW,
@@ -97,8 +97,8 @@ def generated(model: Any, ids: torch.Tensor, replays: int = 1, **more: Any) -> l
         **more,
     }
     torch.manual_seed(7)
-    out = weightstream.generate(model, ids, on_decoding=told.append, output_logits=True, **options)
-    assert told[0].replays >= replays, told
+    out = weightstream.generate(model, ids, on_decoding=reports.append, output_logits=True, **options)
+    assert reports[0].replays >= replays, reports
     return [logits.cpu() for logits in out.logits]
 
 
@@ -122,7 +122,7 @@ FORMS = {
 
 @contextmanager
 def offloaded(model: Any, form: str) -> Iterator[Any]:
-    """With so much of the experts' bytes on the device, and a buffer for a layer of them."""
+    """Offload with a share of the experts' bytes on the device, and a buffer for one layer of them."""
     codec, share = FORMS[form]
     whole, experts = nbytes(model)
     budget = int(whole - experts + experts * share + experts / LAYERS)
@@ -147,13 +147,13 @@ def test_captured_generation_has_the_plain_bits(form: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["cached", "cached, coded"])
-def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> None:
+def test_hits_and_fetches_in_graphs_are_in_traces_and_in_the_plan(form: str) -> None:
     model, ids = mixture(), prompt()
     with offloaded(model, form) as streamer:
         generated(model, ids)
         before = streamer.stats().experts
         with streamer.trace() as trace:
-            generated(model, ids.flip(-1))  # the same prompt would find all that it uses in slots
+            generated(model, ids.flip(-1))  # with the same prompt all experts would be hits
         during = streamer.stats().experts
         assert total(trace.experts.values()) == tuple(b - a for a, b in zip(before, during, strict=True))
         assert len(trace.experts) == LAYERS
@@ -169,7 +169,7 @@ def test_what_graphs_find_and_fetch_is_in_traces_and_in_the_plan(form: str) -> N
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_of_more_ids_than_there_are_slots(form: str, kind: str) -> None:
-    """Of 12 ids, which may all have slots; of 160, of 128 experts, in waves; and of 320, which read whole stacks."""
+    """12 ids, which may all have slots; 160 ids of 128 experts, in waves; and 320, which read whole stacks."""
     model, seen = mixture(kind), []
     wanted = {batch: generated(model, prompt(batch)) for batch in (3, 40, 80)}
     with offloaded(model, form) as streamer:
@@ -181,7 +181,7 @@ def test_batches_of_more_ids_than_there_are_slots(form: str, kind: str) -> None:
 
 
 def test_several_tokens_are_multiplied_in_groups() -> None:
-    """Where torch has a kernel for that, and the bits are the same: so it was on an H100 and an H200."""
+    """Where torch has a kernel for that with the same bits, as on an H100 and an H200."""
     if not adapter.cuda.multiplies_groups(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("this GPU multiplies group by group")
     model, ids = mixture(), prompt(8)
@@ -196,7 +196,8 @@ def test_several_tokens_are_multiplied_in_groups() -> None:
 
 @torch.no_grad()
 def alike(kind: str) -> Any:
-    """Layers that route by one matrix and add little to the states, so that a guess is mostly right; words differ."""
+    """Layers that route by one matrix and add little to the states, so that predictions are mostly right. Words
+    differ."""
     model = mixture(kind)
     router = next(p for n, p in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))).clone()
     for name, param in model.named_parameters():
@@ -211,7 +212,7 @@ def alike(kind: str) -> Any:
     return model
 
 
-DRAWN = {"do_sample": True, "temperature": 8.0, "top_k": 0}  # a token after the other
+DRAWN = {"do_sample": True, "temperature": 8.0, "top_k": 0}  # tokens vary
 
 
 @contextmanager
@@ -226,7 +227,7 @@ def looking_ahead(model: Any, form: str, most: int) -> Iterator[Any]:
 @pytest.mark.parametrize("most", [1, 4])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("form", ["cached", "few slots"])
-def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, batch: int) -> None:
+def test_prefetched_experts_change_no_bit(form: str, kind: str, most: int, batch: int) -> None:
     model, ids = alike(kind), prompt(batch)
     wanted = generated(model, ids, **DRAWN)
     with looking_ahead(model, form, most) as streamer:
@@ -235,18 +236,16 @@ def test_what_is_fetched_ahead_changes_no_bit(form: str, kind: str, most: int, b
         stats = streamer.stats()
         assert stats.experts.ahead_used > 0.4 * stats.experts.ahead, stats
         cached = [unit for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
-        assert cached[0].rows.cache.counts().ahead == 0, "nobody guesses for the first"
+        assert cached[0].rows.cache.counts().ahead == 0, "nothing is prefetched for the first layer"
         assert min(unit.rows.cache.counts().ahead for unit in cached[1:]) > 0
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("drops", [False, True])
-def test_a_unit_that_does_not_wait_for_what_is_fetched_ahead_is_seen(
-    drops: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots hold poison, and what is fetched ahead comes late, when tables say already that it is there.
+def test_a_unit_that_does_not_wait_for_its_prefetch_is_detected(drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots hold poison, and prefetched rows come late, after the tables list them.
 
-    The poison is finite: of probabilities that are none a kernel of torch's ends the process.
+    The poison is finite: a kernel of torch ends the process if probabilities are NaN.
     """
     fetch = _OnDevice._fetch
 
@@ -289,7 +288,7 @@ def test_updates_are_seen(form: str) -> None:
 @pytest.mark.parametrize("shards", ["5GB", "100MB"])
 @pytest.mark.parametrize("form", ["cached", "cached, coded"])
 def test_rows_are_fetched_from_the_page_cache(form: str, shards: str, tmp_path: Path) -> None:
-    """Where a checkpoint holds matrices one by one, each row is of three places, in one file or in several."""
+    """A checkpoint that stores matrices one by one has each row in three places, in one file or in several."""
     model, ids = mixture(), prompt()
     model.save_pretrained(tmp_path, max_shard_size=shards)
     whole, experts = nbytes(model)

@@ -36,7 +36,7 @@ def striped(module: Any, **settings: Any) -> Stripes:
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_the_bits_are_those_of_one_gpu(name: str) -> None:
+def test_outputs_equal_those_of_one_gpu(name: str) -> None:
     model, reference = MODELS[name](), plain(name, "cuda:0")
     with striped(model.module, codec="none"):
         for seed in range(6):
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_one_gpu(name: str) -> None:
 
 
 def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a block keeps, such as its keys, stays where it computes."""
+    """State of a block, such as its keys, stays where the block computes."""
     return [tensor.cpu() for tensor in tensors]
 
 
@@ -59,16 +59,16 @@ def test_coded_weights() -> None:
             assert torch.equal(model(x), reference(x))
 
 
-def test_a_mixture_generates_over_two() -> None:
+def test_a_mixture_generates_over_two_gpus() -> None:
     model, reference = built(), built().to("cuda:0")
     with striped(model) as stripes:
         assert len(stripes.parts) == 2
         for _ in range(2):
             assert_same(generated(model, prompt(7).cuda(0)), generated(reference, prompt(7).cuda(0)))
-            options, told = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}, []
-            found = weightstream.generate(model, prompt(7).cuda(0), on_decoding=told.append, **options)
+            options, reports = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}, []
+            found = weightstream.generate(model, prompt(7).cuda(0), on_decoding=reports.append, **options)
             assert torch.equal(found, reference.generate(prompt(7).cuda(0), **options))
-            assert told[0].replays, told[0]
+            assert reports[0].replays, reports[0]
 
 
 def text(name: str, cls: Any = None) -> Any:
@@ -77,33 +77,33 @@ def text(name: str, cls: Any = None) -> Any:
 
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.parametrize("name", generating.MODELS)
-def test_text_comes_from_one_graph_of_both(name: str, codec: str) -> None:
-    model, reference, told = text(name), text(name).cuda(0), []
+def test_text_comes_from_one_graph_over_both(name: str, codec: str) -> None:
+    model, reference, reports = text(name), text(name).cuda(0), []
     with striped(model, codec=codec) as stripes:
         assert len(stripes.parts) == 2
         held, reserved = [], []
         for length, batch, more in (5, 1, {}), (9, 3, {}), (5, 1, {"do_sample": True}), (5, 1, {}), (9, 3, {}):
-            ids, given = prompt(length, batch).cuda(0), generating.options(**more)
+            ids, options = prompt(length, batch).cuda(0), generating.options(**more)
             torch.manual_seed(5)
-            want = reference.generate(ids, **given, **generating.STATIC)
+            want = reference.generate(ids, **options, **generating.STATIC)
             torch.manual_seed(5)
-            assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **given), want)
-            assert told[-1].reason is None, told[-1]
-            assert told[-1].replays > 8
+            assert torch.equal(weightstream.generate(model, ids, on_decoding=reports.append, **options), want)
+            assert reports[-1].reason is None, reports[-1]
+            assert reports[-1].replays > 8
             gc.collect()
             torch.cuda.empty_cache()
             held.append([torch.cuda.memory_allocated(device) for device in range(2)])
             reserved.append([torch.cuda.memory_reserved(device) for device in range(2)])
-        assert (held[4], held[3]) == (held[1], held[2]), "a graph's memory goes with it, on both"
-        assert all(last - first <= 2 << 20 for first, last in zip(reserved[1], reserved[4], strict=True)), "so do pools"
+        assert (held[4], held[3]) == (held[1], held[2]), "a graph's memory is released with it, on both"
+        assert all(last - first <= 2 << 20 for first, last in zip(reserved[1], reserved[4], strict=True)), "pools too"
         assert stripes.stats().unplanned_fills < stripes.stats().fills / 4
         torch.manual_seed(5)
-        assert torch.equal(model.generate(ids, **given, **generating.STATIC), want), "eager"
-    assert torch.equal(model.cuda(0).generate(ids, **given, **generating.STATIC), want)
+        assert torch.equal(model.generate(ids, **options, **generating.STATIC), want), "eager"
+    assert torch.equal(model.cuda(0).generate(ids, **options, **generating.STATIC), want)
 
 
 class Reading(transformers.LlamaForCausalLM):
-    """Every second layer waits for its device, wherever it is."""
+    """Every second layer synchronises with its device, wherever it is."""
 
     waits = False
 
@@ -118,8 +118,8 @@ class Reading(transformers.LlamaForCausalLM):
             float(args[0].sum())
 
 
-def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference, told, ids = text("llama", Reading), text("llama").cuda(0), [], prompt(5).cuda(0)
+def test_a_failed_capture_leaves_both_gpus_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference, reports, ids = text("llama", Reading), text("llama").cuda(0), [], prompt(5).cuda(0)
     want = reference.generate(ids, **generating.options(), **generating.STATIC)
     with striped(model, codec="none") as stripes:
         assert len(stripes.parts) == 2
@@ -129,11 +129,13 @@ def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.Monke
                     within.setattr(Reading, "waits", True)
                     within.setattr(graph_runner, "_HostWatch", Blind)
                 options = generating.options()
-                assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
-            assert (told[-1].reason is not None) == waits, told[-1]
+                assert torch.equal(weightstream.generate(model, ids, on_decoding=reports.append, **options), want)
+            assert (reports[-1].reason is not None) == waits, reports[-1]
             assert torch.equal(model.generate(ids, **options, **generating.STATIC), want)
             reserved = []
-            for _ in range(3):  # what another stream used comes back only while no capture is thought to be under way
+            for _ in range(
+                3
+            ):  # memory that another stream used is released only while torch sees no capture in progress
                 for device in range(2):
                     torch.empty(64 << 20, device=f"cuda:{device}").record_stream(torch.cuda.Stream(device))
                     torch.cuda.synchronize(device)
@@ -142,7 +144,7 @@ def test_a_capture_that_fails_leaves_both_as_they_were(monkeypatch: pytest.Monke
 
 
 class Blind(graph_runner._HostWatch):
-    """Sees nothing before the capture."""
+    """Sees no host wait before the capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -180,18 +182,18 @@ def test_the_gpu_that_is_not_current(form: str) -> None:
     with held(model, form, 6, device="cuda:1"):
         for _ in range(2):
             assert_same(generated(model, prompt(5).cuda(1)), generated(reference, prompt(5).cuda(1)))
-            options, told = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}, []
-            found = weightstream.generate(model, prompt(5).cuda(1), on_decoding=told.append, **options)
-            assert told[0].replays, told[0]
+            options, reports = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}, []
+            found = weightstream.generate(model, prompt(5).cuda(1), on_decoding=reports.append, **options)
+            assert reports[0].replays, reports[0]
             assert torch.equal(found, reference.generate(prompt(5).cuda(1), **options))
     assert torch.cuda.current_device() == 0
 
 
-def test_models_on_both_are_captured_in_turns() -> None:
-    """Whichever comes first: the stream that PyTorch captures on is on the device where it first was."""
+def test_models_on_both_gpus_are_captured_alternately() -> None:
+    """In either order: PyTorch's capture stream is on the device of the first capture."""
     for index in (1, 0, 1):
         for offloads in (False, True):
-            model, reference, told = text("llama"), text("llama").cuda(index), []
+            model, reference, reports = text("llama"), text("llama").cuda(index), []
             if offloads:
                 budget = sum(param.nbytes for param in model.parameters()) // 2
                 weightstream.offload(model, device=f"cuda:{index}", device_budget=budget)
@@ -200,5 +202,5 @@ def test_models_on_both_are_captured_in_turns() -> None:
             ids, options = prompt(5).to(f"cuda:{index}"), generating.options()
             with torch.cuda.device(index):
                 want = reference.generate(ids, **options, **generating.STATIC)
-            assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), want)
-            assert told[0].replays > 8, told[0]
+            assert torch.equal(weightstream.generate(model, ids, on_decoding=reports.append, **options), want)
+            assert reports[0].replays > 8, reports[0]

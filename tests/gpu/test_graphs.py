@@ -1,4 +1,5 @@
-"""Graphs: whole steps, pieces, several over one streamer, by hand, refused ones, failed ones; what a launch leaves."""
+"""Graphs: whole steps, pieces, several over one streamer, by hand, refused ones, failed ones, and the state after a
+launch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_whole_steps_one_behind_another(name: str) -> None:
+def test_whole_steps_in_a_row(name: str) -> None:
     with taught(**PLANS[name]) as model:
         step = model.captured()
         model.assert_equal(step)  # each launch enters step() itself
@@ -62,7 +63,7 @@ def test_by_hand(name: str) -> None:
 
 
 def halve(model: Taught, name: str) -> None:
-    torch.cuda.synchronize()  # a step that is under way may read either
+    torch.cuda.synchronize()  # a step in flight may read either
     for module in (model.stack, model.plain):
         module.get_parameter(name).mul_(0.5)
     for want, x in zip(model.want, model.inputs, strict=True):
@@ -85,13 +86,13 @@ def test_a_capture_by_torch_alone_is_refused_and_harms_nothing(inside: bool) -> 
         pytest.raises(OffloadError, match=r"use model\.weightstream\.capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        model.stack(model.inputs[0] + 1)  # the graph holds something
+        model.stack(model.inputs[0] + 1)  # so that the graph is not empty
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
 @pytest.mark.parametrize("name", PLANS)
 def test_eager_fixed_and_captured_steps_in_turns(name: str, num_streams: int) -> None:
-    """Results are kept and compared at the end. A step orders itself behind the last one, whatever its stream."""
+    """Results are compared at the end. A step orders itself after the previous one, on any stream."""
     chance = random.Random(name)
     with taught(**PLANS[name]) as model:
         steps = [model.captured(num) for num in range(2)]
@@ -175,7 +176,7 @@ def test_a_graph_is_refused_after_remove() -> None:
 
 
 def test_a_capture_that_fails_inside_harms_nothing() -> None:
-    """A value is read in the middle of a step, which no capture survives."""
+    """A value is read in the middle of a step, which breaks the capture."""
 
     def read(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         inputs[0].sum().item()
@@ -193,7 +194,7 @@ def test_a_capture_that_fails_inside_harms_nothing() -> None:
 
 
 class Slept(nn.Linear):
-    """Computes for as many cycles as are asked for."""
+    """Computes for a number of cycles."""
 
     cycles = 0
 
@@ -218,8 +219,9 @@ def timed_ms(call: Callable[[], Any], num: int = 8) -> float:
 
 
 @pytest.mark.alone
-def test_the_next_steps_fills_do_not_stand_at_the_graphs_end() -> None:
-    """Four units in two slots, each computing 15 % longer than its copy: a fill joined at the end costs a fifth."""
+def test_the_next_steps_fills_are_not_joined_at_the_end_of_the_graph() -> None:
+    """Four units in two slots compute 15 % longer than their copies. A fill that is joined at the end would cost a
+    fifth."""
     width = 6144
     with torch.device("cuda"):
         model = nn.Sequential(*(Slept(width, width, bias=False) for _ in range(4))).eval()

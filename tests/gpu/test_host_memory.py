@@ -1,4 +1,4 @@
-"""Weights straight from a checkpoint on a GPU: pinned pages of the file, direct reads, and what changes underneath."""
+"""Weights straight from a checkpoint on a GPU: pinned pages of the file, direct reads, and files that change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def size(folder: Path) -> int:
 
 @contextmanager
 def streamed(folder: Path, share: float = 0.4, **settings: Any) -> Iterator[Any]:
-    settings = {"codec": "none"} | settings  # what is coded at load lies in pinned memory, and auto may choose that
+    settings = {
+        "codec": "none"
+    } | settings  # weights that are compressed at load are in pinned memory, and auto may compress
     model = weightstream.from_pretrained(folder, device="cuda", device_budget=int(size(folder) * share), **settings)
     try:
         yield model
@@ -84,16 +86,16 @@ def maps_of(folder: Path) -> set[str]:
 # -- pages of the file -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone  # a table is read where it lies, or copied: by rates that are measured
+@pytest.mark.alone  # whether a table is read in place depends on measured rates
 @pytest.mark.usefixtures("own_profile")
-def test_copies_start_in_the_page_cache_and_nothing_is_held_twice(checkpoint: Path, plain: Any) -> None:
+def test_copies_start_in_the_page_cache_and_no_weight_is_held_twice(checkpoint: Path, plain: Any) -> None:
     with streamed(checkpoint) as model:
         assert_equal(model, plain)
         streamer = model.weightstream
         homes, plan = streamer._homes, streamer.plan
         assert homes._arena.nbytes == 0
         assert streamer.stats().held_nbytes["host"] == plan.host_nbytes
-        pinned = homes._pages.nbytes  # the embedding too, which kernels read by row
+        pinned = homes._pages.nbytes  # including the embedding, of which kernels read rows
         assert plan.mapped_nbytes == 2048 * 1024 * 2
         assert plan.host_nbytes <= pinned <= plan.host_nbytes + 4096 * 2 * len(plan.manifest.aliases)
         streams = [u for u in range(len(plan.manifest.units)) if plan.streams(u)]
@@ -108,9 +110,9 @@ def test_captured_and_generated_from_the_page_cache(checkpoint: Path, plain: Any
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
     want = weightstream.generate(plain, tokens(), **options)
     with streamed(checkpoint) as model:
-        told: list[Any] = []
-        assert torch.equal(weightstream.generate(model, tokens(), **options, on_decoding=told.append), want)
-        assert told[0].replays > 0
+        reports: list[Any] = []
+        assert torch.equal(weightstream.generate(model, tokens(), **options, on_decoding=reports.append), want)
+        assert reports[0].replays > 0
         assert torch.equal(model.generate(tokens(), **options), plain.generate(tokens(), **options))
 
 
@@ -130,7 +132,7 @@ def _data(weight: torch.Tensor) -> None:
 
 
 def _numpy(weight: torch.Tensor) -> None:
-    weight.detach().view(torch.int16).numpy()[7, 11] ^= 0x40  # one bit of one element, past every version counter
+    weight.detach().view(torch.int16).numpy()[7, 11] ^= 0x40  # one bit of one element, unseen by every version counter
 
 
 def _assigned(weight: torch.Tensor) -> None:
@@ -175,7 +177,7 @@ def test_a_graph_captured_before_an_update_is_refused_after_it(checkpoint: Path,
         plain.get_parameter(name).mul_(0.5)
 
 
-def test_pinning_that_is_refused_costs_one_warning_and_no_bit(
+def test_refused_pinning_costs_one_warning_and_no_bit(
     checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(memory: torch.Tensor, device: torch.device, *, read_only: bool = False) -> None:
@@ -184,14 +186,15 @@ def test_pinning_that_is_refused_costs_one_warning_and_no_bit(
     monkeypatch.setattr(cuda, "pin_in_place", refuse)
     with caplog.at_level(logging.WARNING, "weightstream"), streamed(checkpoint) as model:
         assert_equal(model, plain)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "refused to pin" in told[0]
-    assert "staging" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "refused to pin" in messages[0]
+    assert "staging" in messages[0]
 
 
 def test_with_a_memlock_limit_of_64_kib(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
-    """A driver that does not count what it pins goes on as always; one that does is staged, with a warning."""
+    """A driver that does not count pinned bytes works as always. With one that does, copies are staged, with a
+    warning."""
     with torch.no_grad():
         torch.save(plain(tokens()).logits.cpu(), tmp_path / "want.pt")
     code = f"""
@@ -225,14 +228,14 @@ def test_a_device_that_cannot_pin_pages_gets_a_copy_of_exact_size(
         assert host <= arena <= 1.01 * host
 
 
-def test_a_file_that_was_replaced_is_an_error_and_remove_still_works(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_replaced_file_is_an_error_and_remove_still_works(checkpoint: Path, tmp_path: Path) -> None:
     for path in checkpoint.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     budget = int(size(tmp_path) * 0.4)
     model = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=budget, codec="none")
     with torch.no_grad():
         model(tokens())
-        for shard in tmp_path.glob("*.safetensors"):  # of one all may be resident
+        for shard in tmp_path.glob("*.safetensors"):  # all weights of a single shard may be resident
             os.utime(shard, ns=(0, 0))
         with pytest.raises(StoreError, match="changed since it was mapped"):
             model(tokens())
@@ -263,7 +266,7 @@ def aligned_copy(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def test_kernels_read_an_aligned_file_where_it_is(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
+def test_kernels_read_an_aligned_file_in_place(checkpoint: Path, plain: Any, tmp_path: Path) -> None:
     folder = aligned_copy(checkpoint, tmp_path)
     with streamed(folder, zero_copy_params={"down_proj"}) as model:
         assert_equal(model, plain)
@@ -276,7 +279,7 @@ def test_kernels_read_an_aligned_file_where_it_is(checkpoint: Path, plain: Any, 
         with torch.no_grad():
             assert torch.equal(weight, plain.model.layers[0].mlp.down_proj.weight)
             assert streamer._homes._arena.nbytes == 0
-            for update in _in_place, _data:  # the first gets it memory of its own
+            for update in _in_place, _data:  # the first one moves it to memory of its own
                 update(weight)
                 update(plain.model.layers[0].mlp.down_proj.weight)
                 assert weight.is_cuda
@@ -298,7 +301,7 @@ def test_kernels_read_an_aligned_file_where_it_is(checkpoint: Path, plain: Any, 
     model.load_state_dict(plain.state_dict())
 
 
-def test_kernels_read_a_copy_where_the_file_is_not_aligned(checkpoint: Path, plain: Any) -> None:
+def test_kernels_read_a_copy_if_the_file_is_not_aligned(checkpoint: Path, plain: Any) -> None:
     with streamed(checkpoint, zero_copy_params={"down_proj"}) as model:
         assert_equal(model, plain)
         assert model.weightstream._homes._arena.nbytes == 6 * 2816 * 1024 * 2  # rows of the embedding need no copy
@@ -310,7 +313,7 @@ def test_kernels_read_a_copy_where_the_file_is_not_aligned(checkpoint: Path, pla
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.7])
-def test_what_host_memory_has_no_room_for_is_read_each_step(checkpoint: Path, plain: Any, share: float) -> None:
+def test_weights_beyond_the_host_budget_are_read_each_step(checkpoint: Path, plain: Any, share: float) -> None:
     budget = int(size(checkpoint) * 0.6 * share)
     with streamed(checkpoint, host_budget=budget) as model:
         assert_equal(model, plain, 5)
@@ -330,10 +333,10 @@ def test_generation_from_disk_runs_eager_and_says_why(checkpoint: Path, plain: A
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     want = weightstream.generate(plain, tokens(), **options)
     with streamed(checkpoint, host_budget=0) as model:
-        told: list[Any] = []
-        assert torch.equal(weightstream.generate(model, tokens(), **options, on_decoding=told.append), want)
-        assert told[0].replays == 0
-        assert "read from disk" in told[0].reason
+        reports: list[Any] = []
+        assert torch.equal(weightstream.generate(model, tokens(), **options, on_decoding=reports.append), want)
+        assert reports[0].replays == 0
+        assert "read from disk" in reports[0].reason
         assert_equal(model, plain)
 
 
@@ -341,7 +344,7 @@ def test_a_model_is_captured_once_nothing_unpinned_streams(checkpoint: Path, pla
     with streamed(checkpoint) as model, torch.no_grad():
         streamer = model.weightstream
         for layer in model.model.layers:
-            layer.mlp.up_proj.weight.mul_(1)  # the file does not hold it any more, for all that is known
+            layer.mlp.up_proj.weight.mul_(1)  # from now on the file may differ
         assert_equal(model, plain)
         with pytest.raises(OffloadError, match="a captured graph cannot"), streamer.capture(torch.cuda.CUDAGraph()):
             model(tokens(), use_cache=False)
@@ -352,7 +355,7 @@ def test_a_model_is_captured_once_nothing_unpinned_streams(checkpoint: Path, pla
         with streamer.capture(graph):
             logits = model(ids, use_cache=False).logits
         assert "weightstream-feed" not in [thread.name for thread in threading.enumerate()]
-        with torch.cuda.graph(plain_graph):  # whose kernels are not always those of an eager step
+        with torch.cuda.graph(plain_graph):  # its kernels are not always those of an eager step
             wanted = plain(ids, use_cache=False).logits
         for seed in range(STEPS):
             ids.copy_(tokens(seed))
@@ -370,7 +373,7 @@ def test_fixed_addresses_from_disk(checkpoint: Path, plain: Any) -> None:
                 assert torch.equal(model(tokens(), use_cache=False).logits, want)
 
 
-def test_a_read_that_fails_is_an_error_and_the_next_step_works(
+def test_a_failed_read_is_an_error_and_the_next_step_works(
     checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with streamed(checkpoint, host_budget=0) as model:
@@ -408,7 +411,7 @@ def test_slow_reads_and_slow_copies_change_no_bit(
 @pytest.mark.alone
 @pytest.mark.parametrize("side", [Side.COMPUTE, Side.COPY])
 def test_a_dropped_wait_is_caught(checkpoint: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, side: Side) -> None:
-    """The harness of the test above sees the races that it looks for."""
-    slow(monkeypatch, side, most_cycles=20_000_000)  # compute must be slower than the disk for one of them
+    """The harness of the test above detects the races that it looks for."""
+    slow(monkeypatch, side, most_cycles=20_000_000)  # for one of the sides compute must be slower than the disk
     with streamed(checkpoint, 0.25, host_budget=0) as model, pytest.raises(AssertionError):
         assert_equal(model, plain, 8)

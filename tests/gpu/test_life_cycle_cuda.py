@@ -49,7 +49,7 @@ def stacked(blocks: list[nn.Module]) -> Stack:
 
 
 class Built:
-    """A model of wrapped layers, after `post_init` and changes before it; the plain one, changed alike."""
+    """A model of wrapped layers, changed before `post_init`, and the plain one, changed alike."""
 
     def __init__(self, offloader: StreamingOffloader, change: Callable[[Any], None] = lambda block: None) -> None:
         self.offloader = offloader
@@ -65,7 +65,7 @@ class Built:
 
 
 class Graphs:
-    """Steps in pieces that an engine captures and launches, knowing the life cycle alone."""
+    """Steps in pieces that an engine captures and launches, knowing only the life cycle."""
 
     def __init__(self, built: Built, *cuts: int) -> None:
         self.offloader = built.offloader
@@ -90,8 +90,9 @@ class Graphs:
 
 
 class Served:
-    """Steps of an engine that captures several batch sizes, in pieces or whole: each layer is cut before an operator
-    that runs eager between two pieces, so that it is waited for in one and released in the next."""
+    """Steps of an engine that captures several batch sizes, in pieces or whole. Each layer is cut before an eager
+    operator
+    between two pieces, so that it is waited for in one piece and released in the next."""
 
     def __init__(self, built: Built) -> None:
         assert built.offloader.streamer is not None
@@ -116,7 +117,7 @@ class Served:
 
     def capture(self, x: torch.Tensor, whole: bool, fails_in: int = -1) -> None:
         x = x.clone()
-        graphs, tensors = [], [x]  # what goes into the first piece, comes out of it, goes into the second, ...
+        graphs, tensors = [], [x]  # the input of the first piece, its output, that of the second, ...
         pieces = self.pieces(x)
         for index in range(1 if whole else DEPTH + 1):
             graph = torch.cuda.CUDAGraph()
@@ -144,7 +145,7 @@ class Served:
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.cuda.synchronize()  # no copy is under way when a streamer that nobody removed is collected
+    torch.cuda.synchronize()  # no copy is in flight when a streamer is collected without remove()
     gc.collect()
 
 
@@ -167,8 +168,8 @@ def test_eager_captured_eager(kind: str, cuts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_eager_and_captured_steps_one_behind_another(kind: str) -> None:
-    """Nothing waits for the device in between, and nobody syncs before an eager step."""
+def test_eager_and_captured_steps_in_a_row(kind: str) -> None:
+    """Nothing waits for the device in between, and no sync comes before an eager step."""
     built = Built(KINDS[kind]())
     built.assert_equal(rounds=1)
     eager, graph = built.stack, Graphs(built)
@@ -179,7 +180,7 @@ def test_eager_and_captured_steps_one_behind_another(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_sizes_in_pieces_that_cut_layers_and_whole(kind: str) -> None:
-    """Eager steps stand between captures. Nothing waits for the device between steps."""
+    """Eager steps run between captures. Nothing waits for the device between steps."""
     built, chance = Built(KINDS[kind]()), random.Random(kind)
     steps, sizes = Served(built), (8, 4, 2, 1)
     inputs = {size: floats(built.plain, batch=size) for size in sizes}
@@ -200,7 +201,7 @@ def test_several_sizes_in_pieces_that_cut_layers_and_whole(kind: str) -> None:
 def test_a_piece_whose_capture_fails_harms_nothing(fails_in: int) -> None:
     built = Built(KINDS["2 of 3, 2 ahead"]())
     steps = Served(built)
-    with pytest.raises((ZeroDivisionError, RuntimeError)):  # torch's own, where copies were not joined
+    with pytest.raises((ZeroDivisionError, RuntimeError)):  # torch's own error, if copies were not joined
         steps.capture(built.inputs[0], False, fails_in)
     for whole in (False, True):
         steps.capture(built.inputs[0], whole)
@@ -271,7 +272,7 @@ def test_weights_may_change_until_post_init(kind: str, change: Callable[[Any], N
     built.assert_equal(Graphs(built))
 
 
-def test_out_of_memory_tells_what_to_do_and_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_has_advice_and_leaves_the_layers_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = PrefetchOffloader(1, 1, 4)
     plain, stack = stacked(list(layers())), stacked(offloader.wrap_modules(layers()))
     inputs = floats(plain)

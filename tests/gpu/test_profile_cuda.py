@@ -1,4 +1,4 @@
-"""The profile of a GPU: plausible, quick, measured once, and nothing is left of it on the device."""
+"""The profile of a GPU: plausible, quick, measured once, with nothing left on the device."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def backend() -> Iterator[CudaBackend]:
 
 
 def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: pytest.LogCaptureFixture) -> None:
-    bench.measure(backend, dtypes=ELEMENTS)  # loads kernels, and where they were not compiled before, compiles them
+    bench.measure(backend, dtypes=ELEMENTS)  # loads kernels, and compiles them if they are not in the cache
     started = time.perf_counter()
     found, _ = bench.measure(backend, dtypes=ELEMENTS)
-    assert time.perf_counter() - started < 3  # about 2; these machines differ
+    assert time.perf_counter() - started < 3  # about 2; machines differ
     assert not caplog.records
     assert found.machine == torch.cuda.get_device_name(DEVICE)
     assert found.device_nbytes == torch.cuda.get_device_properties(DEVICE).total_memory
@@ -67,7 +67,7 @@ def test_a_gpu_is_measured_quickly_and_plausibly(backend: CudaBackend, caplog: p
     for name, (least, most) in bounds.items():
         assert least <= getattr(found, name) <= most, (name, found)
     decoding = {name: getattr(found, name) for name in bounds if name.startswith("deco")}
-    assert not decoding.items() & asdict(CUDA_PROFILE).items(), "what is assumed"
+    assert not decoding.items() & asdict(CUDA_PROFILE).items(), "these are assumed values"
 
 
 def test_without_dtypes_nothing_is_compiled(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_without_dtypes_nothing_is_compiled(backend: CudaBackend, monkeypatch: p
     assert found.overhead_s > found.fill_s == found.decoding_launch_s == 0
 
 
-def test_decoding_is_measured_for_a_dtype_that_a_kept_profile_lacks(backend: CudaBackend) -> None:
+def test_decoding_is_measured_for_a_dtype_that_a_stored_profile_lacks(backend: CudaBackend) -> None:
     first = profile.profile_for(backend, ["bfloat16"], anew=True)
     found = profile.profile_for(backend, ["bfloat16", "float16"])
     assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == bench.NOT_MEASURED
@@ -113,7 +113,9 @@ def test_nothing_is_left_on_the_device(backend: CudaBackend) -> None:
     bench.measure(backend, dtypes=["bfloat16"])
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert abs(torch.cuda.mem_get_info(DEVICE)[0] - free) < 64 << 20
-    # What the allocator reserves beyond it, it may have to cut in other sizes; all of that goes back, see above. The
+    # Additional reserved bytes come from other block sizes of the allocator, and are given back, see above. The stream
+    # that
+    # captures kernels has a workspace of 32 MiB for matrix products.
     # stream on which kernels are captured has a workspace of 32 MiB for products.
     assert torch.cuda.max_memory_allocated(DEVICE) - before < (5 << 28) + (48 << 20)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
@@ -132,8 +134,8 @@ def test_it_is_measured_once(backend: CudaBackend, monkeypatch: pytest.MonkeyPat
     assert profile.profile_for(CudaBackend(DEVICE)) == first == profile.load_profile(DEVICE)
 
 
-def test_the_backend_goes_on_where_it_was(backend: CudaBackend) -> None:
-    """A copy that waits for an event, and graphs that were captured before, do not notice."""
+def test_the_backend_continues_unchanged(backend: CudaBackend) -> None:
+    """A copy that waits for an event, and graphs that were captured before, are not affected."""
     x = torch.ones(1024, 1024, device=DEVICE, dtype=torch.bfloat16)
     y = x @ x
     graph = cuda.new_graph()

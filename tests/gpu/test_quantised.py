@@ -1,6 +1,6 @@
 """Quantised weights on a GPU: eager, captured, compiled and delayed steps; checkpoints; quantising at load.
 
-What is wanted is what the same library computes with a resident model on the same GPU.
+The reference is the same library's output with a resident model on the same GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from weightstream.runtime.devices.cuda import recording
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SHARES = (0.25, 0.4, 0.7)
-SIZES = {"torchao int8 dynamic": (32, 40, 64)}  # its products want more than 16 rows
-# as they are resident: what waits for the GPU, or makes tensors of Python's numbers, cannot be captured
+SIZES = {"torchao int8 dynamic": (32, 40, 64)}  # its matrix products need more than 16 rows
+# resident models too: synchronising, and making tensors of Python numbers, cannot be captured
 UNCAPTURED = ("bnb int8", "torchao int8 dynamic", "gguf q4_0", "gguf q4_k", "awq", "compressed w8a8", "compressed fp8")
 EAGER = ("bnb int8", "mxfp4", "gptq", "awq", "compressed w8a8", "compressed fp8")  # checkpoints that generate so
-COMPILED = ("bnb nf4", "bnb nf4 double", "bnb int8 whole")  # others compute with weights alone, and run eager
+COMPILED = ("bnb nf4", "bnb nf4 double", "bnb int8 whole")  # others compute only with weights, and run eager
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 
 
@@ -48,14 +48,14 @@ def available(name: str) -> str:
 
 
 def pair(name: str, width: int = 512) -> tuple[nn.Module, nn.Module, list[torch.Tensor], list[torch.Tensor]]:
-    """A resident model, an equal one, inputs, and what the first makes of them."""
+    """A resident model, an equal one, inputs, and the outputs of the first."""
     plain, model = build(name, "cuda", width), build(name, "cuda", width)
     xs = inputs(model, SIZES.get(name, (1, 4, 33)), "cuda")
     return plain, model, xs, [plain(x) for x in xs]
 
 
 def test_is_saved_as_the_plain_one(name: str) -> None:
-    """Names, classes and bytes, wherever these are; before and after a step, while it is offloaded and afterwards."""
+    """Names, classes and bytes on any device, before and after a step, while it is offloaded and afterwards."""
     plain, model = build(name, "cuda"), build(name, "cuda")
     (x,) = inputs(model, SIZES.get(name, (4,))[:1], "cuda")
     streamer = weightstream.offload(model, device="cuda", device_budget=int(0.4 * held_nbytes(model)), codec="none")
@@ -106,7 +106,7 @@ def test_captured(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torchao float8", "torchao float8 dynamic", "compressed fp8", "fp8 scaled"])
-def test_float8_is_coded_on_top(kind: str) -> None:
+def test_float8_is_compressed_on_top(kind: str) -> None:
     _, model, xs, wanted = pair(available(kind))
     with weightstream.offload(
         model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="compressed"
@@ -122,10 +122,10 @@ def test_float8_is_coded_on_top(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_by_block(kind: str) -> None:
-    """By the default compiler: as a resident model whose blocks are compiled alike."""
+    """With the default compiler, as a resident model whose blocks are compiled alike."""
     options: dict[str, Any] = {
         "options": {"emulate_precision_casts": True, "deterministic": True}
-    }  # else it times some
+    }  # otherwise it times its choices
     plain, model, xs, _ = pair(available(kind))
     torch._dynamo.reset()
     for block in plain.children():
@@ -182,10 +182,10 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
     model = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=nbytes // 2)
     for i, logits in enumerate(wanted):
         assert torch.equal(model(ids[:, : 7 + i]).logits, logits)
-    told: list[Any] = []
+    reports: list[Any] = []
     for _ in range(2):
-        assert torch.equal(weightstream.generate(model, ids, on_decoding=told.append, **options), tokens)
-    assert all((decoding.replays > 0) == (kind not in EAGER) for decoding in told), told
+        assert torch.equal(weightstream.generate(model, ids, on_decoding=reports.append, **options), tokens)
+    assert all((decoding.replays > 0) == (kind not in EAGER) for decoding in reports), reports
     stats = model.weightstream.stats()
     assert stats.filled_nbytes > 0
     assert stats.model_nbytes <= 1.01 * nbytes
@@ -206,8 +206,8 @@ def test_is_quantised_on_the_gpu_as_it_is_loaded(kind: str, tmp_path: Path) -> N
     model.weightstream.remove()
 
 
-def test_nothing_is_captured_that_ignores_streams() -> None:
-    """quanto's kernel of unpacking is queued in the default stream."""
+def test_kernels_that_ignore_streams_are_not_captured() -> None:
+    """quanto's unpacking kernel is queued in the default stream."""
     quanto = pytest.importorskip("optimum.quanto")
     models: list[Any] = [llama().cuda().float() for _ in range(2)]
     for model in models:
@@ -216,12 +216,12 @@ def test_nothing_is_captured_that_ignores_streams() -> None:
     plain, model = models
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     wanted = plain.generate(IDS.cuda(), **options, **STATIC)
-    told: list[Any] = []
+    reports: list[Any] = []
     with weightstream.offload(model, device="cuda", device_budget=int(0.5 * held_nbytes(model)), codec="none"):
         for _ in range(2):
-            tokens = weightstream.generate(model, IDS.cuda(), on_decoding=told.append, **options)
+            tokens = weightstream.generate(model, IDS.cuda(), on_decoding=reports.append, **options)
             assert torch.equal(tokens, wanted)
-    assert all("ignores CUDA streams" in decoding.reason for decoding in told)
+    assert all("ignores CUDA streams" in decoding.reason for decoding in reports)
 
 
 def test_adapters_over_nf4(tmp_path: Path) -> None:

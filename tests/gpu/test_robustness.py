@@ -1,4 +1,5 @@
-"""A device that is nearly full, two streamers, two threads, steps that fail midway; memory is flat and comes back."""
+"""A device that is nearly full, two streamers, two threads, and steps that fail midway. Memory is flat and is
+released."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def fixed(model: Taught) -> Step:
 
 @pytest.mark.alone
 def test_a_device_that_is_nearly_full() -> None:
-    """Activations that fit only where the allocator gives back what it keeps: batches of two sizes in turns."""
+    """Activations fit only if the allocator gives back its cache: batches of two sizes alternate."""
     with taught(share=0.3, width=1024) as model:
         batches = [floats(model.plain, batch, num=1)[0] for batch in (3000, 4000)]
         want = [model.plain(x) for x in batches]
@@ -100,7 +101,7 @@ def test_two_threads_over_one_streamer() -> None:
 
 
 class Fault:
-    """A hook that fails once it is `due`: a capture asks for a step that was watched with it."""
+    """A hook that fails once it is `due`. A capture needs a step that was watched with it."""
 
     def __init__(self) -> None:
         self.is_due = False
@@ -149,7 +150,7 @@ def test_memory_is_flat_from_the_second_step_on(mode: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [ALL, {"cpu_offload_gb": 0.05}, {}], ids=["streams", "zero-copy", "share"])
-def test_nothing_is_left(settings: dict[str, Any]) -> None:
+def test_nothing_remains_allocated(settings: dict[str, Any]) -> None:
     def allocated() -> int:
         gc.collect()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Times by CUDA events: of copies, waits and steps, eager and captured; and what timing and tracing change: nothing."""
+"""Times by CUDA events: of copies, waits and steps, eager and captured. Timing and tracing change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Taught]:
 
 
 def traced(model: Taught, step: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Trace:
-    """A trace of steps of which each gives the plain model's bits."""
+    """A trace of steps, each with the plain model's bits."""
     step = step or model.stack
     with model.streamer.trace() as trace:
         got = [step(model.inputs[i % 4]) for i in range(NUM_STEPS)]
@@ -43,7 +43,7 @@ def of(trace: Trace, kind: str, row: str | None = None) -> list[Span]:
 
 
 def wall_s(step: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, num: int = 50) -> float:
-    """Seconds of a step among steps that follow each other."""
+    """Seconds of a step among consecutive steps."""
     for _ in range(3):
         step(x)
     torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def wall_s(step: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, num: i
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("settings", "least"), [({}, 5e9), (FED, 0.2e9)], ids=["pinned", "fed"])
-def test_copies_are_as_fast_as_the_link_and_one_behind_the_other(settings: dict[str, bool], least: float) -> None:
+def test_copies_are_as_fast_as_the_link_and_follow_each_other(settings: dict[str, bool], least: float) -> None:
     with taught(**LARGE, **settings) as model:
         fills = of(traced(model), "fill")
         assert len(fills) >= NUM_STEPS * len(model.stack.blocks)
@@ -67,7 +67,7 @@ def test_copies_are_as_fast_as_the_link_and_one_behind_the_other(settings: dict[
         assert all(least < unit.nbytes / unit.copy_s < 500e9 for unit in units)
 
 
-def test_a_wait_ends_behind_its_fill(model: Taught) -> None:
+def test_a_wait_ends_after_its_fill(model: Taught) -> None:
     trace = traced(model)
     waits, fills = of(trace, "wait"), of(trace, "fill")[::-1]
     needed = [next((f for f in fills if f.name == wait.name and f.begin_s < wait.end_s), None) for wait in waits]
@@ -104,7 +104,7 @@ def test_the_time_of_a_step_is_the_wall_clock_s(how: str) -> None:
         assert bool(stats.units) == (how != "captured")
         if stats.units:
             spent = sum(unit.wait_s + unit.compute_s for unit in stats.units)
-            assert spent == pytest.approx(stats.step_s, rel=0.1)  # a sum of medians beside a median
+            assert spent == pytest.approx(stats.step_s, rel=0.1)  # a sum of medians compared with a median
             assert stats.stall_s == pytest.approx(50 * sum(unit.wait_s for unit in stats.units), rel=0.3)
 
 
@@ -119,7 +119,7 @@ def test_launches_are_traced_between_their_steps() -> None:
 
 
 def test_a_captured_forward_holds_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step that would be timed, were it not captured; and while a trace is recorded."""
+    """Also of a step that would be timed if it were not captured, and while a trace is recorded."""
     record = CudaStamp.record
 
     def outside(self: CudaStamp, stream: torch.cuda.Stream) -> None:
@@ -146,7 +146,7 @@ def test_tracing_changes_nothing_under_delays(settings: dict[str, bool], monkeyp
 
 @pytest.mark.alone
 def test_timing_costs_less_than_one_in_a_hundred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock with the steps timed that are, and with none. Many small units: the most marks for their bytes."""
+    """The wall clock with the usual timed steps, and with none. Many small units have the most events per byte."""
     with taught(share=0.5, depth=40, width=1024) as model, torch.no_grad():
         timeline = model.streamer._binding.engine.timeline
         found: dict[bool, list[float]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""Kernels that are loaded ahead: all that is launched for it runs on a GPU, and leaves nothing behind."""
+"""Kernels that are loaded ahead: every warm-up launch runs on a GPU, and leaves nothing allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_that_is_launched_runs(dtype: torch.dtype) -> None:
+def test_all_warmup_launches_run(dtype: torch.dtype) -> None:
     device, before = torch.device("cuda", torch.cuda.current_device()), torch.get_default_dtype()
     warmup._launch(device, Event(), generates=True)  # libraries keep a workspace
     state, held = torch.cuda.get_rng_state(device), torch.cuda.memory_allocated(device)

@@ -1,4 +1,5 @@
-"""Zero-copy on a GPU: weights in pinned host memory that kernels read, in every mode, and beside streamed ones."""
+"""Zero-copy on a GPU: weights in pinned host memory that kernels read, in every mode, and together with streamed
+ones."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_nothing_on_the_device() -> None:
 
 
 def graphed(model: nn.Module, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A step captured as any model's would be."""
+    """A step captured like that of any model."""
     graph, held = torch.cuda.CUDAGraph(), x.clone()
     with torch.cuda.graph(graph):
         y = model(held)
@@ -122,8 +123,8 @@ TIGHT = int(nbytes(Language(False)) * 0.3)
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_table_beside_weights_that_stream(tied: bool, named: bool) -> None:
-    """Under a tight budget a large table is read in place unasked, but not where a matrix product reads it whole."""
+def test_a_table_together_with_streamed_weights(tied: bool, named: bool) -> None:
+    """Under a tight budget a large table is read in place by default, unless a matrix product reads it whole."""
     settings: dict[str, Any] = {"zero_copy_params": {"embed"}} if named else {}
     with language(tied, device_budget=TIGHT, **settings) as (model, streamer, inputs, want):
         plan = streamer.plan
@@ -136,7 +137,7 @@ def test_a_table_beside_weights_that_stream(tied: bool, named: bool) -> None:
         assert_equal(model, inputs, want)
 
 
-def test_a_table_stays_where_everything_fits() -> None:
+def test_a_table_stays_on_the_device_if_everything_fits() -> None:
     with language(False, device_budget="1GiB") as (_, streamer, _, _):
         assert streamer.plan.mapped == frozenset()
         assert streamer.stats().held_nbytes["host"] == 0

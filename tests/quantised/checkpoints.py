@@ -1,4 +1,4 @@
-"""Checkpoints of a tiny Llama in the formats that transformers loads quantised, made by their libraries."""
+"""Checkpoints of a tiny Llama in the quantised formats that transformers loads, made by their libraries."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kin
 
 
 def _save(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """These tensors with the config of a model."""
+    """Save these tensors with the config of a model."""
     from safetensors.torch import save_file
 
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -71,7 +71,7 @@ def _save(model: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _float8(folder: Path) -> None:
-    """As DeepSeek's: float8 with a scale for each block of 64 x 64."""
+    """Float8 with a scale for each block of 64 x 64, as DeepSeek's."""
     model, tensors = llama(), {}
     for name, tensor in model.state_dict().items():
         if "_proj." in name:
@@ -91,7 +91,7 @@ def _float8(folder: Path) -> None:
 
 
 def _mxfp4(folder: Path) -> None:
-    """As gpt-oss: two numbers in a byte, an exponent for 32 of them; any bytes will do."""
+    """Two numbers per byte, and an exponent for each 32 of them, as gpt-oss. Random bytes are valid."""
     import transformers
 
     torch.manual_seed(1)
@@ -128,7 +128,7 @@ def _mxfp4(folder: Path) -> None:
 
 
 def _words(method: str, settings: dict[str, Any], folder: Path) -> None:
-    """GPTQ's and AWQ's: integers of 4 bits, packed, with scales and zero points of their own."""
+    """GPTQ's and AWQ's 4-bit integers, packed, with scales and zero points."""
     model, tensors = llama().half(), {}
     for name, tensor in model.state_dict().items():
         if "_proj." in name:
@@ -144,7 +144,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dty
 
 
 def on_the_fly(kind: str) -> Any:
-    """What has transformers quantise a plain checkpoint while it is loaded."""
+    """Arguments that make transformers quantise a plain checkpoint while it loads."""
     import transformers
 
     if kind == "bnb nf4":

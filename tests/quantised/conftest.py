@@ -1,6 +1,5 @@
-"""Formats and checkpoints. Nothing here needs gradients. What the libraries bring along is imported first, and stays:
-no collection of garbage looks at it again.
-"""
+"""Formats and checkpoints. Nothing here needs gradients. The libraries' modules are imported first and exempt from
+garbage collection."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def _imported() -> None:
 
 @pytest.fixture(params=FORMATS)
 def name(request: pytest.FixtureRequest) -> str:
-    """A format, where its library is there."""
+    """A format, if its library is installed."""
     library = FORMATS[request.param].library
     if library is not None:
         pytest.importorskip(library)
@@ -52,7 +51,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where the checkpoint of a name is, made when it is first asked for."""
+    """Path of the checkpoint of a name, made at first use."""
     made: dict[str, Path] = {}
 
     def found(name: str) -> Path:

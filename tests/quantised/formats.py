@@ -1,6 +1,6 @@
 """The formats of quantised weights that the tests stream: a small net of each, and a tiny Llama of each that
-transformers makes. The libraries do all of the work; nothing here knows the streamer.
-"""
+transformers
+makes. The libraries do all of the work; nothing here imports the streamer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _gguf(kind: str, model: nn.Module) -> nn.Module:
 
 
 def _blocks(rows: int, columns: int, kind: Any, device: torch.device) -> torch.Tensor:
-    """Any bytes behind small scales: gguf reads more kinds than it makes."""
+    """Random bytes with small scales: gguf reads more formats than it writes."""
     import gguf
 
     length, nbytes = gguf.GGML_QUANT_SIZES[kind]
@@ -97,7 +97,7 @@ def _blocks(rows: int, columns: int, kind: Any, device: torch.device) -> torch.T
 def compress(
     model: nn.Module, weights: dict[str, Any], activations: dict[str, Any] | None, kind: str, ignore: Sequence[str] = ()
 ) -> Any:
-    """Bring all linear layers in a format of compressed-tensors; returns its compressor."""
+    """Convert all linear layers to a format of compressed-tensors, and return its compressor."""
     from compressed_tensors import quantization
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -125,14 +125,14 @@ def _compressed(weights: dict[str, Any], activations: dict[str, Any] | None, kin
 
 
 def packed(values: torch.Tensor, dim: int, order: Sequence[int] = range(8)) -> torch.Tensor:
-    """Eight numbers of 4 bits in a row along `dim` as one int32, the lowest first in this order."""
+    """Pack eight 4-bit numbers along `dim` into one int32, the lowest first in this order."""
     parts = values.unflatten(dim, (-1, 8)).movedim(dim + 1, -1)[..., list(order)].to(torch.int64)
     words = (parts << (torch.arange(8, device=values.device) * 4)).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 
 def random_words(method: str, rows: int, columns: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
-    """A weight of `rows` outputs in GPTQ or AWQ, in groups of 32: any numbers of 4 bits behind small scales."""
+    """A weight of `rows` outputs in GPTQ or AWQ, in groups of 32: random 4-bit numbers with small scales."""
     on: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(rows + columns)}
     num_groups = columns // 32
     weight, zeros = torch.randint(0, 16, (columns, rows), **on), torch.randint(5, 10, (num_groups, rows), **on)
@@ -145,7 +145,7 @@ def random_words(method: str, rows: int, columns: int, device: Any = "cpu") -> d
 
 
 def _gptqmodel(method: str, model: nn.Module) -> nn.Module:
-    """Its kernels in torch, for any device."""
+    """GPTQ's and AWQ's kernels in torch, for any device."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 
@@ -159,7 +159,7 @@ def _gptqmodel(method: str, model: nn.Module) -> nn.Module:
             made.register_buffer(name, tensor)
         if linear.bias is not None:
             made.register_buffer("bias", linear.bias.detach())
-        made.optimized = True  # else it is compiled, up to a limit of variants: bits depend on what ran before
+        made.optimized = True  # else it is compiled, up to a limit of variants, so bits would depend on earlier runs
         made.post_init()
         return made
 
@@ -182,7 +182,7 @@ def _quanto(kind: str, model: nn.Module) -> nn.Module:
 
 
 class ScaledLinear(nn.Module):
-    """float8 with one scale, as ComfyUI's checkpoints have it."""
+    """float8 with one scale, as in ComfyUI's checkpoints."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -205,12 +205,12 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A library, if any, what that makes of a plain net, and the dtype of the plain one."""
+    """The library, if any, its change to a plain net, and the dtype of the plain one."""
 
     library: str | None
     quantise: Quantise
     dtype: torch.dtype = torch.float32
-    num_columns: int = WIDTH  # that it needs at least
+    num_columns: int = WIDTH  # the least that the format supports
 
 
 def _of_torchao(name: str, **settings: Any) -> Format:
@@ -248,13 +248,13 @@ FORMATS: dict[str, Format] = {
     "parts": Format(None, lambda model: _replaced(model, PartsLinear)),
     "fp8 scaled": Format(None, lambda model: _replaced(model, ScaledLinear), BF16),
 }
-ON_GPUS: dict[str, Format] = FORMATS | {  # what CPUs have no operators for
+ON_GPUS: dict[str, Format] = FORMATS | {  # CPUs have no operators for the others
     "torchao float8 dynamic": _of_torchao("Float8DynamicActivationFloat8WeightConfig"),
 }
 
 
 def build(name: str, device: str = "cpu", width: int = WIDTH) -> nn.Module:
-    """The same net whenever it is called, each block a norm and linear layers of `width` and of four times that."""
+    """The same net at each call: blocks of a norm and linear layers of `width` and of four times `width`."""
     form = ON_GPUS[name]
     torch.manual_seed(3)
     width = max(width, form.num_columns)
@@ -271,6 +271,6 @@ def inputs(model: nn.Module, sizes: Sequence[int] = (2, 3, 4), device: str = "cp
 
 
 def held_nbytes(model: nn.Module) -> int:
-    """Of all memory behind a model."""
+    """Bytes of all memory that a model uses."""
     storages = [leaf.tensor.untyped_storage() for leaf in leaves_of(model)]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

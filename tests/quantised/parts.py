@@ -1,4 +1,4 @@
-"""Weights that save themselves in parts, as those of quanto do: what is no plain tensor inside is taken apart, too."""
+"""Weights that save themselves in parts, as those of quanto do: tensors that are not plain are taken apart, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Part(torch.Tensor):
-    """A wrapper that saves the tensors inside of it, by names of theirs, if they are of exactly the plain class."""
+    """A wrapper that saves its inner tensors by their own names, if they are of exactly the plain class."""
 
     names: tuple[str, ...]
 
@@ -44,7 +44,7 @@ class Part(torch.Tensor):
 
 
 class Packed(Part):
-    """One tensor inside, which kernels are handed past what this class sees."""
+    """A wrapper of one tensor, which kernels get without this class seeing it."""
 
     names = ("data_",)
     __torch_function__ = torch._C._disabled_torch_function_impl

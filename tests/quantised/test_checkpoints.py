@@ -20,11 +20,14 @@ from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # optimum asks for all
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # optimum reads it on all models
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.7)
-# In CI each library's streams from its file, and what that shows of the others test_formats.py does; of what else is
+# In CI one checkpoint per library streams from its file, and test_formats.py covers its other formats. One checkpoint
+# runs each of the other tests.
 # tried one does.
 IN_CI = ("bnb nf4", "bnb int8", "torchao float8", "fp8", "mxfp4", "gptq", "compressed w4a16")
 EVERY_SECOND = list(CHECKPOINTS)[1::2]
@@ -33,7 +36,7 @@ EVERY_SECOND = list(CHECKPOINTS)[1::2]
 @pytest.fixture(params=CHECKPOINTS)
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
     pytest.importorskip(CHECKPOINTS[request.param][0])
-    # gptqmodel compiles what unpacks, up to a limit of variants: bits depend on what ran before
+    # gptqmodel compiles its unpacking up to a limit of variants, so bits depend on earlier runs
     with torch.compiler.set_stance("force_eager"):
         yield request.param
 
@@ -56,10 +59,12 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
     plain = loaded(path)
     with safe_open(path / "model.safetensors", "pt") as file:
         in_file = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    names = set(in_file if name in ("fp8", "mxfp4") else plain.state_dict())  # transformers has unpacked it
+    names = set(in_file if name in ("fp8", "mxfp4") else plain.state_dict())  # transformers has unpacked these
     nbytes = sum(tensor.nbytes for tensor in in_file.values())
     wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
-    for share in SHARES if name in ("gptq", "mxfp4") else SHARES[:1]:  # the larger one is for the stacks, and one more
+    for share in (
+        SHARES if name in ("gptq", "mxfp4") else SHARES[:1]
+    ):  # the larger share is for the stacks, and for one other format
         with caplog.at_level(logging.WARNING, "weightstream"):
             model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
         lines = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
@@ -74,7 +79,7 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
         assert stats.model_nbytes <= 1.01 * nbytes
         assert set(model.state_dict()) == names
         if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
-            least = 0.97 if name == "gptq" else 0.99  # its zero points are not as in the file
+            least = 0.97 if name == "gptq" else 0.99  # its zero points differ from those in the file
             assert in_files_nbytes(streamer) > least * stats.model_nbytes
         streamer.remove()
         assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
@@ -83,7 +88,7 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
 def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
-    """One weight at a time, into the offload folder: nothing of it stays in memory."""
+    """One weight at a time goes to the offload folder, and none of it stays in memory."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
     llama().save_pretrained(tmp_path)
@@ -104,8 +109,8 @@ def test_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", only(CHECKPOINTS, "torchao float8"), indirect=True)
-def test_a_pack_is_loaded_by_both(folder: Any, name: str, tmp_path: Path) -> None:
-    """In the order in which it streams, tensor by tensor as it was."""
+def test_a_pack_is_loaded_by_weightstream_and_transformers(folder: Any, name: str, tmp_path: Path) -> None:
+    """The pack has the order in which weights stream; each tensor is unchanged."""
     path = folder(name)
     pack(str(path), tmp_path / "pack")
     ours, theirs = Checkpoint.open(tmp_path / "pack"), Checkpoint.open(path)
@@ -131,7 +136,9 @@ def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
     plan = weightstream.plan_model(path, **settings)
     model = weightstream.from_pretrained(path, **settings)
     found = model.weightstream.plan
-    if name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order, which a plan for no device leaves
+    if name.startswith(
+        "bnb nf4"
+    ):  # CPUs with AVX-512 read these in another order, which a plan without a device ignores
         assert abs(plan.manifest.nbytes - found.manifest.nbytes) < 0.1 * found.manifest.nbytes
     else:
         assert plan.manifest.nbytes == found.manifest.nbytes
@@ -140,7 +147,7 @@ def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
     model.weightstream.remove()
 
 
-def test_a_coded_pack_and_a_plan_without_files_are_refused(folder: Any, tmp_path: Path) -> None:
+def test_a_compressed_pack_and_a_plan_without_files_are_refused(folder: Any, tmp_path: Path) -> None:
     path = folder("compressed w8a8")
     with pytest.raises(weightstream.UnsupportedError, match="packed unchanged: leave out codec='auto'"):
         pack(str(path), tmp_path / "pack", codec="auto")
@@ -172,23 +179,25 @@ def test_generates_the_same(folder: Any, name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", only(CHECKPOINTS, *EVERY_SECOND), indirect=True)
 def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> None:
-    """What an offloaded model saves, transformers loads."""
+    """transformers loads the files that an offloaded model saves."""
     path = folder(name)
     model = weightstream.from_pretrained(path, device="cpu", device_budget=budget(path))
     wanted = model(IDS).logits
-    as_loaded = name.startswith("compressed")  # what it makes of the others while it loads transformers cannot undo
+    as_loaded = name.startswith("compressed")  # transformers cannot undo its changes to the other formats at load
     model.save_pretrained(tmp_path / "ours", save_original_format=as_loaded)
     assert torch.equal(model(IDS).logits, wanted)
-    if name.startswith(("bnb nf4", "gptq")):  # a first forward rounds scales, on CPUs with AVX-512; GPTQ is saved wrong
+    if name.startswith(("bnb nf4", "gptq")):  # a first forward rounds scales on CPUs with AVX-512; GPTQ is saved wrong
         plain = loaded(path)
         plain(IDS)
-        plain.__dict__.pop("hf_device_map", None)  # it takes one whose one place is the CPU for offloaded
+        plain.__dict__.pop(
+            "hf_device_map", None
+        )  # transformers takes a model with the CPU as its only device for offloaded
         plain.save_pretrained(tmp_path / "plain", save_original_format=as_loaded)
         wanted = loaded(tmp_path / "plain")(IDS).logits
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("kind", only(["bnb nf4", "bnb int8", "torchao int8"], "bnb nf4"))
 def test_adapters_of_a_quantised_model(folder: Any, kind: str) -> None:
     """LoRA over quantised weights: the adapters stream with their layers, or stay."""

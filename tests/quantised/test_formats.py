@@ -1,4 +1,4 @@
-"""A small net of each format streams as it is: the same bits, the quantised bytes, and the same module afterwards."""
+"""A small net of each format streams unchanged: the same bits, the quantised bytes, and the same module afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from repeats import only
 from weightstream.runtime.tensors.leaves import leaves_of, plain_tensors
 
 SHARES = (0.2, 0.6)
-# each library, and what it keeps in another way
+# each library, and each way in which it stores weights
 IN_CI = (
     *(
         "bnb nf4 double",
@@ -51,19 +51,22 @@ def test_streams_as_it_is(name: str) -> None:
     xs = inputs(model)
     wanted = [plain(x) for x in xs]
     nbytes = held_nbytes(model)
-    # a first forward on a CPU with AVX-512 rounds the scales of bitsandbytes; one of compressed-tensors unpacks all
+    # on CPUs with AVX-512 a first forward rounds the scales of bitsandbytes; one of compressed-tensors unpacks
+    # everything
     state = dict((plain if name.startswith("bnb") else build(name)).state_dict())
-    for share in SHARES if name == "gptq" else SHARES[:1]:  # in the larger one some stays, of one format as of another
+    for share in (
+        SHARES if name == "gptq" else SHARES[:1]
+    ):  # in the larger one some weights stay on the device, in the same way for each format
         with weightstream.offload(model, device="cpu", device_budget=int(share * nbytes), codec="none") as streamer:
             filled = []
             for x, y in zip(xs, wanted, strict=True):
                 assert torch.equal(model(x), y)
                 filled.append(streamer.stats().filled_nbytes)
-            # the first step brings its own bytes, and the first of the next step's
+            # the first step copies its own bytes, and the first bytes of the next step
             assert all(later - before <= 1.02 * nbytes for before, later in itertools.pairwise(filled))
             stats = streamer.stats()
             assert stats.model_nbytes <= 1.02 * nbytes
-            # the next step's are on their way
+            # the copies for the next step are queued
             assert 0.2 * len(xs) * nbytes < stats.filled_nbytes < (len(xs) + 1) * nbytes
             assert stats.unplanned_fills == 0
             assert_equal_states(model.state_dict(), state)
@@ -74,7 +77,7 @@ def test_streams_as_it_is(name: str) -> None:
 
 
 @pytest.mark.few(2)
-def test_is_as_it_was_afterwards(name: str) -> None:
+def test_is_unchanged_afterwards(name: str) -> None:
     model = build(name)
     names = [leaf.path for leaf in leaves_of(model)]
     attributes = {key: set(module.__dict__) for key, module in model.named_modules()}
@@ -85,7 +88,7 @@ def test_is_as_it_was_afterwards(name: str) -> None:
 
 @pytest.mark.few(2)
 def test_is_saved_and_copied(name: str) -> None:
-    """What an offloaded model saves, another takes; and its copy is a plain one, where that of a plain one works."""
+    """Another model loads the state of an offloaded one. Its copy is a plain net, if copies of the plain one work."""
     plain, model = build(name), build(name)
     (x,) = inputs(model, (2,))
     wanted, nbytes = plain(x), held_nbytes(model)
@@ -93,13 +96,13 @@ def test_is_saved_and_copied(name: str) -> None:
         assert torch.equal(model(x), wanted)
         saved = io.BytesIO()
         state = model.state_dict()
-        if name.startswith("gguf"):  # diffusers' own cannot be pickled
+        if name.startswith("gguf"):  # diffusers' class cannot be pickled
             state = {key: tensor.as_subclass(torch.Tensor) for key, tensor in state.items()}
         torch.save(state, saved)
         if not name.startswith(_UNCOPIED):
             assert torch.equal(copy.deepcopy(model)(x), wanted)
     if name.startswith(("bnb", "parts")):
-        return  # what it saves is not for load_state_dict
+        return  # load_state_dict does not take its state
     saved.seek(0)
     other = build(name)
     for tensor in plain_tensors(other.parameters()):
@@ -108,13 +111,13 @@ def test_is_saved_and_copied(name: str) -> None:
     assert torch.equal(other(x), wanted)
 
 
-# one of each kernel in CI: what the compiler sees of the others is the same
+# one format per kernel in CI: the compiler treats the others alike
 
 
 @pytest.mark.parametrize("name", only(FORMATS, "bnb nf4", "compressed w4a16"), indirect=True)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of bitsandbytes int8
 def test_compiled_by_block(name: str) -> None:
-    """Blocks that compute with weights alone run as they are: compiled, that may come before the weights are there."""
+    """Blocks that compute only with weights run eager: compiled, they might run before the weights have arrived."""
     if name == "quanto int4 packed":
         pytest.skip("its class names tensors that it has not, at which the compiler fails")
     plain, model = build(name), build(name)
@@ -125,7 +128,7 @@ def test_compiled_by_block(name: str) -> None:
     ) as streamer:
         model(xs[0])
         torch._dynamo.utils.counters.clear()
-        # of functionalised operators diffusers' class for GGUF would make parameters of its own kind, and fail
+        # among functionalised operators, diffusers' class for GGUF would create parameters of its own class, and fail
         streamer.compile(scope="blocks", backend="eager" if name.startswith("gguf") else "aot_eager")
         for x, y in zip(xs, wanted, strict=True):
             assert torch.equal(model(x), y)
@@ -137,7 +140,7 @@ def test_compiled_by_block(name: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["torchao float8", "compressed fp8", "layerwise casting", "fp8 scaled"])
-def test_float8_is_coded_on_top(kind: str) -> None:
+def test_float8_is_compressed_on_top(kind: str) -> None:
     pytest.importorskip(FORMATS[kind].library or "torch")
     plain, model = build(kind), build(kind)
     xs = inputs(model)
@@ -151,7 +154,7 @@ def test_float8_is_coded_on_top(kind: str) -> None:
 
 
 def test_hooks_that_do_not_offload_are_no_reason_to_refuse() -> None:
-    """A pipeline's call leaves an empty registry behind; a part that diffusers offloads is refused by name."""
+    """A pipeline's call leaves an empty registry. A component that diffusers offloads is refused by name."""
     hooks = pytest.importorskip("diffusers.hooks")
     model = build("fp8 scaled")
     hooks.HookRegistry.check_if_exists_or_initialize(model)

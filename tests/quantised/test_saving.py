@@ -1,6 +1,6 @@
-"""What a quantised model saves and what its copies are: what the plain model's are in the same versions of libraries,
-names, classes and bytes included, while it is offloaded and afterwards. Where the plain model fails ours may, too.
-"""
+"""Saved files and copies of a quantised model equal those of the plain model in the same versions of libraries,
+names,
+classes and bytes included, while it is offloaded and afterwards. Where the plain model fails, ours may fail too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ import weightstream
 from weightstream.adapters.hf import private
 from weightstream.runtime.tensors.leaves import storage_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # optimum asks for all
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # optimum reads it on all models
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 STATES = ("as it is loaded", "after a forward")
@@ -32,11 +34,11 @@ Run = Callable[[Any], torch.Tensor]
 Save = Callable[[Any, Run, Path], Any]
 
 
-# -- what is compared --------------------------------------------------------------------------------------------------
+# -- comparison --------------------------------------------------------------------------------------------------------
 
 
 def facts(value: Any) -> Any:
-    """Classes and bytes behind a value, however deep tensors are in it."""
+    """Classes and bytes of a value, however deeply nested its tensors are."""
     if isinstance(value, torch.Tensor) and storage_of(value) is None:  # a wrapper
         inside: Any = value
         return type(value), value.dtype, {name: facts(getattr(inside, name)) for name in inside.__tensor_flatten__()[0]}
@@ -93,7 +95,7 @@ def pretrained_as_held(model: Any, run: Run, folder: Path) -> Any:
 def contents(path: Path) -> Any:
     if path.suffix != ".safetensors":
         return path.read_bytes()
-    with safe_open(path, "pt") as file:  # the metadata is in no order
+    with safe_open(path, "pt") as file:  # the metadata has no order
         names = sorted(file.keys())
         return path.stat().st_size, file.metadata(), {name: facts(file.get_tensor(name)) for name in names}
 
@@ -101,7 +103,7 @@ def contents(path: Path) -> Any:
 def result(save: Save, model: Any, run: Run, folder: Path) -> Any:
     try:
         return save(model, run, folder)
-    except Exception as error:  # whatever the libraries raise
+    except Exception as error:  # any error of the libraries
         return error
 
 
@@ -142,7 +144,7 @@ def test_a_net_is_saved_as_the_plain_one(name: str, before: str, when: str, save
 
 
 def after(before: str, plain: Any, ours: Any, run: Run, *, unpacks: bool) -> None:
-    """`unpacks`: the plain model does so whole in its first forward, and ours never."""
+    """`unpacks`: the plain model unpacks completely in its first forward, and ours never does."""
     if before == STATES[1]:
         run(ours)
         if not unpacks:
@@ -150,8 +152,8 @@ def after(before: str, plain: Any, ours: Any, run: Run, *, unpacks: bool) -> Non
 
 
 @pytest.mark.parametrize("name", ["parts"], indirect=True)
-def test_saving_is_no_reason_to_lose_an_update(name: str) -> None:
-    """What `state_dict` gives out is written to: the next step computes with it."""
+def test_saving_loses_no_update(name: str) -> None:
+    """After a write to the output of `state_dict`, the next step computes with it."""
     plain, ours = build(name), build(name)
     (x,) = inputs(plain, (2,))
     with weightstream.offload(ours, device="cpu", device_budget=int(0.4 * held_nbytes(ours))):
@@ -192,7 +194,7 @@ def offloaded(path: Path, source: str, **settings: Any) -> Any:
     return model
 
 
-UNPACKED = ("fp8", "mxfp4")  # by transformers as it loads them, where it has no kernels; not by weightstream
+UNPACKED = ("fp8", "mxfp4")  # by transformers as it loads them, if it has no kernels; not by weightstream
 
 
 @pytest.mark.few(14)
@@ -210,7 +212,7 @@ def test_a_checkpoint_is_saved_as_the_plain_one(
     ours = offloaded(path, source)
     if checkpoint in UNPACKED and source == "file":
         if checkpoint == "mxfp4" or save in (saved_model, copied):
-            pytest.skip("transformers has no such model here: test_a_checkpoint_that_stays_packed_is_saved_so")
+            pytest.skip("transformers has no such model here: test_a_checkpoint_that_stays_packed_is_saved_packed")
         run: Run = lambda model: torch.empty(0)  # noqa: E731
     else:
         run = logits
@@ -223,8 +225,10 @@ def test_a_checkpoint_is_saved_as_the_plain_one(
 @pytest.mark.few(3)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("checkpoint", UNPACKED, indirect=True)
-def test_a_checkpoint_that_stays_packed_is_saved_so(folder: Any, checkpoint: str, when: str, tmp_path: Path) -> None:
-    """The names and bytes of the file; and copies and pickles compute, though the library could not."""
+def test_a_checkpoint_that_stays_packed_is_saved_packed(
+    folder: Any, checkpoint: str, when: str, tmp_path: Path
+) -> None:
+    """The file's names and bytes. Copies and pickles compute, though the library could not."""
     path = folder(checkpoint)
     ours = offloaded(path, "file")
     wanted = logits(ours)
@@ -248,9 +252,7 @@ def test_a_checkpoint_that_stays_packed_is_saved_so(folder: Any, checkpoint: str
 @pytest.mark.parametrize("save", OF_TRANSFORMERS)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("kind", ["bnb nf4", "bnb int8", "torchao int8", "torchao float8"])
-def test_what_is_quantised_as_it_is_loaded_is_saved_as_the_plain_one(
-    kind: str, when: str, save: Save, tmp_path: Path
-) -> None:
+def test_a_model_quantised_at_load_is_saved_as_the_plain_one(kind: str, when: str, save: Save, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip(CHECKPOINTS[kind][0])
     llama().save_pretrained(tmp_path / "source")

@@ -1,4 +1,4 @@
-"""What modules that unpack their own weight must bear: others' forwards, errors, threads, a second offload()."""
+"""Modules that unpack their own weight, with other forwards, errors, threads, and a second offload()."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_budget_that_is_too_small_leaves_a_model_that_can_be_offloaded() -> No
 
 
 def test_a_model_in_training_mode_is_not_packed_for_the_cpu() -> None:
-    """bitsandbytes packs where a module does not train: one that did as it was offloaded stays as it was."""
+    """bitsandbytes packs in modules that do not train. A module that trained when it was offloaded stays unpacked."""
     plain, model = made("bnb nf4").train(), made("bnb nf4").train()
     (x,) = inputs(model, (2,))
     wanted = plain(x)
@@ -67,7 +67,7 @@ def test_a_model_in_training_mode_is_not_packed_for_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["compressed w8a8", "fp8 scaled"])
-def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
+def test_a_forward_that_a_user_replaced_stays(name: str) -> None:
     plain, model = made(name), made(name)
     (x,) = inputs(model, (2,))
     wanted, calls = plain(x), []
@@ -83,8 +83,9 @@ def test_a_forward_that_a_user_put_on_stays(name: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_kernels_that_repack_weights_in_memory_are_not_taken(method: str, tmp_path: Path) -> None:
-    """On a CPU gptqmodel's own choice does; a model that has such kernels is refused, and so is a config that asks."""
+def test_kernels_that_repack_weights_in_memory_are_refused(method: str, tmp_path: Path) -> None:
+    """gptqmodel's default on a CPU repacks. A model with such kernels is refused, and so is a config that requests
+    them."""
     pytest.importorskip("gptqmodel")
     transformers = pytest.importorskip("transformers")
     CHECKPOINTS[method][1](tmp_path)
@@ -117,8 +118,8 @@ def test_libraries_of_gptq_that_are_missing_are_named(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-def test_nothing_that_was_unpacked_is_kept(name: str) -> None:
-    """gptqmodel keeps zero points and indices of rows unpacked, beside the weights."""
+def test_unpacked_tensors_are_not_kept(name: str) -> None:
+    """gptqmodel keeps zero points and row indices unpacked, besides the weights."""
     plain, model = made(name), made(name)
     (x,) = inputs(model, (2,))
     wanted, nbytes = plain(x), held_nbytes(model)
@@ -132,7 +133,7 @@ def test_nothing_that_was_unpacked_is_kept(name: str) -> None:
         assert held_nbytes(model) > nbytes
 
 
-def test_a_forward_that_is_no_method_is_called_as_it_is() -> None:
+def test_a_forward_that_is_not_a_method_is_called_unchanged() -> None:
     plain, model = made("compressed w8a8"), made("compressed w8a8")
     (x,) = inputs(model, (2,))
     wanted = plain(x)

@@ -1,4 +1,4 @@
-"""A cgroup with a limit of memory, made for one test: as root, on a machine whose cgroups may be written."""
+"""A cgroup with a memory limit for one test. Needs root, and a machine with writable cgroups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ENTER = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 
 @contextlib.contextmanager
 def limited(nbytes: int) -> Iterator[list[str]]:
-    """Yields what to put before a command, so that it runs in a new cgroup of `nbytes`; skips where none can be made.
+    """Yield the prefix of a command that makes it run in a new cgroup of `nbytes`. Skip if none can be made.
 
-    The last of what is yielded is the cgroup's folder. What still runs in it at the end is killed.
+    The last item of the prefix is the cgroup's folder. Processes that still run in it at the end are killed.
     """
     folder = _mounted() / f"weightstream-test-{uuid.uuid4().hex}"
     try:
@@ -34,7 +34,7 @@ def limited(nbytes: int) -> Iterator[list[str]]:
 
 
 def _mounted() -> Path:
-    """Returns where the memory controller is mounted, and sees to it that children of version 2 get it."""
+    """Mount point of the memory controller, enabled for children in cgroup version 2."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, file_system = line.partition(" - ")
         kind, _, options = file_system.split(" ", 2)

@@ -1,4 +1,4 @@
-"""What the tests of coded weights share: models of a float that can be coded, coded however small, and offloaded."""
+"""Shared parts of the tests of compressed weights: models whose floats are compressed, however small, and offloaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PLACES = ("streams", "in part", "resident")
 
 @pytest.fixture
 def code_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code what can be, though a tile takes more than a small matrix has."""
+    """Compress tensors of any size, though a tile takes more bytes than a small matrix."""
     monkeypatch.setattr(planner, "MAX_SHARE", {"auto": 0.97, "compressed": 100.0})
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """All float32 weights in another type, storage by storage: ties, strides and views of one storage stay."""
+    """Convert all float32 weights to another dtype, storage by storage, so that ties, strides and views stay."""
     storages: dict[int, torch.Tensor] = {}
     for tensor in weights(module).values():
         if tensor.dtype is torch.float32:
@@ -41,20 +41,20 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def built(name: str, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """A model of `models`, its weights and inputs in this type; building twice gives the same."""
+    """A model of `models` with weights and inputs in this dtype. Building it twice gives the same bits."""
     model = MODELS[name]()
 
     def inputs(seed: int) -> dict[str, Any]:
-        given = model.inputs(seed)
+        batch = model.inputs(seed)
         return {
-            k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()
+            k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()
         }
 
     return Model(module=cast(model.module, dtype), inputs=inputs)
 
 
 class Block(nn.Module):
-    """A residual pair of linears, of matrices that a code makes smaller."""
+    """A residual pair of linears whose matrices become smaller when they are compressed."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Chain(nn.Module):
 
 
 def random_model(module_class: type[nn.Module] = Chain, dtype: torch.dtype = torch.bfloat16, **args: Any) -> Any:
-    """A model in eval mode with seeded weights: made twice, it is the same."""
+    """A model in eval mode with seeded weights. Building it twice gives the same bits."""
     return cast(randomise(module_class(**args), 5), dtype)
 
 
@@ -88,27 +88,27 @@ def rows(seed: int, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def offload(module: nn.Module, place: str = "streams", **settings: Any) -> weightstream.Streamer:
-    """Offload with weights coded: at the least budget, at one half way to all, or with room for all."""
+    """Offload with compressed weights: at the least budget, half-way to all of them, or with room for all."""
     budget = budgets(module, (place,))[place]
     return weightstream.offload(module, device="cpu", device_budget=budget, codec="compressed", **settings)
 
 
 def budgets(module: nn.Module, places: Sequence[str] = PLACES) -> dict[str, int]:
-    """Place -> bytes of budget: the least that a refusal asks for, what all takes, and half way."""
+    """Budget in bytes for each place: the least one, from a refusal; half-way; and enough for all weights."""
     most = once(_held, module, "cpu", codec="compressed")
     least = most if set(places) == {"resident"} else least_budget(module, "cpu", codec="compressed")
     return {"streams": least, "in part": (least + most) // 2, "resident": most}
 
 
 def _held(module: nn.Module, device: str, codec: str) -> int:
-    """What all takes."""
+    """Bytes of the plan with all weights on the device."""
     room = 16 * model_nbytes(module) + (1 << 20)
     with weightstream.offload(module, device=device, device_budget=room, codec=codec) as streamer:
         return streamer.plan.device_nbytes
 
 
 def exact(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """All there is to a module's tensors: type, marks, shape, stride, bytes, and which of them share memory."""
+    """Everything about a module's tensors: type, attributes, shape, stride, bytes, and shared memory."""
     places: dict[tuple[str, int], int] = {}
     found = {}
     for name, tensor in weights(module).items():
@@ -127,7 +127,7 @@ def exact(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 class Messages(list[str]):
-    """What weightstream warned of so far."""
+    """The warnings that weightstream has logged so far."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         super().__init__()

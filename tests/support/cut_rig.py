@@ -1,4 +1,4 @@
-"""Models that are cut at lines of the library, on the CPU and on a GPU, and what must be true afterwards."""
+"""Models whose calls are cut at lines of the library, on the CPU and on a GPU, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weightstream.runtime.ring.state import StepState
 from weightstream.settings.config import OffloadConfig
 
 WIDTH = 32
-WIDTH_CODED = 128  # matrices that a code makes smaller
-SHARE = 0.45  # of the weights, on the device
+WIDTH_CODED = 128  # wide enough that compressed matrices are smaller
+SHARE = 0.45  # of the weights' bytes, on the device
 
 
 class Block(nn.Module):
@@ -40,13 +40,13 @@ class Block(nn.Module):
 
 @dataclass
 class Case:
-    """A model that streams, and what is cut: `act`. `output` is compared with that of the plain model."""
+    """A streaming model, the call that is cut (`act`), and the `output` to compare with the plain model."""
 
     parts: list[tuple[nn.Module, nn.Module, Any]]  # offloaded, plain, and the streamer of each
     act: Callable[[], object]
-    output: Callable[[bool], list[torch.Tensor]]  # of the plain model, or not
-    num_cuts: int = 24  # in a run of the tests
-    removal: Callable[[], None] | None = None  # else that of each streamer
+    output: Callable[[bool], list[torch.Tensor]]  # of the plain model if True
+    num_cuts: int = 24  # in one test
+    removal: Callable[[], None] | None = None  # default: that of each streamer
 
     def check(self, where: str) -> None:
         self._check_state(where)
@@ -96,7 +96,7 @@ def offloaded(model: nn.Module, device: str = "cpu", codec: str = "none") -> Any
 
 
 def simple(seed: int, device: str = "cpu", codec: str = "none") -> tuple[nn.Module, nn.Module, torch.Tensor]:
-    """A model, the plain one to compare it with, and an input."""
+    """A streaming model, its plain twin, and an input."""
     width, dtype = (WIDTH, torch.float32) if codec == "none" else (WIDTH_CODED, torch.bfloat16)
     model = randomise(nn.Sequential(*[Block(width) for _ in range(4)]).to(dtype), seed).eval()
     x = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
@@ -104,7 +104,7 @@ def simple(seed: int, device: str = "cpu", codec: str = "none") -> tuple[nn.Modu
 
 
 def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case:
-    """The path of that name; a capture on the CPU is of a graph that repeats operators."""
+    """The path with that name. On the CPU, a capture is of a graph that repeats operators."""
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
     if name == "pipeline":
         return pipeline()
@@ -137,7 +137,7 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
     def capture() -> None:
         with streamer.capture(graph := new_graph(device)):
             y = model(x)
-        graphs[:] = graph, y  # the one before is freed, which no capture may be under way for
+        graphs[:] = graph, y  # the previous graph is freed, which must not happen during a capture
 
     def replay() -> None:
         if not graphs or graphs[0] not in streamer.graphs.recordings:
@@ -150,10 +150,10 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
             for own, other in zip(model[index].parameters(), plain[index].parameters(), strict=True):
                 new = other.detach() + 1
                 try:
-                    own.data = new.to(own.device, copy=True)  # which a step takes over at its entry
+                    own.data = new.to(own.device, copy=True)  # a step adopts this data at its entry
                 finally:
-                    with torch._C.DisableTorchFunctionSubclass():  # no line of the library looks on
-                        if torch.equal(own.cpu(), new.cpu()):  # else the error came before
+                    with torch._C.DisableTorchFunctionSubclass():  # the library sees none of this
+                        if torch.equal(own.cpu(), new.cpu()):  # otherwise the error came before the write
                             other.data = new
         model(x)
 
@@ -171,7 +171,7 @@ def new_graph(device: str) -> Any:
 
 
 def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
-    """Captured generation: its prompt and the first tokens run eager, the others from a graph."""
+    """Captured generation: the prompt and the first tokens run eager, the others from a graph."""
     import expert_rig
     import generating
     from weightstream.adapters.hf.generation import decode_with
@@ -186,7 +186,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
         recorder = Recorder(new=lambda: new_graph(device), record=streamer.capture, replay=streamer.replay)
         found, decoding = decode_with(model, ids, generating.options(6), recorder)
         assert torch.equal(found, plain.generate(ids, **generating.options(6)))
-        return decoding.replays  # none after an error that may be the model's: it goes on without a graph
+        return decoding.replays  # 0 after an error that may be the model's own: generation then goes on without a graph
 
     def output(is_plain: bool) -> list[torch.Tensor]:
         return [(plain if is_plain else model)(input_ids=ids, use_cache=False).logits]
@@ -196,7 +196,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
 
 
 def mixture(request: pytest.FixtureRequest, device: str) -> Case:
-    """Experts whose rows are cached in slots, and fetched ahead."""
+    """Experts whose rows are cached in slots, and prefetched."""
     import expert_rig
 
     model, ids = expert_rig.built(), expert_rig.prompt().to(device)
@@ -227,7 +227,7 @@ def striped() -> Case:
 
 
 def pipeline() -> Case:
-    """Two components that pass through one ring in turn, as in a denoising loop."""
+    """Two components that use one ring in turn, as in a denoising loop."""
     import diffusers
 
     class Pipe(diffusers.DiffusionPipeline):  # type: ignore[misc]
@@ -256,7 +256,7 @@ def pipeline() -> Case:
 
 
 def thread_state(device: str = "cpu") -> tuple[object, ...]:
-    """What torch keeps for the calling thread, and a cut might leave changed."""
+    """State that torch keeps for the calling thread, and that a cut might change."""
     streams = () if device == "cpu" else (torch.accelerator.current_stream(), torch.accelerator.current_device_index())
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     sees_classes, keeps_casts = torch._C._is_torch_function_enabled(), torch.is_autocast_cache_enabled()
@@ -267,7 +267,10 @@ def thread_state(device: str = "cpu") -> tuple[object, ...]:
 def cut_once(
     act: Callable[[], object], num: int, draw: random.Random, seed: int, device: str = "cpu"
 ) -> tuple[bool, str]:
-    """Cut it at one of so many lines; the thread is as before. Whether that line was reached, and where it is."""
+    """Cut `act` at one of `num` lines, and check that the thread's state is as before.
+
+    Returns whether that line was reached, and its place.
+    """
     error, before = draw.choice((Cut, KeyboardInterrupt, RuntimeError)), thread_state(device)
     try:
         with Lines(draw.randint(1, num), error) as lines:
@@ -280,7 +283,7 @@ def cut_once(
 
 
 def cut(path: Case, num_cuts: int, seed: int, device: str = "cpu") -> None:
-    """Cut it at so many of its lines. Some steps have more of them than others, as they are timed or plan again."""
+    """Cut `act` at `num_cuts` lines. Steps that are timed or plan again have more lines than others."""
     draw, num_reached = random.Random(seed), 0
     with torch.no_grad():
         num = sorted(num_lines(path.act) for _ in range(3))[1]
@@ -295,10 +298,10 @@ def cut(path: Case, num_cuts: int, seed: int, device: str = "cpu") -> None:
 
 
 def interrupt(num: int, seed: int, device: str = "cpu") -> None:
-    """So many interrupts by real signals, each at a random moment of some steps."""
+    """Send `num` real signals, each at a random moment of some steps."""
     model, plain, x = simple(4, device=device)
     streamer = offloaded(model, device)
-    found = Case([(model, plain, streamer)], lambda: model(x), lambda is_plain: [(plain if is_plain else model)(x)])
+    case = Case([(model, plain, streamer)], lambda: model(x), lambda is_plain: [(plain if is_plain else model)(x)])
     draw = random.Random(seed)
     with torch.no_grad():
         for _ in range(6):
@@ -318,7 +321,7 @@ def interrupt(num: int, seed: int, device: str = "cpu") -> None:
                                 model(x)
             except KeyboardInterrupt:
                 pass
-            found.check(f"interrupt {index}, seed {seed}")
-            assert all(map(is_free, found.locks()))
+            case.check(f"interrupt {index}, seed {seed}")
+            assert all(map(is_free, case.locks()))
     streamer.remove()
     assert all(torch.equal(own.cpu(), p.cpu()) for own, p in zip(model.parameters(), plain.parameters(), strict=True))

@@ -1,4 +1,4 @@
-"""An error at one line of the library's own code, or a signal at any moment."""
+"""An error at a chosen line of the library's own code, or a signal at any moment."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _SOURCE = weightstream.__path__[0]
 
 
 class Cut(BaseException):
-    """What is raised at a line; not caught as an error of a forward or a library would be."""
+    """The error that is raised at a line. It is not caught as an error of a forward or of a library."""
 
 
-Visit = tuple[str, int, int]  # of a file, a line, how many times it was come to
+Visit = tuple[str, int, int]  # file, line, how many times the thread has reached it
 
 
 class Lines:
-    """Counts the lines of the library that the calling thread comes to, and raises at the `at`-th; 0: at none.
+    """Counts the library's lines that the calling thread reaches, and raises at the `at`-th one (0: at none).
 
-    `withs` are the last visits of `with` statements, which their blocks end with; `visit` is one to raise at.
+    `withs` are the last visits of `with` statements, which are visited again at the end of their blocks. `visit` is a
+    visit to raise at.
     """
 
     def __init__(self, at: int = 0, error: type[BaseException] = Cut, visit: Visit | None = None) -> None:
@@ -61,7 +62,7 @@ class Lines:
 
 @contextmanager
 def interrupted(after_s: float) -> Iterator[None]:
-    """KeyboardInterrupt in the main thread, by a real signal, so many seconds after the block began, if it lasts."""
+    """Raise KeyboardInterrupt in the main thread, by a real signal, `seconds` after the block began, if it lasts."""
     done, main = threading.Event(), threading.main_thread().ident
 
     def interrupt(*_: object) -> None:
@@ -81,12 +82,12 @@ def interrupted(after_s: float) -> Iterator[None]:
     finally:
         done.set()
         sender.join()
-        time.sleep(0)  # a signal that is pending comes here, and does nothing
+        time.sleep(0)  # a pending signal arrives here, and does nothing
         signal.signal(signal.SIGUSR1, before)
 
 
 def is_free(lock: Any) -> bool:
-    """Whether another thread can take a lock."""
+    """Whether another thread can acquire a lock."""
     found: list[bool] = []
 
     def take() -> None:
@@ -101,7 +102,7 @@ def is_free(lock: Any) -> bool:
 
 
 def num_lines(act: Callable[[], object]) -> int:
-    """Lines of the library that `act` runs on this thread."""
+    """Number of lines of the library that `act` runs on this thread."""
     with Lines() as lines:
         act()
     return lines.num

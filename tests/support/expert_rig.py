@@ -1,4 +1,5 @@
-"""What the tests of experts share: small mixtures whose rows are whole tiles, and ways to hold their stacks."""
+"""Shared parts of the tests of experts: small mixtures whose rows are whole tiles, and the ways to store their
+stacks."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ NUM_PICKING = {"deepseek_v3": NUM_LAYERS - 1}  # its first layer is dense
 
 
 def built(name: str = "qwen3_moe", implementation: str = "batched_mm", **settings: Any) -> Any:
-    """A mixture in bfloat16 with seeded weights: built twice, it is the same."""
+    """A mixture in bfloat16 with seeded weights. Building it twice gives the same bits."""
     transformers = pytest.importorskip("transformers")
     kind, sizes = CONFIGS[name]
     config = getattr(transformers, f"{kind}Config")(**{**sizes, **settings})
@@ -99,16 +100,16 @@ def prompt(length: int = 3, batch: int = 1) -> torch.Tensor:
 def generated(model: Any, ids: torch.Tensor, num: int = 10, **more: Any) -> list[torch.Tensor]:
     """Tokens, and the logits of each."""
     options = {"max_new_tokens": num, "min_new_tokens": num, "do_sample": False, "pad_token_id": 0}
-    found = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), **options | more, output_logits=True, return_dict_in_generate=True
     )
-    assert len(found.logits) >= min(num, 3)
-    return [found.sequences, *found.logits]
+    assert len(output.logits) >= min(num, 3)
+    return [output.sequences, *output.logits]
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    assert all(torch.isfinite(x).all() for x in wanted), "a NaN is equal to nothing"
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def same(results: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    assert all(torch.isfinite(x).all() for x in wanted), "a NaN differs from itself"
+    return len(results) == len(wanted) and all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
 def plan_of(
@@ -118,7 +119,8 @@ def plan_of(
     codes: Mapping[str, tuple[int, int]] | None = None,
     ahead: int = 0,
 ) -> Plan:
-    """A plan in which experts are units of their own, their stacks in one of `FORMS`, all else on the device."""
+    """A plan in which experts are units of their own, with their stacks in one of `FORMS` and all else on the
+    device."""
     grains = streamer._installed.replanning.inputs.grains
     grain = next(grain for grain in grains if any(unit.picks for unit in grain.units))
     grain = grain.coded(streamer.plan.manifest.codes if codes is None else codes)
@@ -138,7 +140,7 @@ def plan_of(
 
 
 def _row_nbytes(stack: TensorSpec) -> int:
-    """Of a coded one a row may have more escapes than the mean."""
+    """Bytes of a slot. A row of a compressed stack may have more escapes than the mean."""
     mean = stack.nbytes // stack.shape[0]
     return mean * 11 // 10 + 2048 if stack.is_coded else mean
 
@@ -147,7 +149,7 @@ def _row_nbytes(stack: TensorSpec) -> int:
 def held(
     model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0
 ) -> Iterator[weightstream.Streamer]:
-    """Offloaded in one of `FORMS`, or on a GPU "cached, coded"."""
+    """Offload a model in one of `FORMS`, or, on a GPU, as "cached, coded"."""
     room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "compressed"
     with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
         plan = plan_of(streamer, form, num_slots, ahead=ahead)
@@ -159,18 +161,18 @@ def held(
 
 
 def caches(streamer: weightstream.Streamer) -> list[Any]:
-    """Of each unit that has one, its cache."""
+    """The caches of all units that have one."""
     return [unit.rows.cache for unit in streamer._binding.units if unit.rows is not None and unit.rows.cache]
 
 
 def counts(streamer: weightstream.Streamer) -> tuple[int, int]:
-    """Of all caches: ids that had a slot, and rows that were fetched."""
-    found = [cache.counts() for cache in caches(streamer)]
-    return sum(counted.hits for counted in found), sum(counted.misses for counted in found)
+    """Cache hits and fetched rows, summed over all caches."""
+    counters = [cache.counts() for cache in caches(streamer)]
+    return sum(counted.hits for counted in counters), sum(counted.misses for counted in counters)
 
 
 class Selected(list[int]):
-    """How many ids each selection of rows was given; empty: all stacks were read as wholes. `ways`: of which kind."""
+    """Number of ids in each selection of rows; empty if all stacks were read whole. `ways` has the kind of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,5 +201,5 @@ def selected(monkeypatch: pytest.MonkeyPatch) -> Selected:
 
 
 def experts_of(model: Any) -> list[Any]:
-    """The modules that hold the stacks."""
+    """The modules that own the stacks."""
     return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]

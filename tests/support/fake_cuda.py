@@ -1,7 +1,7 @@
-"""A graph that records and repeats operators on the CPU in place of CUDA's.
+"""A graph that records and repeats operators on the CPU, instead of a CUDA graph.
 
-Like CUDA's it keeps no Python: what a step computes outside of tensors is frozen into it. Its recording executes
-nothing, and it refuses what a capture refuses.
+Like a CUDA graph it records no Python: values that a step computes outside of tensors are constants in it. Recording
+executes nothing, and refuses the same operators as a capture.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from weightstream.adapters.hf.graph_runner import Recorder
 from weightstream.runtime.devices.backend import Copy, Side
 from weightstream.runtime.devices.cpu import CpuBackend, CpuEvent
 
-DEVICE = object()  # in place of an operator: what a device was told
+DEVICE = object()  # stands for an operator: a call of a device
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Those in it; what a collective has is waited for."""
+    """The tensors in `tree`. Waits for those of a collective."""
     leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return [leaf.trigger_wait() if isinstance(leaf, AsyncCollectiveTensor) else leaf for leaf in leaves]
 
@@ -35,7 +35,7 @@ class Graph(TorchDispatchMode):
     """A list of operators, with the tensors that they read and write."""
 
     supports_higher_order_operators = True
-    refused: str | None = None  # part of the name of an operator
+    refused: str | None = None  # part of an operator's name
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if DTensor in types or AsyncCollectiveTensor in types:  # what it makes of its shards is recorded
+        if DTensor in types or AsyncCollectiveTensor in types:  # its operators on the shards are recorded
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default or (self.refused and self.refused in str(func)):
             raise RuntimeError("operation not permitted when stream is capturing\nlong explanation")
@@ -68,7 +68,7 @@ class Graph(TorchDispatchMode):
             flat.copy_(was)
         for tensor in self._made:
             if tensor.is_floating_point():
-                tensor.fill_(torch.nan)  # a launch, and nothing else, makes values
+                tensor.fill_(torch.nan)  # so only a launch can produce values
         self._before.clear()
 
     def replay(self) -> None:
@@ -78,7 +78,7 @@ class Graph(TorchDispatchMode):
                 continue
             again = func(*args, **kwargs)
             for work in (leaf for leaf in tree_leaves(again) if isinstance(leaf, torch.ScriptObject)):
-                distributed.Work.unbox(work).wait()  # of a sum, which Python waited for
+                distributed.Work.unbox(work).wait()  # an all-reduce that Python waited for
             if func.namespace == "_c10d_functional":
                 again = tree_map_only(torch.Tensor, wait_tensor, again)
             for own, new in zip(_tensors(output), _tensors(again), strict=True):
@@ -87,22 +87,22 @@ class Graph(TorchDispatchMode):
 
 
 class _Event(CpuEvent):
-    """One that knows whose it is."""
+    """An event that knows its lane."""
 
     lane: Lane | None = None
 
 
 class Lanes:
-    """What several devices have in common: the graph that they capture, and their memory."""
+    """State that several devices share: the graph that they capture, and their memory."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
         self.all: list[Lane] = []
-        self.orders: list[tuple[Lane, Lane]] = []  # outside of captures: which device has waited for which
+        self.orders: list[tuple[Lane, Lane]] = []  # outside of captures: (waiting device, device that it waited for)
 
     @contextmanager
     def captured(self, graph: Graph) -> Iterator[None]:
-        """A capture runs nothing: what is run here is undone."""
+        """A capture runs nothing: all effects of the block are undone."""
         assert self.graph is None, "a capture is under way"
         for lane in self.all:
             lane.synchronize()
@@ -122,7 +122,7 @@ class Lanes:
 
 
 class Lane(CpuBackend):
-    """One of several devices, whose copies and events are in the graph, too."""
+    """One of several devices, whose copies and events are recorded in the graph too."""
 
     def __init__(self, lanes: Lanes) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Lane(CpuBackend):
         self.memories: list[torch.Tensor] = []
         self.joins = 0
         self._lanes = lanes
-        self._missing: set[str] | None = None  # in a capture of another device: what orders both
+        self._missing: set[str] | None = None  # in a capture of another device: the missing orderings with it
 
     def event(self) -> Any:
         return _Event()
@@ -152,7 +152,7 @@ class Lane(CpuBackend):
         assert self._lanes.graph is graph, "there is no capture to join"
         self._missing, self.joins = {"begin", "end"}, self.joins + 1
         yield
-        assert not self._missing, "nobody has ordered what this device did"
+        assert not self._missing, "this device's work is not ordered with the capture"
         self._missing = None
 
     def record(self, side: Side, event: Any) -> None:
@@ -181,7 +181,7 @@ class Lane(CpuBackend):
 
 
 class FakeCuda:
-    """A recorder of such graphs; counts what it was asked for."""
+    """A recorder of such graphs, which counts them and their replays."""
 
     def __init__(self, refused: str | None = None) -> None:
         self.graphs: list[Graph] = []

@@ -12,7 +12,7 @@ WIDTH = 32
 
 
 class Block(nn.Module):
-    """A residual pair of linears, the ordinary case that the others vary."""
+    """A residual pair of linears: the ordinary case."""
 
     def __init__(self, width: int = WIDTH, inner: int = 64) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Five blocks of one class, run in order: the frame of fixtures whose habit is in the block."""
+    """Five blocks of one class, run in order: the frame of fixtures with an unusual block."""
 
     block_class: type[nn.Module]
 
@@ -186,7 +186,7 @@ class BareParameters(nn.Module):
 
 @dataclasses.dataclass
 class State:
-    """What a `DataclassBlock` gives and takes."""
+    """Input and output of a `DataclassBlock`."""
 
     hidden: torch.Tensor
     history: list[torch.Tensor]

@@ -40,7 +40,7 @@ class TiedLinears(nn.Module):
 
 
 class Reader(nn.Module):
-    """Multiplies by a Parameter that it was given."""
+    """Multiplies by a Parameter that is passed to it."""
 
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class StridedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter(torch.empty(WIDTH, 64).t())
-        self.stepped = nn.Parameter(torch.zeros(WIDTH, 128)[:, ::2])  # what lies between is coded, too
+        self.stepped = nn.Parameter(torch.zeros(WIDTH, 128)[:, ::2])  # the bytes in between are compressed too
         self.kernel = nn.Parameter(torch.empty(4, 4, 3, 3).to(memory_format=torch.channels_last))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ class OddTensors(Chain):
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps a list of its weights beside its parameters, and a GRU cell that loops."""
+    """An LSTM, which keeps a list of its weights besides its parameters, and a GRU cell in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Recurrent(nn.Module):
 
 
 class FusedEncoder(nn.Module):
-    """PyTorch's own encoder, whose inference path hands its children's weights to one fused operator."""
+    """PyTorch's own encoder, whose inference path passes its children's weights to one fused operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Parametrised(Chain):
 
 
 class CountingBlock(Block):
-    """Writes to its buffers as it runs: the next step must see what this one wrote."""
+    """Writes to its buffers as it runs: the next step must see these writes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What captured generation is tried with, on the CPU and on a GPU: configurations, and options of `generate`."""
+"""Cases of captured generation, on the CPU and on a GPU: configurations, and options of `generate`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def options(num: int = 24, **more: Any) -> dict[str, Any]:
 
 
 def build(config: Any, cls: Any = None) -> Any:
-    """In bfloat16, with weights that tell tokens apart."""
+    """A model in bfloat16 whose logits differ from token to token."""
     torch.manual_seed(11)
     config.initializer_range = 0.1
     model = cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)

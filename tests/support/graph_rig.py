@@ -1,5 +1,6 @@
-"""The rig of the recording tests: graphs on queues of a CPU. What a graph holds runs again at each launch, its copies
-on a queue of their own, and the part of a streamer that captures is driven as a user drives it."""
+"""The rig of the recording tests: graphs on queues of a CPU. The calls of a graph run again at each launch, its
+copies on
+a queue of their own, and the capturing part of a streamer is driven as a user drives it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PLANS = {
 
 
 class Inside(Enum):
-    """The stream on which the copies of a graph run: the copy stream is not ordered with it."""
+    """The stream on which the copies of a graph run. The copy stream is not ordered with it."""
 
     COPY = "copy inside a graph"
 
@@ -83,7 +84,7 @@ class GraphClock(ClockBackend):
 
 
 class Graph:
-    """The calls that were made during a capture; `replay` makes them again."""
+    """The calls that were made during a capture. `replay` makes them again."""
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
@@ -97,7 +98,7 @@ class Graph:
 
 
 class Graphs(Wrapper):
-    """Keeps calls for later while a capture is under way. An edge works inside of its own capture alone."""
+    """Keeps calls for later during a capture. An edge works only inside its own capture."""
 
     def __init__(self, clock: GraphClock, queues: GraphQueues) -> None:
         super().__init__(clock)
@@ -165,7 +166,7 @@ class Graphs(Wrapper):
 
 
 class GraphRig(Rig):
-    """What of a streamer captures, over a rig: what a test calls is what a user calls."""
+    """The capturing part of a streamer over a rig, with the calls that a user makes."""
 
     def __init__(self, plan: Plan, seed: int = 0, most_s: float = 0.001) -> None:
         queues = GraphQueues()
@@ -212,7 +213,7 @@ class GraphRig(Rig):
         return graph
 
     def captured_alone(self, order: Sequence[int] | None = None) -> Graph:
-        """As an engine does that knows the life cycle only."""
+        """Capture as an engine does that knows only the life cycle."""
         graph = Graph(self.graphs)
         self.sync()
         with self.graphs.capture(graph):
@@ -232,14 +233,15 @@ class GraphRig(Rig):
 
 
 class CaptureFailed(Exception):
-    """What a kernel raises that no capture survives."""
+    """An error of a kernel that ends a capture."""
 
 
 class Served:
-    """Steps as an inference engine runs them that knows the life cycle alone, and counts their kernels.
+    """Steps of an inference engine that knows only the life cycle, with a count of their kernels.
 
-    The units at the places `cuts` of the order are cut where an operator runs eager, at a place named twice in two:
-    such a unit is waited for in one piece of the step and released in a later one. Each batch size has its own graphs.
+    Units at the places `cuts` of the order are cut where an operator runs eager; a place that is named twice is cut
+    twice. Such a unit is waited for in one piece of the step and released in a later one. Each batch size has its own
+    graphs.
     """
 
     def __init__(self, rig: GraphRig, order: Sequence[int], cuts: Sequence[int]) -> None:
@@ -258,7 +260,8 @@ class Served:
         return list(self._graphs)
 
     def capture(self, size: object, *, whole: bool = False, fails_in: int | None = None, early: bool = True) -> None:
-        """Capture a step of one size. The piece `fails_in` ends in an error: before its last call, or behind it."""
+        """Capture a step of one size. The piece `fails_in` ends in an error: before its last call if `early`, else
+        after it."""
         pieces = [[call for piece in self._pieces for call in piece]] if whole else self._pieces
         graphs = []
         for index, piece in enumerate(pieces):
@@ -270,7 +273,7 @@ class Served:
                     raise CaptureFailed
                 self._rig.join()
             if fails:
-                raise CaptureFailed  # in what runs eager between two pieces
+                raise CaptureFailed  # in eager code between two pieces
             graphs.append(graph)
         self._graphs[size] = graphs
 
@@ -294,7 +297,7 @@ class Served:
         return sum(name == "kernel" for piece in self._pieces for name, _ in piece)
 
     def _attend(self, index: int) -> None:
-        """The kernel between a piece and the next, which reads weights of the unit that is open there too."""
+        """Run the eager kernel between two pieces, which reads weights of the unit that is open across them."""
         if index + 1 < self.num_pieces:
             self._rig.kernel(self._pieces[index][-1][1])
             self.num_kernels += 1
@@ -306,7 +309,7 @@ class Served:
 
 
 def take_turns(rig: GraphRig, seed: int, num_turns: int = 30) -> int:
-    """Eager steps, captures and launches of several graphs, with units left out, repeated and in other orders."""
+    """Eager steps, captures and launches of several graphs, with units left out, repeated and reordered."""
     chance = random.Random(seed)
     num = len(rig.plan.extents)
     orders = [rig.plan.manifest.order, *([chance.randrange(num) for _ in range(length)] for length in (1, 2, 6))]
@@ -327,7 +330,7 @@ def take_turns(rig: GraphRig, seed: int, num_turns: int = 30) -> int:
 
 
 def nest(rig: GraphRig) -> int:
-    """A unit that was read, and is read again around another."""
+    """A unit that has been read is read again around another one."""
     graph = Graph(rig.graphs)
     with rig.capture(graph):
         rig.forward((3,))
@@ -341,7 +344,7 @@ def nest(rig: GraphRig) -> int:
 
 
 def read_again(rig: GraphRig) -> int:
-    """A graph without the wide unit, which is due behind the second read of a narrow one."""
+    """A graph without the wide unit, which is due after the second read of a narrow one."""
     graph = rig.captured((1, 3, 4, 3))
     for _ in range(3):
         rig.replay(graph)

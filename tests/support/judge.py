@@ -1,4 +1,5 @@
-"""Opens crafted checkpoints in a process of its own: a crash of the reader is an answer there, and ends no test run."""
+"""Opens crafted checkpoints in a process of its own: a crash of the reader is a result, and does not end the test
+run."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.mapping import FileMapping
 
 TIMEOUT_S = 60
-MEMORY = 16 << 30  # of address space: a header that makes the reader take more is a failure
+MEMORY = 16 << 30  # of address space: a header that makes the reader take more fails the test
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of a path: `tensors` (name -> dtype, shape, digest) or the message of the refusal."""
+    """Result for a path: `tensors` (name -> dtype, shape, digest), or the message of the refusal."""
 
     tensors: dict[str, list[Any]] | None
     refusal: str
@@ -39,13 +40,13 @@ class Verdict:
 
 
 class Judge:
-    """The process; it is started again after a crash, so that a failing example can be made smaller."""
+    """The process. It is restarted after a crash, so that Hypothesis can shrink a failing example."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, path: Path, *, shrink: str = "") -> Verdict:
-        """Opens `path` and reads every tensor; `shrink` cuts the file at that moment: "mapped" or "opened"."""
+        """Open `path` and read every tensor. `shrink` truncates the file at that moment: "mapped" or "opened"."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -56,9 +57,9 @@ class Judge:
         if not answer:
             self.close()
             raise AssertionError(f"{path}: the reader hung or died, exit status {process.returncode}")
-        found = json.loads(answer)
-        assert not found["raised"], found["raised"]
-        return Verdict(**{name: found[name] for name in ("tensors", "refusal", "opened", "theirs")})
+        answers = json.loads(answer)
+        assert not answers["raised"], answers["raised"]
+        return Verdict(**{name: answers[name] for name in ("tensors", "refusal", "opened", "theirs")})
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = subprocess.Popen(
@@ -71,7 +72,7 @@ class Judge:
         return self._process
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -79,7 +80,7 @@ class Judge:
 
 
 def main() -> None:
-    """Answers one line of JSON per line of JSON, until the input ends."""
+    """Answer each line of JSON with a line of JSON, until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(os.fsdecode(args[0])) if _is_open(event, args) else None)
@@ -130,7 +131,7 @@ def _cut_once_mapped() -> Iterator[None]:
     def mapped(path: Path) -> FileMapping:
         mapping = FileMapping(path)
         os.truncate(path, 0)
-        mapping.check = lambda: None  # type: ignore[method-assign]  # cut after the check, not before
+        mapping.check = lambda: None  # type: ignore[method-assign]  # cut after the check, not before  # truncated after the check, not before
         return mapping
 
     before: Callable[[Path], FileMapping] = checkpoint_module.FileMapping
@@ -142,11 +143,11 @@ def _cut_once_mapped() -> Iterator[None]:
 
 
 def _read_theirs(path: str) -> dict[str, list[Any] | None] | None:
-    """What safetensors' own reader makes of the file: None where it refuses it, or fails to make a tensor of it."""
+    """The tensors that safetensors' own reader finds: None if it refuses the file, or cannot make a tensor."""
     found: dict[str, list[Any] | None] = {}
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # it is no mapping  # not a mapping
                 found[name] = None
                 with contextlib.suppress(Exception):
                     found[name] = _facts(file.get_tensor(name))

@@ -1,4 +1,4 @@
-"""What the kernel says of maps of files in this process."""
+"""The kernel's counts for mapped files in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weightstream.store.mapping import FileMapping
 
 
 def rss_nbytes(mapping: FileMapping) -> int:
-    """Of its private map, as the kernel counts it for this process."""
+    """Resident bytes of a private mapping of a file."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     start = f"{mapping.address:x}-"
     next(line for line in lines if line.startswith(start))

@@ -1,7 +1,7 @@
-"""The models that the value tests stream: tiny, seeded, every weight random; nothing here knows the streamer.
+"""The models that the value tests stream: tiny, seeded, every weight random. Nothing here imports the streamer.
 
-`MODELS` maps a name to a function that builds a `Model`; building twice gives bitwise the same model, which
-is how a test gets its reference (a deepcopy would break views of one storage apart).
+`MODELS` maps a name to a function that builds a `Model`. Building twice gives bitwise the same model. That is how a
+test gets its reference, since a deepcopy would separate views of one storage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Model:
 
 
 def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """Overwrite every floating parameter and buffer, so that no weight is a zero or a one that hides a mistake."""
+    """Overwrite every floating parameter and buffer, since a weight of zeros or ones could hide a mistake."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -50,7 +50,7 @@ def randomise(module: nn.Module, seed: int) -> nn.Module:
 
 
 def tokens(seed: int, *, length: int = 7) -> torch.Tensor:
-    """Two rows of token ids; the length grows with the seed, so that steps differ in shape as well."""
+    """Two rows of token ids. The length grows with the seed, so that steps also differ in shape."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(3, 128, (2, length + seed), generator=generator)
 
@@ -124,7 +124,7 @@ START_ID = MappingProxyType({"decoder_start_token_id": 0, **TOKEN_IDS})
 def build_transformers(
     name: str, inputs: Inputs, dtype: torch.dtype = torch.float32, **config: object
 ) -> Callable[[], Model]:
-    """A builder of the transformers class `name`, its configuration found by the name without its head."""
+    """A builder of the transformers class `name`. Its configuration class has the same name without the head."""
 
     def build() -> Model:
         transformers = pytest.importorskip("transformers")
@@ -140,13 +140,13 @@ def text(name: str, dtype: torch.dtype = torch.float32, **config: object) -> Cal
 
 
 def cache_name(model: Any) -> str:
-    """The keyword by which a forward takes its cache, in the installed version of transformers."""
+    """Name of the cache argument of a forward, in the installed version of transformers."""
     takes = inspect.signature(model.forward).parameters
     return next(name for name in CACHES if name in takes)
 
 
 def llama_tensors(folder: Path, **sizes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Write the configuration of a bf16 Llama to a folder, and give its tensors: parts of one random block."""
+    """Write the configuration of a bf16 Llama to a folder, and return its tensors: parts of one random block."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
@@ -190,7 +190,7 @@ def build_vae() -> Model:
 
 
 def build_fixture(fixture: type[nn.Module]) -> Callable[[], Model]:
-    """A builder of a fixture class: `x` of 32 features, with the branch of the class switched by the seed."""
+    """A builder of a fixture class: `x` of 32 features. The seed switches the class's branch, if it has one."""
 
     def inputs(seed: int) -> dict[str, Any]:
         extra = {"branch": seed % 2 == 1} if fixture in fixtures_structure.BRANCHING else {}
@@ -280,12 +280,12 @@ MODELS: Mapping[str, Callable[[], Model]] = MappingProxyType({**ARCHITECTURES, *
 
 
 def to_device(value: Any, device: str) -> Any:
-    """Keyword arguments of a step, moved."""
+    """Keyword arguments of a step, moved to a device."""
     return {key: item.to(device) if isinstance(item, torch.Tensor) else item for key, item in value.items()}
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of an output: nested containers, dataclasses, and objects such as key-value caches."""
+    """Every tensor of an output: in nested containers, dataclasses, and objects such as key-value caches."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -299,14 +299,14 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def step(module: nn.Module, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that one forward gives, copied: a later step cannot change them."""
+    """Copies of the tensors that one forward returns: a later step cannot change them."""
     with torch.no_grad():
         return [tensor.detach().clone() for tensor in tensors_of(module(**inputs))]
 
 
 def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Bitwise, tensor by tensor; a NaN or a constant would make a comparison that cannot fail."""
-    assert expected, "the model gave no tensor"
+    """Compare bitwise, tensor by tensor. A NaN or a constant is an error, since the comparison could not fail."""
+    assert expected, "the model returned no tensor"
     assert len(actual) == len(expected)
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == b.dtype, f"tensor {index}: {a.dtype}, not {b.dtype}"
@@ -315,12 +315,12 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer under each of its names, non-persistent buffers and ties included."""
+    """Every parameter and buffer under each of its names, including non-persistent buffers and ties."""
     return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
 
 
 def model_nbytes(module: nn.Module) -> int:
-    """Bytes that the weights span, each storage once: ties and views of one storage do not count twice."""
+    """Bytes that the weights span. Each storage counts once, however many ties and views it has."""
     spans: dict[int, tuple[int, int]] = {}
     for tensor in weights(module).values():
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""Bit patterns that a codec has to bring back: every value, special values, weights as models have them."""
+"""Bit patterns that a codec must restore: every value, special values, weights as models have them."""
 
 from __future__ import annotations
 

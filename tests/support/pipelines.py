@@ -306,7 +306,7 @@ def _vision() -> Any:
 
 
 def checked() -> Any:
-    """Stable Diffusion with a safety checker, whose forward reads values of what it computes."""
+    """Stable Diffusion with a safety checker, whose forward reads values that it computes."""
     from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 
     small = diffusers.UNet2DConditionModel(
@@ -385,7 +385,7 @@ def combined() -> Any:
 PIPELINES: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {"flux": flux, "sd3": sd3, "sdxl": sdxl, "controlnet": controlnet, "wan": wan, "qwen": qwen}
 )
-# as special in what they do with their components
+# pipelines that treat their components in special ways
 SPECIAL: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {"upcast": upcast, "svd": svd, "combined": combined, "checked": checked}
 )
@@ -402,7 +402,7 @@ _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
             "num_inference_steps": 2,
         },
         "wan": {"num_frames": 5, "max_sequence_length": 16},
-        # its template's words, of which the first 34 are dropped, are none of the tokenizer's
+        # the words of its template, of which the first 34 are dropped, are not in the tokenizer
         "qwen": {
             "prompt": " ".join(f"w{i}" for i in range(10, 50)),
             "negative_prompt": " ".join(f"w{i}" for i in range(20, 60)),
@@ -414,7 +414,7 @@ _CALLS: Mapping[str, dict[str, Any]] = MappingProxyType(
 
 
 def build(name: str, device: str = "cpu") -> Any:
-    """A fresh pipeline, always the same, that shows no bars."""
+    """A new pipeline, always the same, that shows no bars."""
     pipe = {**PIPELINES, **SPECIAL}[name]()
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
@@ -424,15 +424,15 @@ def build(name: str, device: str = "cpu") -> Any:
 
 
 def arguments(name: str, *, steps: int = 3, size: int = 32) -> dict[str, Any]:
-    """Those of a call, but for the generator."""
-    given = {"prompt": PROMPT, "num_inference_steps": steps, "height": size, "width": size}
+    """Arguments of a call, except the generator."""
+    arguments = {"prompt": PROMPT, "num_inference_steps": steps, "height": size, "width": size}
     if name == "svd":
-        del given["prompt"]
-    return given | _CALLS.get(name, {})
+        del arguments["prompt"]
+    return arguments | _CALLS.get(name, {})
 
 
 def image(pipe: Any, name: str, *, seed: int = 5, **call: Any) -> torch.Tensor:
-    """What a call gives, with noise from a generator on the CPU."""
+    """Output of a call, with noise from a generator on the CPU."""
     output = pipe(**arguments(name) | call, generator=torch.Generator("cpu").manual_seed(seed), output_type="pt")
     found = output.frames if name in ("wan", "svd") else output.images
     return found.detach().cpu()

@@ -1,5 +1,5 @@
-"""Grids of cases, of which CI runs a part: each value is there, and each pair of values where there are three axes;
-and numbers of examples, of which CI has a share."""
+"""Grids of cases, of which CI runs a part with each value, and with three axes each pair of values;
+and numbers of examples, of which CI runs a share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-NUM_EXAMPLES = 100  # that Hypothesis has of a test unless told otherwise
+NUM_EXAMPLES = 100  # Hypothesis's default for a test
 
 
 def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
-    """All combinations, tuples of an axis as arguments of their own. Those whose places in the axes do not add up to a
-    multiple of `every` are for stress."""
+    """All combinations of values, with tuples spread into arguments of their own.
+
+    A combination is a stress case if the sum of its places in the axes is not a multiple of `every`.
+    """
     cases = []
     for each in product(*map(enumerate, axes)):
         places, values = zip(*each, strict=True)
@@ -25,14 +27,14 @@ def thinned(*axes: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def only(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """All values, tuples as arguments of their own, of which all but those that are kept are for stress."""
-    found = list(values)
-    assert set(kept) <= set(found), set(kept) - set(found)
-    return [pytest.param(*_parts(value), marks=[pytest.mark.stress] * (value not in kept)) for value in found]
+    """All values, with tuples spread into arguments of their own. All but `kept` are stress cases."""
+    cases = list(values)
+    assert set(kept) <= set(cases), set(kept) - set(cases)
+    return [pytest.param(*_parts(value), marks=[pytest.mark.stress] * (value not in kept)) for value in cases]
 
 
 def examples(num: int, **more: Any) -> settings:
-    """So many examples of Hypothesis, or the share that CI has of them."""
+    """`num` examples of Hypothesis, or CI's share of them."""
     return settings(max_examples=num * settings().max_examples // NUM_EXAMPLES, deadline=None, **more)
 
 

@@ -1,4 +1,4 @@
-"""The rig of the engine tests: small plans over bytes, an engine on any backend, kernels that check the ring."""
+"""The rig of the engine tests: small plans over bytes, an engine on any backend, and kernels that check the ring."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KIB = 1024
 
 
 def small_plan(sizes: Sequence[int], ring_nbytes: int, order: Sequence[int] | None = None) -> Plan:
-    """Units of one tensor each, all streaming, run in `order` (default: as they stand)."""
+    """Units of one tensor each, all streamed, run in `order` (default: as listed)."""
     units = []
     for index, nbytes in enumerate(sizes):
         name = f"u{index}.w"
@@ -38,7 +38,8 @@ def equal_plan(num_units: int, num_slots: int, order: Sequence[int] | None = Non
 
 
 class Rig:
-    """An engine over homes of random bytes; `clock` checks its order and `mismatches` the bytes that kernels saw."""
+    """An engine over homes of random bytes. `clock` checks its order; `mismatches` has the wrong bytes that kernels
+    read."""
 
     def __init__(self, plan: Plan, backend: Any, engine_class: Callable[..., Any] = Engine) -> None:
         self.plan = plan
@@ -92,7 +93,7 @@ class Rig:
 
 
 def spied(backend: Any, calls: list[str]) -> Wrapper:
-    """A backend that writes down the calls that order the streams."""
+    """A backend that logs the calls that order the streams."""
 
     class Spy(Wrapper):
         def record(self, side: Any, event: Any) -> None:
@@ -111,7 +112,7 @@ def spied(backend: Any, calls: list[str]) -> Wrapper:
 
 
 def edited(original: ModuleType, edits: Iterable[tuple[str, str]]) -> str:
-    """The source of a module with these edits; each must match exactly once."""
+    """The source of a module with these edits. Each must match exactly once."""
     source = inspect.getsource(original)
     for old, new in edits:
         assert source.count(old) == 1, f"{original.__name__} holds {source.count(old)} times: {old}"
@@ -120,7 +121,7 @@ def edited(original: ModuleType, edits: Iterable[tuple[str, str]]) -> str:
 
 
 def mutated(monkeypatch: pytest.MonkeyPatch, original: ModuleType, edits: list[tuple[str, str]]) -> ModuleType:
-    """A module of the original's source with these edits."""
+    """A module made of the original's source with these edits."""
     source = edited(original, edits)
     module = ModuleType(f"mutated_{original.__name__.rpartition('.')[2]}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

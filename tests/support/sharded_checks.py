@@ -1,11 +1,11 @@
-"""What each process of tensor parallelism checks; `tests/adapters/hf/test_tensor_parallel.py` starts them.
+"""Checks of each process of tensor parallelism. `tests/adapters/hf/test_tensor_parallel.py` starts them.
 
-    torchrun --nproc-per-node 2 sharded_checks.py DEVICE FOLDER CHECK…
+torchrun --nproc-per-node 2 sharded_checks.py DEVICE FOLDER CHECK…
 
-Without torchrun it starts two processes by itself, which have what it has imported.
+Without torchrun the script starts two processes by itself, which inherit its imports.
 
-The bits are those of the same model in the same processes, as transformers has it without weightstream. Each check that
-holds prints `rank N: CHECK holds`; one that does not ends its process. Those with the same comment are one job.
+The reference is the same model in the same processes, as transformers runs it without weightstream. Each check that
+holds prints `rank N: CHECK holds`; a check that fails ends its process. Checks with the same comment are one job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from wrapped import Delay, Wrapper
 
 
 def again(rank: int, num: int, port: int) -> None:
-    """All this in a process as torchrun would start it."""
+    """Set up a process as torchrun would start it."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     runpy.run_path(__file__, run_name="__main__")
@@ -108,14 +108,14 @@ def plain_nbytes(name: str) -> int:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """All of it; of what lies in several pieces, which torch 2.11 cannot join, what is here."""
+    """The whole tensor. If torch 2.11 cannot join its pieces, the piece of this rank."""
     if any(type(placement).__name__ == "_StridedShard" for placement in getattr(tensor, "placements", ())):
         return tensor.to_local().cpu()
     return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor.cpu()
 
 
 def in_files(model: Any) -> tuple[int, int]:
-    """Bytes of weights that are where the checkpoint has them, and of those that the offload folder has."""
+    """Bytes of weights in the checkpoint's own files, and in the offload folder."""
     nbytes = {True: 0, False: 0}
     for home in model.weightstream._homes.homes.values():
         memory = None if home.file is None else home.file.place.memory
@@ -127,7 +127,7 @@ def in_files(model: Any) -> tuple[int, int]:
 
 
 def holds(name: str, *, written: bool, **settings: Any) -> None:
-    """Bits, memory, what users read between steps, and a plain model at the end."""
+    """Check bits, memory, values that users read between steps, and the plain model after `remove()`."""
     reference = plain("llama" if name == "pack" else name)
     want, nbytes = steps(reference), local_nbytes(reference)
     tensors = {key: whole(value) for key, value in reference.state_dict().items()}
@@ -144,7 +144,7 @@ def holds(name: str, *, written: bool, **settings: Any) -> None:
     for key, value in model.state_dict().items():
         assert torch.equal(whole(value), tensors[key]), key
     streamer.remove()
-    if DEVICE == "cpu":  # else it is where nobody asked for it to compute
+    if DEVICE == "cpu":  # on a GPU, the model is then on the CPU
         assert_same(steps(model), want)
 
 
@@ -160,7 +160,7 @@ def llama_coded() -> None:
 
 @check  # slow: models
 def llama_in_a_pack() -> None:
-    """Each rank decodes what is its own."""
+    """Each rank decodes only its own shard."""
     holds("pack", written=True, codec="none")
 
 
@@ -171,7 +171,7 @@ def tied_with_biases() -> None:
 
 @check  # slow: models
 def experts() -> None:
-    """What transformers joins of rows and columns of several tensors stays where these lie."""
+    """Experts that transformers joins from rows and columns of several tensors stay in the checkpoint's files."""
     holds("mixtral", written=False, codec="none")
 
 
@@ -179,20 +179,20 @@ OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_
 
 
 def tokens(model: Any) -> torch.Tensor:
-    """From a static cache, as transformers makes them."""
+    """Tokens with a static cache, as transformers generates them."""
     ids = torch.arange(1, 9, device=WHERE).view(1, 8)
     return model.generate(ids, cache_implementation="static", disable_compile=True, **OPTIONS)
 
 
 def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, DecodeReport]:
-    """These from graphs, and how their steps ran."""
+    """The same tokens, decoded from graphs, and the report of the decode steps."""
     recorder = FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model)
     return generation.decode_with(model, torch.arange(1, 9, device=WHERE).view(1, 8), OPTIONS | more, recorder)
 
 
 @check
 def steps_from_graphs() -> None:
-    """All ranks watch, capture and replay together, also where one of them finds that a step is like none before."""
+    """All ranks watch, capture and replay together, even if one rank finds a step that is unlike all before."""
     model, sign = plain("llama"), graph_runner._sign
     want = tokens(model)
     found, decoding = decoded(model)
@@ -200,10 +200,10 @@ def steps_from_graphs() -> None:
     assert decoding == DecodeReport(replays=10), decoding
 
     def strange(leaf: Any) -> Any:
-        told.append(leaf)
-        return object() if RANK == 1 and torch.is_tensor(leaf) and len(told) in range(30, 40) else sign(leaf)
+        signed.append(leaf)
+        return object() if RANK == 1 and torch.is_tensor(leaf) and len(signed) in range(30, 40) else sign(leaf)
 
-    told: list[Any] = []
+    signed: list[Any] = []
     with patch.object(graph_runner, "_sign", strange):
         found, decoding = decoded(model)
     assert torch.equal(found, want)
@@ -213,7 +213,7 @@ def steps_from_graphs() -> None:
 
 @contextmanager
 def events() -> Iterator[None]:
-    """Texts end a step late on the CPU, too, which has no events and is never behind."""
+    """End texts a step late on the CPU too, which has no events and is never late."""
     if DEVICE != "cpu":
         yield
         return
@@ -223,12 +223,12 @@ def events() -> Iterator[None]:
 
 @check
 def a_text_that_ends_early() -> None:
-    """It ends a step late on all ranks, or on none: a step of its own a rank would never come out of."""
+    """A text ends a step late on all ranks, or on none: a rank would never return from a step that only it runs."""
     model = plain("llama")
-    told: list[int] = tokens(model)[0, 8:].tolist()
-    num = max(i for i, token in enumerate(told[:-1]) if token not in told[:i]) + 1
-    assert num > 4, told
-    ends = {"eos_token_id": told[num - 1], "min_new_tokens": None}
+    generated: list[int] = tokens(model)[0, 8:].tolist()
+    num = max(i for i, token in enumerate(generated[:-1]) if token not in generated[:i]) + 1
+    assert num > 4, generated
+    ends = {"eos_token_id": generated[num - 1], "min_new_tokens": None}
     want, replays = tokens(model)[:, : 8 + num], []
     for spares in (True, RANK == 0):
         with events(), patch.object(generation, "_may_spare_a_step", lambda *_, spares=spares: spares):
@@ -243,7 +243,7 @@ def a_text_that_ends_early() -> None:
 
 @check  # slow: settings, updates
 def a_capture_that_one_rank_refuses() -> None:
-    """None replays then, and all say why."""
+    """If one rank refuses a capture, none replays, and all report the reason."""
     model = streamed("llama", device_budget="200KiB", codec="none")
     want = tokens(model)
     for _ in range(2):
@@ -268,14 +268,14 @@ def classic_settings() -> None:
 
 @check
 def saving() -> None:
-    """All ranks gather, one writes: the checkpoint again."""
+    """All ranks gather and one writes: the files equal the checkpoint."""
     model = streamed("llama", device_budget="200KiB", codec="compressed")
     target = FOLDER / "saved"
     model.save_pretrained(target)
     distributed.barrier()
-    found, given = load_file(target / "model.safetensors"), load_file(FOLDER / "llama" / "model.safetensors")
-    assert found.keys() == given.keys()
-    for key, value in given.items():
+    found, original = load_file(target / "model.safetensors"), load_file(FOLDER / "llama" / "model.safetensors")
+    assert found.keys() == original.keys()
+    for key, value in original.items():
         assert torch.equal(found[key], value), key
     model.weightstream.remove()
 
@@ -283,9 +283,9 @@ def saving() -> None:
 def update(model: Any) -> None:
     with torch.no_grad():
         layers = model.model.layers
-        layers[1].mlp.down_proj.weight.mul_(1.5)  # in columns
+        layers[1].mlp.down_proj.weight.mul_(1.5)  # a matrix that is cut by columns
         layers[1].mlp.gate_proj.weight.mul_(0.5)
-        layers[1].mlp.up_proj.weight.data.add_(0.25)  # past versions
+        layers[1].mlp.up_proj.weight.data.add_(0.25)  # without a new version
         layers[1].self_attn.o_proj.weight.to_local().zero_()
         torch._foreach_mul_([layers[2].mlp.down_proj.weight, layers[2].mlp.up_proj.weight], 0.75)
         torch.nn.init.constant_(layers[2].self_attn.q_proj.weight, 0.125)
@@ -293,7 +293,7 @@ def update(model: Any) -> None:
 
 
 def updated(model: Any, reference: Any) -> None:
-    """Shards, through the DTensor, between steps and in a step."""
+    """Update shards through the DTensor, between steps and in a step."""
     assert_same(steps(model), steps(reference))
     for of in (model, reference):
         update(of)
@@ -303,13 +303,13 @@ def updated(model: Any, reference: Any) -> None:
 
     @torch.no_grad()
     def shrink(mlp: Any, *_: Any) -> None:
-        if DEVICE != "cpu":  # copies of this step may not have been made yet, as docs/usage.md says
+        if DEVICE != "cpu":  # copies of this step may still be on their way, see docs/usage.md
             torch.accelerator.synchronize()
         mlp.up_proj.weight.mul_(0.5)
         mlp.down_proj.weight.mul_(1.25)
 
     hooks = [of.model.layers[k].mlp.register_forward_hook(shrink) for of in (model, reference) for k in (0, 2)]
-    ids = torch.arange(1, 9, device=WHERE).view(1, 8)  # no graph: one would not repeat what is written
+    ids = torch.arange(1, 9, device=WHERE).view(1, 8)  # eager: a graph would not repeat the writes of the hooks
     for k in range(2):
         assert_same([model(ids + k).logits], [reference(ids + k).logits])
     for hook in hooks:
@@ -366,14 +366,14 @@ def budgets_are_agreed() -> None:
 
 
 def planned_ahead(name: str) -> None:
-    """By these processes, and by one alone, which reads what the first of them writes."""
+    """The plan of these processes equals the plan that a single process makes, which rank 0 writes for the test."""
     settings = {"device_budget": plain_nbytes(name) // 2, "host_budget": "1GiB"}
     model = streamed(name, **settings)
     plan = model.weightstream.plan
-    if DEVICE == "cpu":  # a GPU has memory that kernels read in place
+    if DEVICE == "cpu":  # on a GPU, plans may use zero-copy
         ahead = weightstream.plan_model(FOLDER / name, device=WHERE, tp_size=NUM, **settings)
         for field in fields(Plan):
-            if not field.name.endswith("_s"):  # another process may measure the machine anew meanwhile
+            if not field.name.endswith("_s"):  # another process may measure the machine again meanwhile
                 assert getattr(ahead, field.name) == getattr(plan, field.name), field.name
     if RANK == 0:
         (FOLDER / f"{name}.plan").write_text(plan.to_json())
@@ -394,15 +394,15 @@ def plans_made_ahead() -> None:
 
 @check
 def ranks_that_have_one_device() -> None:
-    """As where each is given device="cuda:0"; numbers may be alike where each process sees a GPU of its own."""
+    """Ranks that all pass device="cuda:0" are refused. Equal numbers are fine if each process sees a GPU of its own."""
     ranks = Ranks()
     ranks.apart(f"GPU-{RANK}", "cuda:0")
     try:
         with ranks.together():
             ranks.apart("GPU-0", "cuda:0")
     except ConfigError as error:
-        told = str(error)
-    assert f"ranks 0, 1 have one device, on rank {RANK} cuda:0: give device='cuda', or none" in told
+        message = str(error)
+    assert f"ranks 0, 1 have one device, on rank {RANK} cuda:0: give device='cuda', or none" in message
     if DEVICE == "cuda":
         nbytes = plain_nbytes("llama")
         try:
@@ -410,13 +410,13 @@ def ranks_that_have_one_device() -> None:
                 FOLDER / "llama", device="cuda:0", device_budget=nbytes // 2, progress=False, **SHARDED
             )
         except ConfigError as error:
-            told = str(error)
-        assert "have one device" in told
+            message = str(error)
+        assert "have one device" in message
     ranks.confirm()
 
 
 @check
-def a_refusal_is_told_to_all() -> None:
+def a_refusal_is_reported_by_all_ranks() -> None:
     nbytes = plain_nbytes("llama")
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -431,33 +431,33 @@ def a_refusal_is_told_to_all() -> None:
         try:
             streamed("llama", device_budget=nbytes // 2)
         except PlanError as error:
-            told = str(error)
-    assert ("rank 1 refused: " if RANK != 1 else "") + "this rank has had enough" == told
+            message = str(error)
+    assert ("rank 1 refused: " if RANK != 1 else "") + "this rank has had enough" == message
     try:
         streamed("llama" if RANK != 1 else "nowhere", device_budget=nbytes // 2)
     except (CheckpointError, weightstream.UnsupportedError, ValueError, OSError) as error:
-        told = str(error)
-    assert "nowhere" in told
+        message = str(error)
+    assert "nowhere" in message
     model = streamed("llama", device_budget=nbytes // 2)
     model.weightstream.remove()
 
 
 @check
-def a_refusal_where_transformers_asks_all() -> None:
-    """Whether tied weights that the files have twice are equal: no rank waits for another in a sum."""
-    told = ""
+def a_refusal_while_tied_weights_are_compared() -> None:
+    """A refusal while other ranks compare tied weights that the files have twice: no rank waits in an all-reduce."""
+    message = ""
     try:
         streamed("tied" if RANK != 1 else "nowhere", device_budget="200KiB")
     except (CheckpointError, weightstream.UnsupportedError, ValueError, OSError) as error:
-        told = str(error)
-    assert "nowhere" in told
+        message = str(error)
+    assert "nowhere" in message
     model, want = streamed("tied", device_budget="200KiB"), steps(plain("tied"))
     assert_same(steps(model), want)
     model.weightstream.remove()
 
 
 def compared(name: str, **plan: Any) -> None:
-    """A head that transformers compares with the embedding, before anything is read: tied only where it is equal."""
+    """A head that transformers compares with the embedding before it reads anything is tied only if both are equal."""
     about = {"distributed_config": transformers.distributed.DistributedConfig(tp_size=NUM, **plan)}
     want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, **about))
     settings = {"device": WHERE, "device_budget": "200KiB", "codec": "none", "progress": False}
@@ -481,7 +481,7 @@ def heads_by_columns() -> None:
 
 @check  # slow: models
 def names_that_are_mapped() -> None:
-    """By the caller: what is joined, and columns, stay in the files."""
+    """With the caller's `key_mapping`, joined tensors and columns stay in the files."""
     about = {"key_mapping": {"^transformer": "model"}}
     want = steps(transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "mixtral", **SHARDED))
     model = streamed("renamed", device_budget=2**20, codec="none", **about)
@@ -491,7 +491,7 @@ def names_that_are_mapped() -> None:
 
 
 def slow(wrap: Callable[[Any], Any]) -> tuple[Any, list[torch.Tensor], Any]:
-    """A model whose second rank has such a backend, what it gives without it, and its streamer."""
+    """A model whose second rank has a wrapped backend, its outputs without the wrapper, and its streamer."""
     model = plain("llama")
     want, config = steps(model), resolve_config(None, device_budget=local_nbytes(model) // 2, codec="none")
     backend = backend_of(WHERE, config)
@@ -510,7 +510,7 @@ def delays_on_one_rank() -> None:
 
 @check
 def an_error_on_one_rank() -> None:
-    """Its process ends, and torchrun the others, which wait for it in a sum."""
+    """The process of that rank ends. The others wait for it in an all-reduce, and torchrun ends them."""
 
     class Broken(Wrapper):
         num_left = 40
@@ -529,12 +529,12 @@ def an_error_on_one_rank() -> None:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(150, exit=True)  # a rank that waits for another says where
+    faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs prints its stacks
     wanted = transformers.distributed.DistributedConfig(**SHARDED["distributed_config"])
     join(wanted, weightstream.OffloadConfig())  # so that host tensors gather
     for name in sys.argv[3:]:
         CHECKS[name]()
-        os.write(1, f"rank {RANK}: {name} holds\n".encode())  # print makes two calls
+        os.write(1, f"rank {RANK}: {name} holds\n".encode())  # print would make two calls
     distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The stack of the GPU tests: a model whose copies outlast their launch, the plain results, captured steps, delays."""
+"""Shared parts of the GPU tests: a model whose copies outlast their launch, plain results, captured steps, delays."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_equal(model: Step, inputs: Sequence[torch.Tensor], want: Sequence[tor
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Many that differ by little were computed in another way; few or large ones had other bytes."""
+    """Describe a difference. Many small differences mean another computation; few or large ones mean other bytes."""
     if got.shape != want.shape:
         return f"{tuple(got.shape)} in place of {tuple(want.shape)}"
     apart = (got.double() - want.double()).abs()
@@ -101,7 +101,7 @@ class Taught:
 def taught(
     share: float | None = None, depth: int = 7, width: int = 512, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> Iterator[Taught]:
-    """Offload at a share of the model's bytes, or by classic settings. Gradients are off inside."""
+    """Offload at a share of the model's bytes, or with classic settings. Gradients are off inside."""
     with torch.device("cuda"):  # where random weights take no time
         plain = Stack(depth, width).eval().to(dtype)
     stack = copy.deepcopy(plain).cpu()
@@ -114,7 +114,7 @@ def taught(
             assert torch.equal(stack(inputs[0]), want[0])
             yield Taught(stack=stack, plain=plain, streamer=streamer, inputs=inputs, want=want)
         got = stack.cuda()(inputs[1])
-        assert torch.equal(got, plain(inputs[1]))  # updates included
+        assert torch.equal(got, plain(inputs[1]))  # including updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +142,7 @@ def captured(streamer: weightstream.Streamer, model: Step, x: torch.Tensor) -> C
 
 @contextmanager
 def unharmed(model: Taught) -> Iterator[None]:
-    """What is inside leaves the current stream, random numbers and the streamer usable in every way."""
+    """Check that the current stream, random numbers and the streamer are usable after the block in every way."""
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     want = torch.rand(9, device="cuda")
@@ -158,7 +158,7 @@ def unharmed(model: Taught) -> Iterator[None]:
 
 
 class Slow(CudaBackend):
-    """Random spins on both streams, and poison before each copy: a read too early or a copy too soon shows.
+    """Random spins on both streams, and poison before each copy, to show reads or copies that are too early.
 
     In a capture they become part of the graph, different for each copy and each graph.
     """

@@ -1,4 +1,4 @@
-"""How the value tests open a streamer on a model of `models`, and what the plain model gives for the same steps."""
+"""How the value tests open a streamer on a model of `models`, and the plain model's outputs for the same steps."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ DEVICES = (
 _KNOWN: dict[Any, int] = {}
 
 
-def once(ask: Callable[..., int], module: nn.Module, device: str, **given: Any) -> int:
-    """What `ask` answers, which takes as long as to offload, kept for the next model with the same modules, weights and
-    bytes. On a GPU it is asked each time."""
+def once(ask: Callable[..., int], module: nn.Module, device: str, **settings: Any) -> int:
+    """Cache the result of `ask`, which takes as long as an offload, for models with the same modules, weights and
+    bytes.
+
+    On a GPU it is called each time.
+    """
     if device != "cpu":
-        return ask(module, device, **given)
+        return ask(module, device, **settings)
     key = (
         ask,
-        *given.items(),
+        *settings.items(),
         facts(module),
         planner.MAX_SHARE["compressed"],
         gathering.GRAINS,
         gathering.estimate,
     )
     if key not in _KNOWN:
-        _KNOWN[key] = ask(module, device, **given)
+        _KNOWN[key] = ask(module, device, **settings)
     return _KNOWN[key]
 
 
 def facts(module: nn.Module) -> tuple[Any, ...]:
-    """What plans of a module follow from."""
+    """Facts about a module that its plan depends on."""
     places: dict[int, int] = {}
     found: list[Any] = [
         (name, type(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m))
@@ -63,12 +66,12 @@ def facts(module: nn.Module) -> tuple[Any, ...]:
 
 
 def least_budget(module: nn.Module, device: str, **settings: Any) -> int:
-    """The least budget in bytes that plans, as a refusal tells it."""
+    """The least budget in bytes that plans, from the message of a refusal."""
     return once(_asked, module, device, **settings)
 
 
 def _asked(module: nn.Module, device: str, **settings: Any) -> int:
-    """Sizes of codes are estimates, so the budget that they ask for is tried."""
+    """Try the budget that a refusal names, since sizes of compressed weights are estimates."""
     budget = 1
     for _ in range(4):
         try:
@@ -91,13 +94,14 @@ def plans(module: nn.Module, device: str, budget: int) -> bool:
 
 
 def open_streamer(model: Model, device: str) -> weightstream.Streamer:
-    """Offload at the least budget, so that as much streams as can."""
+    """Offload at the least budget, so that as much as possible streams."""
     budget = least_budget(model.module, device)
     return weightstream.offload(model.module, device=device, device_budget=budget)
 
 
 def place(module: nn.Module, device: str) -> None:
-    """Move the storages, so that strides and sharing stay: `.to` makes gapped strides dense, and the bits others."""
+    """Move the storages, so that strides and sharing stay. `.to` would make gapped strides dense, which changes
+    bits."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in weights(module).values():
         if tensor.device.type != device:
@@ -114,7 +118,7 @@ def plain(name: str, device: str) -> Model:
 
 
 def striped(module: nn.Module, num: int, sixteenths: Sequence[int], **settings: Any) -> Stripes:
-    """A model over so many devices, at the smallest of some budgets that plans, in sixteenths of its bytes."""
+    """Offload over several devices, at the smallest budget that plans, in sixteenths of the model's bytes."""
     nbytes = model_nbytes(module)
     for share in sixteenths:
         try:
@@ -131,6 +135,6 @@ def run(model: Model, device: str, seed: int) -> list[torch.Tensor]:
 
 
 def assert_steps_equal(model: Model, reference: Model, device: str, seeds: range) -> None:
-    """Both models run the same steps; buffers that a step writes follow along on both sides."""
+    """Run the same steps on both models. Buffers that a step writes change on both sides."""
     for seed in seeds:
         assert_same(run(model, device, seed), run(reference, device, seed))

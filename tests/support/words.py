@@ -1,4 +1,4 @@
-"""A tokenizer made in code: one word per id, `w17` is 17; the first three ids are special."""
+"""A tokenizer made in code: one word per id (`w17` is 17). The first three ids are special."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models with random weights, in files: values that vLLM makes up depend on where a weight is."""
+"""Small models with random weights, in files: the dummy values that vLLM makes depend on a weight's place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
 }
 _SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 256, "norm_topk_prob": True}
-_BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate holds
+_BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate owns
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "n_group": 2,
@@ -38,7 +38,7 @@ _BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate h
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 512,  # and 64: what attention kernels are made for
+    "kv_lora_rank": 512,  # and 64: the sizes that attention kernels support
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
@@ -77,7 +77,7 @@ def make(name: str, folder: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                std = 3 * parameter.shape[-1] ** -0.5  # far from ties between tokens
+                std = 3 * parameter.shape[-1] ** -0.5  # so large that tokens never tie
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
             else:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
@@ -98,7 +98,7 @@ _QUANTISED: dict[str, dict[str, Any]] = {
 
 
 def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
-    """Put 4-bit weights of the format in place of all linear layers, but the head."""
+    """Replace the weights of all linear layers but the head by 4-bit weights of the format."""
     from safetensors.torch import load_file, save_file
 
     def words(*shape: int) -> torch.Tensor:

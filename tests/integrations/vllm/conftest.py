@@ -1,4 +1,4 @@
-"""Tests inside of vLLM on the CPU: scripts/vllm runs them. Where vLLM is not installed there is nothing to collect."""
+"""Tests inside vLLM on the CPU, run by scripts/vllm. Without vLLM, there is nothing to collect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOUND = importlib.util.find_spec("vllm")  # a folder of that name looks like a 
 _IS_THERE = bool(_FOUND and _FOUND.origin)
 collect_ignore_glob = [] if _IS_THERE else ["test_*"]
 
-if _IS_THERE:  # before it is imported. Threads are bound to one core each else, and spin.
+if _IS_THERE:  # before vLLM is imported. Otherwise threads are bound to one core each, and spin.
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -33,7 +33,7 @@ if _IS_THERE:  # before it is imported. Threads are bound to one core each else,
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a small model with random weights, by name; made once."""
+    """The checkpoint of a small model with random weights, by name, made once."""
     from checkpoints import make
 
     made: dict[str, Path] = {}
@@ -48,6 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What vLLM compiles is kept for the whole run, as users have it, but not beyond."""
+    """vLLM's cache of compiled code, kept for the whole run, as users have it, but not longer."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.getbasetemp() / "vllm"))
     return

@@ -1,4 +1,4 @@
-"""Engines of vLLM for tests: made, asked for tokens, and let go."""
+"""Engines of vLLM for tests: how they are made, asked for tokens, and ended."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def group(step: int, size: int = 1, num: int = 1) -> dict[str, int]:
 
 
 def asked(**settings: Any) -> dict[str, Any]:
-    """The argument of an engine with weightstream."""
+    """Arguments of an engine with weightstream."""
     return {"additional_config": {"weightstream": settings}}
 
 
 @contextmanager
 def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **settings: Any) -> Iterator[Any]:
-    """`is_last`: no other engine of this process is alive when it ends."""
+    """An engine. `is_last`: no other engine of this process is alive when it ends."""
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -43,13 +43,13 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
     }
     if torch.cuda.is_available():
         set_cudagraph_capturing_enabled(True)  # vLLM 0.24's V1 runner leaves it off, its V2 runner never turns it on
-        given |= {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.3}
+        options |= {"kv_cache_memory_bytes": 128 << 20, "gpu_memory_utilization": 0.3}
         if compiled:  # what Inductor times has other bits each time; what it combines depends on operators between
             fixed = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
-            given["compilation_config"] = {"inductor_compile_config": fixed}
+            options["compilation_config"] = {"inductor_compile_config": fixed}
     elif compiled:  # the default on a GPU
-        given["compilation_config"] = {"mode": 3}
-    llm = LLM(**given | settings)
+        options["compilation_config"] = {"mode": 3}
+    llm = LLM(**options | settings)
     try:
         yield llm
     finally:
@@ -69,7 +69,7 @@ def tokens(llm: Any, num: int = NUM_TOKENS, **options: Any) -> list[list[int]]:
 
 
 def scored(llm: Any) -> list[list[Any]]:
-    """Tokens, and the log-probabilities of those that were likely, in all digits."""
+    """Tokens, and the log-probabilities of the likely ones, in all digits."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False, logprobs=5)
@@ -80,7 +80,7 @@ def scored(llm: Any) -> list[list[Any]]:
 
 
 def streamer() -> Any:
-    """Of the engine in this process that was made last."""
+    """The offloader of the latest engine of this process."""
     from vllm.model_executor.offloader.base import get_offloader
 
     return get_offloader().streamers[-1]

@@ -1,7 +1,7 @@
-"""What vLLM's own tests of offloading ask of an engine (tests/basic_correctness/prefetch_offload and cpu_offload).
+"""The requirements of vLLM's own tests of offloading (tests/basic_correctness/prefetch_offload and cpu_offload).
 
-Their tests of functions that only their offloaders have (the next index of a slot, what is pinned for a fallback,
-which name is an expert's) ask nothing of another one.
+vLLM's tests of functions that only its own offloaders have are left out: the next index of a slot, pinned memory for a
+fallback, and which names are experts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _has_kernels() -> None:
 
 @pytest.fixture(scope="module")
 def plain(folder: Folder) -> Callable[..., list[list[Any]]]:
-    """What the same engine gives without offloading, made once for each model and mode."""
+    """Output of the same engine without offloading, made once for each model and mode."""
     made: dict[Any, list[list[Any]]] = {}
 
     def found(name: str, compiled: bool) -> list[list[Any]]:
@@ -42,7 +42,7 @@ def plain(folder: Folder) -> Callable[..., list[list[Any]]]:
 
 
 def streamed_stacks(plan: Any) -> dict[str, set[str]]:
-    """Names of stacks of experts by the unit in which they stream."""
+    """Names of the stacks of experts, by the unit in which they stream."""
     units = [unit for index, unit in enumerate(plan.manifest.units) if plan.streams(index)]
     found = {u.name: {t.name.rpartition(".")[2] for t in u.tensors if t.alias not in plan.placed} for u in units}
     return {name: stacks & {*STACKS} for name, stacks in found.items() if stacks & {*STACKS}}
@@ -62,10 +62,10 @@ def test_experts_stream(
     logger = logging.getLogger("weightstream")
     monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
     with engine(folder(name), compiled=compiled, **asked(device_budget=3 * LAYER_NBYTES, codec="none")) as llm:
-        told = [text for text in caplog.messages if "reads all experts of 0." in text]
-        assert len({*told}) == 1
-        assert ".experts and 7 more: " in told[0]
-        assert "kernels of vLLM take whole stacks from MoERunner" in told[0] or torch.cuda.is_available()
+        messages = [text for text in caplog.messages if "reads all experts of 0." in text]
+        assert len({*messages}) == 1
+        assert ".experts and 7 more: " in messages[0]
+        assert "kernels of vLLM take whole stacks from MoERunner" in messages[0] or torch.cuda.is_available()
         for _ in range(2):
             assert scored(llm) == wanted
         found = streamer()
@@ -79,7 +79,7 @@ def test_experts_stream(
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_bias_that_the_router_and_the_gate_hold(folder: Folder, plain: Any, compiled: bool) -> None:
-    """Stacks alone: compiled for a CPU, where experts are no operator, this model's shared ones end in a sum."""
+    """Only stacks stream. Compiled for a CPU, experts are no operator, and this model's shared experts end in a sum."""
     wanted, names = plain("biased", compiled), {"offload_params": list(STACKS)} if compiled else {}
     with engine(folder("biased"), compiled=compiled, **asked(**group(1), **names)) as llm:
         assert scored(llm) == wanted

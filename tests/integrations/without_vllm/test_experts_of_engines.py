@@ -1,4 +1,4 @@
-"""Experts that an engine runs inside of an operator of its own, by other methods than `forward`, as vLLM does."""
+"""Experts that an engine runs inside an operator of its own, by other methods than `forward`, as vLLM does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNNERS: dict[str, nn.Module] = {}
 class Routed(nn.Module):
     def __init__(self, bias: nn.Parameter) -> None:
         super().__init__()
-        self.bias = bias  # which the gate holds
+        self.bias = bias  # owned by the gate
         self.w13_weight = nn.Parameter(torch.empty(NUM_EXPERTS, 2 * WIDTH, WIDTH))
         self.w2_weight = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, WIDTH))
 
@@ -37,7 +37,7 @@ class Routed(nn.Module):
 
 
 class Runner(nn.Module):
-    """Looks itself up by name inside of an operator, into which no dispatch mode sees."""
+    """Looks itself up by name inside an operator, which no dispatch mode sees into."""
 
     def __init__(self, name: str, bias: nn.Parameter, method: str) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ def test_experts_are_units_that_stream(method: str, has_budget: bool) -> None:
     assert found.stats().unplanned_fills == 0
 
 
-def test_they_are_entered_as_before_by_others(method: str) -> None:
+def test_other_callers_enter_them_as_before(method: str) -> None:
     plain, modules = layers("plain", method), layers("ours", method)
-    for _ in range(2):  # an engine that fails to start may be started again
+    for _ in range(2):  # a failed engine may be started again
         enter_by_forward(modules)
     assert torch.equal(run(modules, 1), run(plain, 1))
 
 
-def test_shared_experts_have_no_stream_of_their_own() -> None:
+def test_shared_experts_use_no_stream_of_their_own() -> None:
     module = nn.Linear(2, 2)
     module._stream = torch.Stream.__new__(torch.Stream) if not torch.cuda.is_available() else torch.Stream("cuda")
     module._streams = ["not one"]

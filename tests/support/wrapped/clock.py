@@ -1,7 +1,7 @@
-"""The clock checker: vector clocks over backend calls, which prove accesses ordered without any luck in timing.
+"""The clock checker: vector clocks over backend calls, which prove the order of accesses without luck in timing.
 
-Each stream counts its records; an event carries the counts that its stream knew, and a wait takes them over. Only
-such a chain orders accesses of two streams, so a race is found though it went well.
+Each stream counts its records. An event carries the counts that its stream knew, and a wait adopts them. Only such a
+chain orders accesses of two streams, so a race is found even if it caused no error in this run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Clock = dict[Side, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Access:
-    """Device bytes [begin, end) touched by a stream between two of its records; `source` is None for a read."""
+    """Device bytes [begin, end) touched by a stream between two of its records. `source` is None for a read."""
 
     side: Side
     epoch: int
@@ -35,11 +35,12 @@ class _Access:
 
 
 class ClockBackend(Wrapper):
-    """Checks the order of copies and reads of the device's memory; put it outermost, around any backend.
+    """Checks the order of copies and reads of the device's memory. It must be the outermost wrapper of a backend.
 
     Call `read(copies)` whenever compute reads what these copies fill: between `wait` and `release` of their unit.
-    `races` then holds, in words, every pair of conflicting accesses that no chain of events orders, and every read
-    of bytes that another copy wrote last.
+    `races`
+    then describes every pair of conflicting accesses that no chain of events orders, and every read of bytes that
+    another copy wrote last.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -1,4 +1,4 @@
-"""The queued CPU: kernels run on a thread of their own, as on a GPU. Knows no model and no schedule."""
+"""The queued CPU: kernels run on a thread of their own, as on a GPU. It knows no model and no schedule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from weightstream.runtime.devices.host_stream import Worker
 
 
 class QueueBackend(CpuBackend):
-    """The CPU backend with compute on a queue of its own, so that both hazards are real: a kernel that runs before
-    its fill, and a fill that runs before the last kernel. The caller is ahead of both queues.
+    """The CPU backend with a queue of its own for compute, so that both hazards are real: a kernel that runs before its
+    fill,
+    and a fill that runs before the last kernel. The caller is ahead of both queues.
 
-    An error that reaches compute (a copy that failed before an event that it waited for, or a kernel that raised) is
+    An error that reaches compute (a copy that failed before an event that compute waited for, or a kernel that raised)
+    is
     raised by the next `synchronize()`, once.
     """
 
@@ -35,7 +37,7 @@ class QueueBackend(CpuBackend):
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY:
             super().wait(side, event)
-        elif (point := event.point) is not None:  # the point of this moment: recording again does not move it
+        elif (point := event.point) is not None:  # the point at this moment: recording again does not move it
             self.launch(point.wait)
 
     def stamp(self, side: Side) -> CpuStamp:
@@ -58,5 +60,5 @@ class QueueBackend(CpuBackend):
     def _run(self, kernel: Callable[[], None]) -> None:
         try:
             kernel()
-        except BaseException as error:  # raised by synchronize, whatever it is
+        except BaseException as error:  # raised by synchronize, of any kind
             self._errors.append(error)

@@ -1,4 +1,4 @@
-"""Wrappers of a backend that change one thing about it: the time, the bytes, the errors or the memory it has."""
+"""Wrappers that change one property of a backend: its speed, bytes, errors or memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightstream.runtime.devices.backend import Backend, Copy, Event, Side, Sta
 
 
 class Wrapper:
-    """Passes every call on: the base of a backend that changes one thing about another."""
+    """Passes every call on: the base of a backend that changes one property of another."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend

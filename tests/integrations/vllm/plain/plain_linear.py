@@ -1,6 +1,6 @@
 """A plug-in of vLLM for these tests: linear layers on the CPU keep their weights, as they do on a GPU.
 
-vLLM packs them into handles of oneDNN there, and deletes them: nothing would be left to stream.
+On the CPU vLLM packs them into handles of oneDNN, and deletes them, so there would be nothing to stream.
 """
 
 import torch
