@@ -8,7 +8,7 @@ class WeightstreamError(Exception):
 
 
 class ConfigError(WeightstreamError, ValueError):
-    """A setting is unknown, out of range, or contradicts another."""
+    """A setting is unknown, out of range, or contradicts another; the message names the remedy."""
 
 
 class PlanError(WeightstreamError, ValueError):
@@ -16,20 +16,20 @@ class PlanError(WeightstreamError, ValueError):
 
 
 class CheckpointError(WeightstreamError, ValueError):
-    """A checkpoint is missing, malformed or of a kind that is not supported; the message names file and key."""
+    """A checkpoint is missing, malformed or of an unsupported kind; the message names file and key."""
 
 
 class StoreError(WeightstreamError, OSError):
-    """Reading a weight from its home failed; the message names file, offset and sizes."""
+    """A weight cannot be read, written or pinned; the message names file, offset and sizes."""
 
 
 class OffloadError(WeightstreamError, RuntimeError):
-    """An operation that a model cannot do while it is offloaded."""
+    """An operation that an offloaded model does not support."""
 
 
 class UnsupportedError(OffloadError):
-    """A kind of parameter, module or device that is refused by name."""
+    """A kind of parameter, module or device that is not supported; the message names it."""
 
 
 class InvariantError(WeightstreamError, RuntimeError):
-    """A rule of weightstream's own was broken; please report it with the message."""
+    """An internal invariant of weightstream is violated: please report the message."""

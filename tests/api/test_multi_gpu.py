@@ -357,7 +357,7 @@ def test_it_tells_of_itself(tmp_path: Path) -> None:
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
         assert rows == {f"cpu:{k} {row}" for k in range(2) for row in ("host", "compute", "copy")}
-        with pytest.raises(OffloadError, match="several devices, where nothing is compiled"):
+        with pytest.raises(OffloadError, match="several devices cannot be compiled"):
             stripes.compile()
         with pytest.raises(UnsupportedError, match="the CPU"), stripes.capture(None):
             pass

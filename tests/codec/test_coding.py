@@ -51,7 +51,7 @@ def test_without_triton_the_reason_and_the_remedy_are_told_once(caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="weightstream"):
         assert [coding.available(CUDA, "bfloat16") for _ in range(3)] == [False] * 3
     assert len(caplog.messages) == 1
-    assert "weights in bfloat16 are not coded on cuda:0" in caplog.messages[0]
+    assert "cuda:0: weights in bfloat16 are not compressed" in caplog.messages[0]
     assert "pip install triton" in caplog.messages[0]
 
 

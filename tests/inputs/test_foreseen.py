@@ -146,7 +146,7 @@ def test_an_example_that_tells_nothing_is_no_error(caplog: pytest.LogCaptureFixt
     ):
         assert streamer.plan.manifest.order == tuple(range(8))
         assert_steps(model, plain)
-    assert "a call of Looks with example_inputs cannot be followed" in caplog.text
+    assert "a call of Looks with example_inputs cannot be traced" in caplog.text
 
 
 def test_a_call_that_depends_on_values_is_learned_from_its_first_step(asked: list[int]) -> None:

@@ -319,14 +319,16 @@ def test_doctor_tells_how_fast_codes_are() -> None:
     backend.profile = MACHINE
     (finding,) = checks.compressed(SimpleNamespace(backend=backend))
     backend.close()
-    assert finding.text.startswith("lossless: decoded at 1.1 TB/s (bfloat16), 1.1 TB/s (float16), 750.0 GB/s (float8")
+    assert finding.text.startswith(
+        "decoded without loss at 1.1 TB/s (bfloat16), 1.1 TB/s (float16), 750.0 GB/s (float8"
+    )
     assert "--codec compressed" in finding.text
     assert finding.value == {"bfloat16": 1.15e12, "float16": 1.05e12, "float8_e4m3fn": 0.75e12}
-    assert "a launch" not in finding.text
+    assert "per launch" not in finding.text
 
 
 def test_doctor_tells_what_a_launch_takes_where_codes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.coding, "why_not", lambda device, dtype: None)
     backend = SimpleNamespace(device=torch.device("cuda", 0), profile=replace(MACHINE, decoding_s=7.46e-6))
     (finding,) = checks.compressed(SimpleNamespace(backend=backend))
-    assert finding.text.endswith("(float8_e4m3fn), plus 7.46 us a launch")
+    assert finding.text.endswith("(float8_e4m3fn), plus 7.46 us per launch")

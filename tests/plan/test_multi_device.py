@@ -246,8 +246,8 @@ def test_blocks_that_stream_take_turns_and_those_that_fit_stay_together() -> Non
     assert whose([4] * 6, [4, 4], [1, 1]) == [[0, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1]]
     assert whose([4] * 6, [8, 4], [1, 1]) == [[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
     assert whose([4] * 6, [12, 12], [1, 1]) == [[0, 0, 0, 1, 1, 1]]
-    assert whose([4] * 6, [16, 20], [1, 1], beside=8) == [[0, 0, 1, 1, 1, 1]]
-    assert whose([4] * 6, [4, 20], [1, 1], beside=8) == [[1, 1, 1, 1, 1, 1]], "the first has its hands full"
+    assert whose([4] * 6, [16, 20], [1, 1], outside_nbytes=8) == [[0, 0, 1, 1, 1, 1]]
+    assert whose([4] * 6, [4, 20], [1, 1], outside_nbytes=8) == [[1, 1, 1, 1, 1, 1]], "the first has its hands full"
 
 
 def test_a_slower_link_has_fewer_blocks() -> None:

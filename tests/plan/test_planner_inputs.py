@@ -1,14 +1,20 @@
-"""Whether a plan that is predicted to be faster is worth the move of weights to it."""
+"""What the planner's inputs print, and whether a faster plan is worth the move of weights to it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from test_planner import PREFILL, SMALL, decoder, inputs_of
+import pytest
+from test_planner import BATCH, GIB, MIB, PREFILL, SMALL, decoder, inputs_of
+from test_planner import machine as machine_of
 
+from weightstream.plan.candidates import Share
+from weightstream.plan.expert_cache import Counts
+from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
-from weightstream.plan.planner_inputs import is_worth, moved_nbytes
+from weightstream.plan.planner_inputs import PlannerInputs, is_worth, moved_nbytes
+from weightstream.plan.units import human
 
 
 def planned(percent: int) -> tuple[Machine, Plan]:
@@ -62,3 +68,85 @@ def test_what_moves_is_what_has_another_place_or_form() -> None:
         replace(plan, manifest=plan.manifest.coded(dict.fromkeys(aliases, (3, 512)))),
     ):
         assert moved_nbytes(plan, found) == moved_nbytes(found, plan) == nbytes
+
+
+# -- what the inputs print -------------------------------------------------------------------------------------------
+
+MANIFEST = decoder("matrix", **SMALL)
+COMPRESSED = sorted(MANIFEST.aliases)[:5]  # stands for those that can be
+CODES = {alias: MANIFEST.aliases[alias] * 2 // 3 for alias in COMPRESSED}
+
+
+def rows(inputs: PlannerInputs) -> dict[str, str]:
+    """The printed table, by label."""
+    lines = [line.split(maxsplit=1) for line in str(inputs).splitlines()]
+    table = {line[0]: line[1] for line in lines}
+    assert len(table) == len(lines)
+    return table
+
+
+def test_inputs_print_a_row_for_each_thing_that_a_plan_depends_on() -> None:
+    profile = Profile(machine="A GPU", link_bytes_per_s=50e9, decode_bfloat16_bytes_per_s=1.5e12)
+    inputs = inputs_of(
+        SMALL,
+        BATCH,
+        on=machine_of(profile=profile, disk_bytes_per_s=3e9),
+        weights={"codes": CODES},
+        device_budget=60 * MIB,
+        activation_nbytes=3 * MIB,
+        cache_nbytes=5 * MIB,
+    )
+    spans = sum(MANIFEST.aliases[alias] for alias in COMPRESSED)
+    compressed = f"{human(spans)} of them can be compressed to {human(sum(CODES.values()))}"
+    units = ", ".join(str(len(grain.order)) for grain in inputs.grains)
+    assert rows(inputs) == {
+        "budget": "60.0MiB of device memory for weights",
+        "device": "A GPU, 130.0GiB of 140.0GiB free",
+        "host": "99.0GiB of 128.0GiB free",
+        "rates": "link 50.0 GB/s, disk 3.0 GB/s, decompression of bfloat16 1.5 TB/s",
+        "weights": f"{human(MANIFEST.nbytes)} of weights; {compressed}",
+        "units": f"{units} in a step, by grain",
+        "step": f"{BATCH}, its work is known",
+        "besides": "3.0MiB of activations, 5.0MiB of cache",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "label", "text"),
+    [
+        ({}, "device", "a GPU with assumed rates, 130.0GiB of 140.0GiB free"),
+        ({}, "rates", "link 50.0 GB/s"),
+        ({}, "weights", f"{human(MANIFEST.nbytes)} of weights"),
+        ({}, "step", "any call, its work is unknown"),
+        ({}, "besides", "activations unknown, 0B of cache"),
+        ({"total_nbytes": 0}, "device", "a GPU with assumed rates, its memory is unknown"),
+        ({"on_cpu": True}, "device", "the CPU, 130.0GiB of 140.0GiB free"),
+        ({"offload_group_size": 2}, "budget", "the prefetch settings"),
+        ({"cpu_offload_gb": 1.0}, "budget", "the uva settings"),
+    ],
+    ids=str,
+)
+def test_a_row_says_what_is_unknown_or_set_otherwise(changed: dict[str, object], label: str, text: str) -> None:
+    names = ("total_nbytes", "on_cpu")
+    on = machine_of(**{"profile": Profile()} | {name: changed[name] for name in names if name in changed})
+    settings = {name: value for name, value in changed.items() if name not in names}
+    assert rows(inputs_of(SMALL, None, on=on, **settings))[label] == text
+
+
+def test_rates_of_decompression_are_printed_only_where_something_can_be_decompressed() -> None:
+    inputs = inputs_of(SMALL, weights={"codes": CODES})
+    assert "decompression of bfloat16" in rows(inputs)["rates"]
+    assert "decompression" not in rows(replace(inputs, machine=replace(inputs.machine, can_decode=False)))["rates"]
+
+
+def test_a_share_replaces_the_budget_that_is_printed() -> None:
+    inputs = replace(inputs_of(SMALL, device_budget=60 * MIB), share=Share(2 * GIB, GIB))
+    kept_and_ring = "2.0GiB of device memory for resident weights, 1.0GiB for a ring that other models use, too"
+    assert rows(inputs)["budget"] == kept_and_ring
+
+
+def test_facts_about_experts_are_printed_where_there_are_any() -> None:
+    inputs = inputs_of(SMALL)
+    assert "experts" not in rows(inputs)
+    assert rows(replace(inputs, counts=Counts(8, 30, 10)))["experts"] == "30 hits and 10 misses in 8 slots"
+    assert rows(replace(inputs, whole_experts="all are read"))["experts"] == "all are read"

@@ -149,7 +149,7 @@ def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
 
 def test_a_compressed_pack_and_a_plan_without_files_are_refused(folder: Any, tmp_path: Path) -> None:
     path = folder("compressed w8a8")
-    with pytest.raises(weightstream.UnsupportedError, match="packed as they are: leave out codec='auto'"):
+    with pytest.raises(weightstream.UnsupportedError, match="packed unchanged: leave out codec='auto'"):
         pack(str(path), tmp_path / "pack", codec="auto")
     with pytest.raises(weightstream.UnsupportedError, match="would write them; load it"):
         weightstream.plan_model(folder("compressed w4a16"), device="cpu", device_budget="1MiB", dtype="float32")

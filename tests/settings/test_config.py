@@ -279,7 +279,7 @@ def test_configurations_are_frozen_hashable_and_survive_copies() -> None:
         ("tokens", "many", ">= 1"),
         ("offload_folder", 3, "path"),
         ("max_memory", "10GiB", '"cpu": "30GiB"'),
-        ("max_memory", {"disk": "1GiB"}, "name an offload_folder"),
+        ("max_memory", {"disk": "1GiB"}, "set offload_folder"),
         ("gpus", 0, ">= 1"),
         ("max_memory", {0: "1GiB", "cuda:0": "1GiB"}, "two budgets for one memory"),
         ("max_memory", {"mps": "1GiB"}, "'mps' is no memory"),

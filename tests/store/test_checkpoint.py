@@ -423,7 +423,7 @@ def test_of_two_tensors_of_a_name_the_last_files_counts(tmp_path: Path) -> None:
         assert checkpoint.tensor("a").tolist() == [1, 1]
         (note,) = checkpoint.notes
         assert re.search(
-            rf"1 tensors are in several files.*: 'a' of y\.safetensors, not of x\.safetensors{told}$", note
+            rf"1 tensors are in several files.*: 'a' is read from y\.safetensors, not from x\.safetensors{told}$", note
         )
 
 
@@ -446,7 +446,7 @@ def test_named_files_and_more_of_them(tmp_path: Path) -> None:
     ):
         assert Checkpoint.open(tmp_path, name, extra).entries.keys() == found
     for name in ("../x.safetensors", "in/../../x.safetensors", "/x.safetensors", "in//other.safetensors"):
-        with pytest.raises(CheckpointError, match="no file name inside of it"):
+        with pytest.raises(CheckpointError, match="not the name of a file inside"):
             Checkpoint.open(tmp_path, name)
 
 

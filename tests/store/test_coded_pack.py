@@ -260,7 +260,7 @@ def test_weights_that_change_while_they_are_coded() -> None:
     data = bits(weights(TILE))
     layout = coding.counted_layout(data, "bfloat16")
     data[: TILE // 2] = torch.randint(0, 256, (TILE // 2,), dtype=torch.uint8)
-    with pytest.raises(StoreError, match="the weights changed"):
+    with pytest.raises(StoreError, match="the weights have changed"):
         list(coding.pieces(data, layout))
 
 
@@ -359,7 +359,9 @@ def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, m
 def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None:
     flip(pack, section)
     message = rf"model\.safetensors: tensor '{re.escape(UP)}', bytes \[\d+, \d+\): checksum [0-9a-f]{{8}}, was"
-    with pytest.raises(CheckpointError, match=message + r".*damaged: get or pack it again"):
+    with pytest.raises(
+        CheckpointError, match=message + r".*damaged: download it again, or write it again from the uncompressed model"
+    ):
         load_pretrained(pack)
     loaded = load_pretrained(
         pack, verify_checksums=False, decode=lambda dtypes: True, offload_folder=tmp_path / "offload"
@@ -425,7 +427,8 @@ def whole(**changed: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda record: record.update(changed)
 
 
-OLD = "bits for each exponent of bfloat16: .* with `weightstream pack`, or use an older version"
+REMEDY = "write it again from the uncompressed model with `weightstream pack`, or use the version of weightstream that"
+OLD = f"bits for each exponent of bfloat16: .*{REMEDY} wrote it"
 LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     **{
         f"bits {v!r}": (fact(bits=v), "bits for each exponent of bfloat16")
@@ -450,7 +453,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         for key in ("dtype", "shape", "bits", "escapes", "crc32")
     },
     "more": (fact(more=1), "needs exactly bits, crc32"),
-    **{f"codec {v!r}": (whole(codec=v), r"codec .*this version reads 1") for v in (2, 0, True, "1", None, 1.0)},
+    **{
+        f"codec {v!r}": (whole(codec=v), rf"codec .*this version reads 1: {REMEDY} wrote it")
+        for v in (2, 0, True, "1", None, 1.0)
+    },
     "more beside": (whole(more=1), "needs exactly codec and tensors"),
     "tensors in a list": (whole(tensors=[]), "needs exactly codec and tensors"),
     "facts in a list": (lambda record: record["tensors"].update({UP: [1]}), "needs exactly bits, crc32"),

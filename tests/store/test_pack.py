@@ -510,7 +510,7 @@ def test_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     shards = store.lay_out(units_of(300_000, 300_000, 300_000, 300_000), {})
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
-    with pytest.raises(StoreError, match=f"{needed} bytes to write > {free} bytes free: make room for {needed - free}"):
+    with pytest.raises(StoreError, match=f"{needed} bytes to write > {free} bytes free: free {needed - free} more"):
         write(folder, shards)
     assert os.listdir(folder) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 30})())

@@ -553,7 +553,7 @@ def test_closing_with_work_pending() -> None:
     assert piece.memory.unique().tolist() == [0]
     assert sorted(source.begun) == [0, 1]
     finishes(staging.close)
-    with pytest.raises(InvariantError, match=r"\[0, 4096\) are asked of a staging ring that was closed"):
+    with pytest.raises(InvariantError, match=r"\[0, 4096\) are requested from a closed staging ring"):
         staging.start(Pages(), 0, PAGE)
 
 
@@ -630,7 +630,7 @@ def test_an_idle_thread_holds_nothing(num_threads: int, without_gc: None) -> Non
 
 def test_a_reading_that_starts_as_the_process_ends_fails() -> None:
     staging = Staging(buffers(2), num_threads=1)
-    desk = staging._desk
+    desk = staging._queues
 
     class Ending(SimpleQueue[Any]):
         def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -642,7 +642,7 @@ def test_a_reading_that_starts_as_the_process_ends_fails() -> None:
     reading = staging.start(Pages(), 0, 4 * PAGE)
     with pytest.raises(StoreError, match="cancelled"):
         finishes(list, reading)
-    with pytest.raises(InvariantError, match="was closed"):
+    with pytest.raises(InvariantError, match="closed staging ring"):
         staging.start(Pages(), 0, PAGE)
 
 

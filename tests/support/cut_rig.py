@@ -70,7 +70,9 @@ class Case:
             left = [u.index for u in binding.units if u.opened or u.in_buffer or u.is_picked or u.borrowed]
             assert not left, f"units {left} are open, {where}"
             assert not any(fence.state is State.IN_USE for fence in binding.engine.fences), f"in use, {where}"
-            assert not any(binding._is_ours(face.tensor) for face in binding.faces), f"the ring is shown, {where}"
+            assert not any(binding._is_ours(streamed.tensor) for streamed in binding.tensors), (
+                f"the ring is shown, {where}"
+            )
 
     def _unplanned(self) -> int:
         return sum(streamer.stats().unplanned_fills for _, _, streamer in self.parts)

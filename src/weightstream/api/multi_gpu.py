@@ -1,9 +1,10 @@
-"""Stripes: one model over several devices of a process, so that every link carries a share of the streamed weights.
+"""Stripes: one model over several devices of a process. Blocks take turns, so each link carries a part of the weights.
 
-Each device has a streamer of its own, over the blocks that it computes; the first one has everything else, too. Nothing
-is summed up across devices, so the bits are those of one device. A block's arguments go to its device when it is
-called, and its output comes back to the first device: code between blocks sees tensors of one device. The block's
-weights are open, and decoded, before its arguments are sent. plan/multi_device.py says which device computes a block.
+Each device has a streamer of its own for the blocks that it computes. The first device has all other modules, too.
+There are no sums across devices, so results have the same bits as on one. The inputs of a block are copied to its
+device when it is called, and its outputs back to the first device: code between blocks sees tensors of one device. The
+weights of the block are opened, and decompressed, before its inputs are copied. plan/multi_device.py decides which
+device computes which block.
 """
 
 from __future__ import annotations
@@ -52,10 +53,17 @@ from weightstream.store.checkpoint import Checkpoint
 
 
 class Stripes(StreamerGroup):
-    """A model over several devices: a streamer for each, and the transfers between them. At `model.weightstream`.
+    """A model over several devices: a streamer per device, and the copies between them. It is at `model.weightstream`.
 
-    `parts` are the streamers, by device. A context manager that ends with `remove()`. Nothing is compiled: steps run
-    eager, or are captured.
+    A context manager that ends with `remove()`. Nothing is compiled: steps are eager, or captured.
+
+    Attributes:
+        model: the model.
+        backends: the backend of each device.
+        devices: the devices; the first one also computes everything outside of the blocks.
+        parts: the streamers, by name of the device.
+        names: the name of each device.
+        places: the position of each module in the model, by name.
     """
 
     def __init__(self, model: nn.Module, backends: Sequence[Backend]) -> None:
@@ -73,10 +81,14 @@ class Stripes(StreamerGroup):
     def attach(
         self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
-        """Put a plan in force for each device, and replace the model's forward.
+        """Put a plan in force for each device, and wrap the forwards of the model and of its blocks.
 
-        `lane_of`: the index of the device of each block. On an error no plan is in force; the builders keep what they
-        hold.
+        On an error nothing is in force, and the builders can be used again.
+
+        Args:
+            assemblies: the builder of each device, by name.
+            planned: the plan of each device, by name.
+            lane_of: the index of the device that computes each block.
         """
         try:
             self._attach(assemblies, planned, lane_of)
@@ -107,7 +119,7 @@ class Stripes(StreamerGroup):
         self._undo.add(self.model.__dict__.pop, forward_patch.ATTRIBUTE, None)
 
     def keep(self, module: nn.Module) -> None:
-        """Bring the tensors of a module that holds blocks to the first device."""
+        """Move the tensors of a module outside of the blocks to the first device."""
         for leaf in leaves(module):
             tensor, before = leaf.tensor, leaf.tensor.data
             with torch.no_grad():
@@ -115,7 +127,7 @@ class Stripes(StreamerGroup):
             self._undo.add(_put_back, tensor, before)
 
     def on_removal(self, callback: Callable[[], Any]) -> None:
-        """Call it at the end of `remove`."""
+        """Call `callback` at the end of `remove()`."""
         self._undo.add(callback)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -144,11 +156,11 @@ class Stripes(StreamerGroup):
     def _turn(self) -> Iterator[None]:
         with self._gate.turn.taken() as is_first:
             if is_first and self._gate.is_cut:
-                self._gate.reset()  # a step was cut short; the streamers heal themselves
+                self._gate.reset()  # a step was interrupted; the streamers heal themselves
             yield
 
     def _forget_sent(self) -> None:
-        """Drop the copies of blocks' arguments: a launched graph writes to tensors without raising their versions."""
+        """Drop the copies of blocks' inputs: a launched graph writes to tensors without raising their version."""
         for way in self._ways:
             way.clear()
 
@@ -159,7 +171,7 @@ class Stripes(StreamerGroup):
         for part in self.parts.values():
             part.foresee(kind, args, kwargs)
 
-    # -- the plan, statistics and traces -----------------------------------------------------------------------------
+    # -- plan and statistics ---------------------------------------------------------------------------------------
 
     @property
     def streamers(self) -> Mapping[str, Streamer]:
@@ -171,16 +183,16 @@ class Stripes(StreamerGroup):
 
     @property
     def plan(self) -> StripedPlan:
-        """The plans in force, and the predicted seconds of a step."""
+        """The plans in force, and the predicted time of a step."""
         return multi_device.predicted_lanes({name: part.lane for name, part in self.parts.items()}, self.places)
 
     @property
     def learned(self) -> bool:
-        """Whether a step has shown the order of the weights."""
+        """Whether a step was watched, which shows the order of the weights."""
         return all(part.learned for part in self.parts.values())
 
     def stats(self) -> Stats:
-        """As `Streamer.stats`, of all devices: counters and bytes are sums, and a step is one of the model."""
+        """Counters and times as in `Streamer.stats`: counters and bytes are sums, and a step is one of the model."""
         return over_devices([part.stats() for part in self.parts.values()], self.plan.step_s)
 
     def _title(self) -> str:
@@ -190,7 +202,7 @@ class Stripes(StreamerGroup):
         whole.spans.extend(replace(span, device=name) for span in part.spans)
         whole.experts |= part.experts
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------------------------
 
     @restored
     def remove(self) -> None:
@@ -205,12 +217,12 @@ class Stripes(StreamerGroup):
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Watch the next step, too: it may read weights outside of their units that no step before did."""
+        """Watch the next step, too: it may read weights that no step before has read."""
         for part in self.parts.values():
             part.watch()
 
     def why_not_fixed(self) -> str | None:
-        """Why `step` would raise; None if it would not."""
+        """The reason why `step` would raise; None if it would not."""
         return next((reason for part in self.parts.values() if (reason := part.why_not_fixed())), None)
 
     @contextmanager
@@ -218,9 +230,9 @@ class Stripes(StreamerGroup):
         """As `Streamer.step`, on all devices."""
         self._gate.refuse_forked()
         with self._turn(), ExitStack() as stack:
-            # a list: each part is to look
-            has_changed = [] if self._gate.is_fixed else [part.sees_other_code() for part in self.parts.values()]
-            if not self._gate.is_fixed and not any(has_changed):
+            # a list, so that each part looks
+            others = [] if self._gate.is_fixed else [part.sees_other_code() for part in self.parts.values()]
+            if not self._gate.is_fixed and not any(others):
                 for part in self.parts.values():
                     stack.enter_context(part.step())
                 stack.callback(self._gate.reset)
@@ -260,14 +272,14 @@ class Stripes(StreamerGroup):
 
     @property
     def _computing(self) -> list[Backend]:
-        """The backends of the first device, and of the others that compute blocks."""
+        """The backends of the first device, and of all others that compute blocks."""
         others = zip(self.names[1:], self.backends[1:], strict=True)
         return [self.backends[0], *(backend for name, backend in others if name in self.parts)]
 
     def compile(self, scope: str = "model", **options: Any) -> None:
         """Raises `OffloadError`."""
         raise OffloadError(
-            "the model is spread over several devices, where nothing is compiled: its steps run eager, or are captured"
+            "a model that is spread over several devices cannot be compiled: run its steps eager, or capture them"
         )
 
 
@@ -278,40 +290,40 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
         tensor.data = before
 
 
-def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: CallerFacts) -> Stripes:
-    """Spread a model over the devices of these backends, each with its budget of `config.stripes`.
+def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, facts: CallerFacts) -> Stripes:
+    """Spread a model over the devices of these backends, each with its budget in `config.stripes`.
 
-    Raises as `offload` does, and `ConfigError` for a model without repeated blocks.
+    Raises the errors of `offload`, and `ConfigError` for a model without repeated blocks.
     """
     forward_patch.refuse_twice(model)
     stripes = Stripes(model, backends)
     try:
-        if given.folder is not None:
-            stripes.on_removal(given.folder.close)
+        if facts.folder is not None:
+            stripes.on_removal(facts.folder.close)
         rates = _rates(backends)
-        machines = (machine_of(backend, config, progress=given.progress) for backend in backends)
+        machines = (machine_of(backend, config, progress=facts.progress) for backend in backends)
         deals = split_over_devices(model, list(map(multi_gpu_links.at_most, machines, rates)), config)
         for module in deals[0].around:
             stripes.keep(module)
         with ExitStack() as assembling:
 
             def assemble(shares: DeviceSplit) -> dict[str, OffloadBuilder]:
-                found = {}
+                builders = {}
                 for lane in shares.used:
-                    facts = replace(given, folder=None, subset=shares.subset(lane, model))
-                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), facts)
-                    found[stripes.names[lane]] = assembly = assembling.enter_context(part)
+                    lane_facts = replace(facts, folder=None, subset=shares.subset(lane, model))
+                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), lane_facts)
+                    builders[stripes.names[lane]] = assembly = assembling.enter_context(part)
                     machine = multi_gpu_links.at_most(assembly.inputs.machine, rates[lane])
                     assembly.plan_with(replace(assembly.inputs, machine=machine))
-                return found
+                return builders
 
             def known() -> Iterator[dict[str, PlannerInputs]]:
                 yield (first := {name: assembly.inputs for name, assembly in assemblies.items()})
                 for shares in deals[1:]:
-                    yield _dealt_anew(shares, stripes, config, given.example, first)
+                    yield _dealt_anew(shares, stripes, config, facts.example, first)
 
             assemblies = assemble(deals[0])
-            best, planned = multi_device.fastest_deal(known(), stripes.places)  # before one moves
+            best, planned = multi_device.fastest_deal(known(), stripes.places)  # before any weight moves
             if best:
                 for assembly in assemblies.values():
                     assembly.close()
@@ -325,7 +337,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
 
 
 def _rates(backends: Sequence[Backend]) -> Sequence[float]:
-    """Bytes per second that each link has at most while all of them copy."""
+    """Upper bound of the bytes per second of each link while all of them copy."""
     devices = tuple(backend.device for backend in backends)
     found = () if devices[0].type == "cpu" else multi_gpu_links.rates_together(devices)
     return found or [math.inf] * len(devices)
@@ -338,7 +350,7 @@ def _dealt_anew(
     example: Example | None,
     known: Mapping[str, PlannerInputs],
 ) -> dict[str, PlannerInputs]:
-    """The planner's inputs in another deal, for weights and machines that are `known`: nothing is found out anew."""
+    """The planner's inputs for another deal, with the weights and machines of `known`: nothing is measured again."""
     weights = reduce(_both, (inputs.weights for inputs in known.values()))
     model, dealt = stripes.model, {}
     for lane in shares.used:
@@ -360,16 +372,16 @@ def _both(one: Weights, other: Weights) -> Weights:
 
 @contextmanager
 def _assembled(
-    root: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts
+    root: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts
 ) -> Iterator[OffloadBuilder]:
-    with on(backend.device), assembled(root, backend, config, given) as assembly:
+    with on(backend.device), assembled(root, backend, config, facts) as assembly:
         yield assembly
 
 
 def sketch_striped(
     model: nn.Module, checkpoint: Checkpoint | None, machines: Sequence[Machine], config: OffloadConfig
 ) -> StripedPlan:
-    """The plans that `stripe` would make for a model on meta, on these machines' devices. Raises as that."""
+    """The plans that `stripe` would make for a model on meta, with a device on each machine. Raises the same errors."""
     deals = split_over_devices(model, machines, config)
 
     def known(shares: DeviceSplit) -> dict[str, PlannerInputs]:

@@ -1,8 +1,9 @@
-"""The front door: `offload()` for any module, `from_pretrained()` for a checkpoint. Chooses parts; moves no bytes."""
+"""The main entry points: `offload()` for any module, `from_pretrained()` for a checkpoint. Moves no bytes itself."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,8 +27,10 @@ from weightstream.runtime.devices.opening import opened_backend
 from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
-from weightstream.settings.arguments import dtype_given, of_model, resolve_config
+from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
+
+logger = logging.getLogger("weightstream")
 
 
 def offload(
@@ -42,22 +45,26 @@ def offload(
     """Stream the weights of a model through a small part of the device's memory, in place and bit for bit.
 
     Args:
-        model: any module whose weights are loaded, or a pipeline of diffusers. It stays the same object.
-        device: where it computes; default: the current CUDA GPU, else the CPU.
-        device_budget: bytes of device memory for weights, as an int or such as `"6GiB"`; activations come on top.
-            Default: what is free, less headroom. `{0: "6GiB", 1: "6GiB"}`, or `gpus=2`: several GPUs share the model.
-        example_inputs: arguments of a call as it will be: a tensor, a tuple of positional ones, or a dict of keywords.
-            Only their shapes are looked at. Without them the first call tells what a call takes.
-        config: every setting; keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …) go over it.
+        model: any module whose weights are loaded, or a diffusers pipeline. It stays the same object.
+        device: the device that computes. Default: the current CUDA GPU, or the CPU if there is no GPU.
+        device_budget: bytes of device memory for weights, as an int or as text such as `"6GiB"`. Activations come on
+            top. Default: the free memory minus headroom. With `{0: "6GiB", 1: "6GiB"}`, or `gpus=2`, several GPUs share
+            the model.
+        example_inputs: the arguments of a typical call: a tensor, a tuple of positional arguments, or a dict of
+            keyword arguments. Only their shapes matter. Without them the work of a step is unknown before the first
+            call.
+        config: all settings in one object. Keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …)
+            override it.
+        settings: any other setting of `OffloadConfig`.
 
     Returns:
-        The streamer, also at `model.weightstream`; `remove()`, or the end of a `with` block, undoes everything. Of a
-        pipeline what `offload_pipeline` puts there; on several GPUs `Stripes`.
+        The streamer, which is also at `model.weightstream`. `remove()`, or the end of a `with` block, restores the
+        model. For a pipeline: a `PipelineStreamer`. On several GPUs: `Stripes`.
 
     Raises:
-        PlanError: the budget cannot work; the message holds the arithmetic.
+        PlanError: the model cannot run within the budget; the message holds the arithmetic.
         ConfigError: a setting is unknown or wrong.
-        OffloadError: the model is offloaded already, or holds a kind of tensor that cannot be streamed.
+        OffloadError: the model is offloaded already, or has a kind of tensor that cannot be streamed.
 
     Example:
         >>> import torch, weightstream
@@ -72,16 +79,16 @@ def offload(
         from weightstream.api.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
-    given = CallerFacts(example=_example(model, example_inputs), ranks=ranks_of(model))
-    with ranks_together(given.ranks), _opened(device, config) as backends:
-        return _placed(model, backends, config, given)
+    facts = CallerFacts(example=_example(model, example_inputs), ranks=ranks_of(model))
+    with ranks_together(facts.ranks), _opened(device, config) as backends:
+        return _placed(model, backends, config, facts)
 
 
 @contextmanager
 def _opened(
     device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False
 ) -> Iterator[list[Backend]]:
-    """The backends of all devices that a model is to be on."""
+    """The backends of all devices of a model, the first of which is the current device inside of the block."""
     if not config.stripes:
         with opened_backend(config.device_for(device), config, loads=loads) as backend:
             yield [backend]
@@ -89,16 +96,16 @@ def _opened(
     kind = torch.device(device or ("cuda" if cuda.is_available() else "cpu"))
     if kind.index is not None:
         raise ConfigError(
-            f"device = {device!r}, and the model is to be on {len(config.stripes)} GPUs: leave out device"
+            f"device = {device!r}, but the settings spread the model over {len(config.stripes)} GPUs: leave out device"
         )
     with ExitStack() as stack:
         names = [kind.type if kind.type == "cpu" else f"{kind.type}:{index}" for index in config.stripes]
-        found = [stack.enter_context(opened_backend(name, config, loads=loads)) for name in reversed(names)]
-        yield found[::-1]  # so the first device is the current one
+        backends = [stack.enter_context(opened_backend(name, config, loads=loads)) for name in reversed(names)]
+        yield backends[::-1]  # opened in reverse, so that the first device is the current one
 
 
 def _example(model: nn.Module, inputs: Any) -> Example | None:
-    """Positional and keyword arguments of a forward; raises `ConfigError` where it does not take them."""
+    """The arguments of a call of `model`, from `example_inputs`. Raises `ConfigError` if its forward refuses them."""
     if inputs is None:
         return None
     if isinstance(inputs, Mapping):
@@ -131,28 +138,34 @@ def from_pretrained(
     allow_missing: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a transformers model straight from its safetensors and stream it; no second copy of it in RAM.
+    """Load a transformers model directly from its safetensors files, and stream it. There is no second copy in RAM.
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, host_budget: as for `offload`; its other settings may be given too.
-        dtype: "auto", the default, keeps the checkpoint's; another casts once, into `offload_folder`.
+        device, device_budget, host_budget: as for `offload`, whose other settings are keyword arguments here, too.
+        dtype: "auto", the default, keeps the dtype of the checkpoint. Any other casts the weights once, into
+            `offload_folder`.
         torch_dtype: an older name of `dtype`.
-        config: an `OffloadConfig`, as for `offload`; or a config of transformers, in place of config.json.
-        offload_folder: where weights are written that have to be converted; default: a temporary folder.
-        progress: show (True) or hide (False) the loading bar; None leaves it as it is.
-        allow_missing: give weights that the checkpoint lacks random values; else it is refused.
-        kwargs: what the model's config has, such as `use_cache`, is set there; the hub and transformers take
-            `revision`, `subfolder`, `trust_remote_code`, `attn_implementation` and the like. `device_map="auto"`: on
-            all GPUs. `distributed_config`: under torchrun, each process streams its shards of tensor parallelism.
+        config: an `OffloadConfig`, as for `offload`; or a transformers config, which replaces config.json.
+        offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
+        progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
+        allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
+        kwargs: attributes of the model's config, such as `use_cache`, and arguments of the Hub and of transformers,
+            such as `revision`, `subfolder`, `trust_remote_code` and `attn_implementation`. `device_map="auto"` uses
+            all GPUs. With `distributed_config`, under torchrun, each process streams its tensor-parallel shards.
 
     Returns:
-        The transformers model, in eval mode; its streamer is at `model.weightstream`.
+        The transformers model, in eval mode. Its streamer is at `model.weightstream`.
 
     Raises:
         CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
-        UnsupportedError: transformers is not installed, or the weights are quantised in a way that is not supported.
+        UnsupportedError: transformers is not installed, or the quantisation of the weights is not supported.
         PlanError, ConfigError, OffloadError: as for `offload`.
+
+    Example:
+        >>> import weightstream
+        >>> model = weightstream.from_pretrained("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
+        >>> model.weightstream.plan  # doctest: +SKIP
     """
     tensor_parallel, load_pretrained = _loader()
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
@@ -160,9 +173,9 @@ def from_pretrained(
     config, model_config = of_model(config)
     config = resolve_config(config, **settings)
     ranks = join(tensor_parallel.wanted(kwargs), config)
-    # the device first: a wrong one is told before gigabytes are read
+    # the device first: a wrong one is reported before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
-        backend, dtype = backends[0], dtype_given(dtype, torch_dtype)
+        backend, dtype = backends[0], requested_dtype(dtype, torch_dtype)
         kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=True):
             loaded = load_pretrained(
@@ -182,16 +195,16 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        given = CallerFacts(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
-        _placed(loaded.model, backends, config, given)
+        facts = CallerFacts(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
+        _placed(loaded.model, backends, config, facts)
         on_failure.pop_all()
     return loaded.model
 
 
 def _loader() -> tuple[Any, Any]:
-    """What needs transformers."""
+    """The modules that need transformers."""
     try:
-        import transformers  # noqa: F401  what follows may be imported already
+        import transformers  # noqa: F401  our modules below may be imported already
 
         from weightstream.adapters.hf import tensor_parallel
         from weightstream.adapters.hf.load import load_pretrained
@@ -203,7 +216,7 @@ def _loader() -> tuple[Any, Any]:
 
 
 def _spread(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Removes `device_map="auto"` from keywords, and returns the settings that it stands for: all GPUs."""
+    """Remove `device_map="auto"` from the keyword arguments, and return the equivalent settings: all GPUs."""
     if kwargs.get("device_map") != "auto":
         return {}
     del kwargs["device_map"]
@@ -220,13 +233,20 @@ def offload_layers(
 ) -> Streamer:
     """Stream named layers of a model that an engine owns. Weights have fixed addresses from `Streamer.fix` on.
 
-    Units have the one of `grains` that the plan finds faster: parts of layers, if steps are watched first
-    (`Streamer.learn`). What several layers share stays resident, and so do buffers. Raises as `offload`; the layers are
-    restored then.
+    Tensors that several layers share stay resident, and so do buffers. Raises the errors of `offload`, and restores the
+    layers then.
+
+    Args:
+        layers: the layers by name.
+        device: as for `offload`.
+        config: all settings.
+        grains: how layers may be cut into units; the plan takes the fastest. Parts of layers are only possible if steps
+            are watched first (`Streamer.learn`).
+        in_graphs: steps are CUDA graphs, in which the host launches nothing.
     """
     config = config.resolved()
     if config.stripes:
-        raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and all but one of max_memory")
+        raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and give max_memory for one GPU only")
     root = rooted(layers)
     kept = _shared_or_buffers(list(layers.values()), root)
     subset = LayerSubset(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
@@ -236,23 +256,24 @@ def offload_layers(
 
 @torch.no_grad()
 def _placed(
-    model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, given: CallerFacts
+    model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, facts: CallerFacts
 ) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
-    if backends[1:] and given.ranks is not None:
+    if backends[1:] and facts.ranks is not None:
         raise ConfigError("each process of tensor parallelism computes on one GPU: leave out gpus")
-    return stripe(model, backends, config, given) if backends[1:] else _offload(model, backends[0], config, given)
+    return stripe(model, backends, config, facts) if backends[1:] else _offload(model, backends[0], config, facts)
 
 
-def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: CallerFacts) -> Streamer:
+def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model."""
-    with assembled(model, backend, config, given) as assembly:
-        with lasting("planning", given.progress):
-            plan = assembly.inputs.plan().plan
-        streamer = assembly.attach(plan)
-    if given.ranks is not None:
+    with assembled(model, backend, config, facts) as builder:
+        logger.debug("planning %s with\n%s", type(model).__name__, builder.inputs)
+        with lasting("planning", facts.progress):
+            plan = builder.inputs.plan().plan
+        streamer = builder.attach(plan)
+    if facts.ranks is not None:
         try:
-            given.ranks.confirm()
+            facts.ranks.confirm()
         except BaseException:
             streamer.remove()
             raise
@@ -260,10 +281,9 @@ def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, given: C
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
-    """Names of tensors that have no fixed address of their own, as several layers or modules hold them, and of those
-    that a forward may write to."""
-    holders = Counter(found for layer in layers for found in {id(leaf.tensor) for leaf in leaves_of(layer)})
-    owners = Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
-    holders |= owners
-    found = leaves_of(root)
-    return frozenset(f.path for f in found if holders[id(f.tensor)] > 1 or f.role is not Role.PARAMETER)
+    """Names of tensors that several layers or modules hold, so that they have no fixed address of their own; and of
+    tensors that a forward may write to."""
+    holders = Counter(tensor for layer in layers for tensor in {id(leaf.tensor) for leaf in leaves_of(layer)})
+    holders |= Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
+    leaves = leaves_of(root)
+    return frozenset(leaf.path for leaf in leaves if holders[id(leaf.tensor)] > 1 or leaf.role is not Role.PARAMETER)

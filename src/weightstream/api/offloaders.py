@@ -1,8 +1,7 @@
-"""The life cycle that an inference engine drives: wrap layers while the model is built, take over once it is loaded.
+"""Offloaders for inference engines: they take layers while the model is built, and stream them once it is loaded.
 
-A thin face: what is selected goes to host memory layer by layer; `post_init` hands all layers to a streamer, whose
-weights keep their fixed addresses from then on. The offloader inside of vLLM is
-`weightstream.integrations.vllm.plugin`.
+The selected weights go to host memory, layer by layer. `post_init` hands all layers to a streamer, in which weights
+have fixed addresses. The offloader inside of vLLM is `weightstream.integrations.vllm.plugin`.
 """
 
 from __future__ import annotations
@@ -27,49 +26,59 @@ from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, U
 
 logger = logging.getLogger("weightstream")
 
-EngineStep = Callable[[], int | None]  # runs a step, and may tell the bytes that the device has for weights beside it
+EngineStep = Callable[[], int | None]  # runs a step; may return the bytes of device memory that are left for weights
 
 
 class BaseOffloader(ABC):
-    """What an engine calls: `wrap_modules`, then `post_init`; around graphs `sync_prev_onload`, `join_after_forward`.
+    """The interface that an engine calls: `wrap_modules`, then `post_init`; around graphs the other two methods.
 
-    Graphs that are pieces of a step are launched in the order of their capture, and reach its last offloaded layer.
+    If a step is captured as several graphs, they must be launched in the order of their capture, up to the one with the
+    last offloaded layer.
     """
 
-    supports_tower_offload: ClassVar[bool] = False  # modules that not every step runs, such as vision towers
+    supports_tower_offload: ClassVar[bool] = False  # for modules that only some steps run, such as vision towers
 
     _current: ClassVar[BaseOffloader | None] = None
 
     @abstractmethod
     def wrap_modules(self, modules: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
-        """Take the layers one by one, so that a generator builds each when those before it are offloaded already.
+        """Take layers one by one. A generator builds each layer after those before it have been offloaded.
 
-        `prefix` is the name of modules that are no layers, such as `visual`: settings select by it and what follows.
-        Returns every module, in order. Weights may be loaded, replaced, added or deleted until `post_init`.
+        Weights may be loaded, replaced, added or deleted until `post_init`.
+
+        Args:
+            modules: the layers.
+            prefix: the name of modules that are not layers, such as `visual`. Settings select by it, followed by the
+                name of the parameter.
+
+        Returns:
+            Every module, in order.
         """
 
     @abstractmethod
     def post_init(self, step: EngineStep | None = None, *, is_compiled: bool = False, in_graphs: bool = False) -> None:
-        """Take the final value, shape, stride and dtype of every weight; allocate; start the first copies.
+        """Take the final value, shape, stride and dtype of every weight, allocate memory, and start the first copies.
 
         Args:
-            step: runs a step of the model, eager. Units may be finer than layers then, where a plan for a budget finds
-                that faster: the step is watched for weights that are read outside of them. It may return the bytes that
-                the device has for weights beside what it took: the plan is made again for these.
-            is_compiled: layers will be compiled. With a `step` units are single matrices: a compiler fuses what lies
-                between those, and at the edge of a layer, with other roundings than without a unit there.
-            in_graphs: steps will be CUDA graphs, so that launches take no time.
+            step: runs an eager step of the model. With it units may be parts of layers, if a plan for a budget is
+                faster with them: the step is watched for weights that are read outside of their unit. It may return the
+                bytes of device memory that are left for weights; the plan is then made again for these.
+            is_compiled: the layers will be compiled. With a `step`, units are single matrices then. The compiler fuses
+                the operators between matrices; if it also fused operators across the edge of a layer, results would be
+                rounded differently with and without a unit that ends there.
+            in_graphs: steps will be CUDA graphs, in which launches take no time.
 
-        Raises what `weightstream.offload` raises, and leaves the layers as they were then.
+        Raises:
+            PlanError, ConfigError, OffloadError: as for `weightstream.offload`. The layers are restored.
         """
 
     @abstractmethod
     def sync_prev_onload(self) -> None:
-        """Make compute wait for the copies in flight: before a graph is captured or launched."""
+        """Make compute wait for the copies in flight. To be called before a graph is captured or launched."""
 
     @abstractmethod
     def join_after_forward(self) -> None:
-        """Join every copy that a capture started and nobody waited for: inside the capture, before it ends."""
+        """Join the copies that a capture started and did not wait for. To be called inside the capture, at its end."""
 
 
 class NoopOffloader(BaseOffloader):
@@ -89,7 +98,7 @@ class NoopOffloader(BaseOffloader):
 
 
 class StreamingOffloader(BaseOffloader):
-    """What all share that offload: layers that are taken in, and the streamer that takes them over."""
+    """Base of all offloaders that stream: it takes layers, and hands them to a streamer."""
 
     streamer: Streamer | None = None
 
@@ -111,13 +120,14 @@ class StreamingOffloader(BaseOffloader):
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
             viewed = _viewed(module)
             for parameter in self._selected(index, module, prefix):
-                # A vector stays: some are computed as they are loaded (Mamba's A), and a CPU rounds `exp` otherwise.
+                # Vectors stay on the device: some are computed while they are loaded (Mamba's A), and a CPU rounds
+                # `exp` differently.
                 if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
                     parameter.data = parameter.data.cpu()
         return taken
 
     def give_back(self, names: Collection[str]) -> None:
-        """Layers that are not to be offloaded after all go back to the device."""
+        """Move layers back to the device that are not to be offloaded after all."""
         for name in names:
             self.layers.pop(name).to(self._device)
 
@@ -125,7 +135,7 @@ class StreamingOffloader(BaseOffloader):
         if self.streamer is not None:
             raise OffloadError("post_init() was called before")
         if not any(True for layer in self.layers.values() for _ in layer.parameters()):
-            return  # another rank has them
+            return  # another rank has the weights
         if step is not None and (is_compiled or self.config.backend == "none"):
             self.streamer = self._learned(GRAINS[-1:] if is_compiled else GRAINS, step, in_graphs)
         else:
@@ -138,15 +148,18 @@ class StreamingOffloader(BaseOffloader):
             return streamer
 
     def _learned(self, grains: tuple[Grain, ...], step: EngineStep, in_graphs: bool) -> Streamer:
-        """A streamer that has watched steps, in the budget that these tell. Each layer is one unit where what they read
-        outside of finer ones, or do not reach, has no room to stay on the device."""
+        """A streamer that has watched steps, in the budget that `step` returned.
+
+        Each layer is one unit if weights that a step reads outside of finer units, or does not reach, do not fit on the
+        device.
+        """
         room: int | None = None
         refused: PlanError | None = None
 
         def watched() -> None:
             nonlocal room
-            told = step()
-            room = None if told is None else max(1, told)
+            left_nbytes = step()
+            room = None if left_nbytes is None else max(1, left_nbytes)
 
         try:
             with self._attached(self.config, grains, in_graphs) as streamer:
@@ -161,20 +174,20 @@ class StreamingOffloader(BaseOffloader):
         except PlanError as error:
             if room is None:
                 raise
-            refused = error  # because of what must stay, or there is no room for anything
+            refused = error  # weights that must stay do not fit, or nothing does
         try:
             streamer = self._whole(self.config if room is None else self.config.within(room), in_graphs)
         except PlanError as error:
             raise refused or error from None
         logger.warning(
-            "weights that are read outside of their modules have no room to stay: each layer is one unit, at whose "
-            "edges compiled code may round otherwise"
+            "weights that are read outside of their modules do not fit on the device for good, so each layer is one "
+            "unit: compiled code may round differently at the edges of layers"
         )
         return streamer
 
     @contextmanager
     def _attached(self, config: OffloadConfig, grains: tuple[Grain, ...], in_graphs: bool) -> Iterator[Streamer]:
-        """A streamer of all layers; where the block fails they are as they were."""
+        """A streamer of all layers; if the block fails they are restored."""
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as on_failure:
             streamer = offload_layers(
                 self.layers, device=self._device, config=config, grains=grains, in_graphs=in_graphs
@@ -197,7 +210,7 @@ class StreamingOffloader(BaseOffloader):
 
 
 def _viewed(module: nn.Module) -> set[int]:
-    """The ids of tensors whose memory another tensor of the module shows: that would go on to show the old one."""
+    """The ids of tensors that share their memory with another tensor of the module, which would not move with them."""
     by_memory: defaultdict[int, set[int]] = defaultdict(set)
     for leaf in leaves_of(module):
         if (storage := storage_of(leaf.tensor)) is not None:
@@ -206,12 +219,12 @@ def _viewed(module: nn.Module) -> set[int]:
 
 
 class BudgetOffloader(StreamingOffloader):
-    """Streams what a budget has no room for, planned for it: see `weightstream.offload`.
+    """Streams the weights that do not fit in a budget, by a plan: see `weightstream.offload`.
 
     Args:
-        device_budget: bytes of the device for the weights of the layers, the ring and the decode buffer, as an int, a
-            size such as "6GiB" or a share such as "40%". Default: what is free, less headroom.
-        settings: others of `OffloadConfig`, such as `host_budget`, `codec`, `batch` and `tokens`.
+        device_budget: bytes of device memory for the weights of the layers, the ring and the decode buffer: an int, a
+            size such as "6GiB" or a share such as "40%". Default: the free memory minus headroom.
+        settings: other settings of `OffloadConfig`, such as `host_budget`, `codec`, `batch` and `tokens`.
     """
 
     def __init__(self, device_budget: int | str | None = None, **settings: Any) -> None:
@@ -222,16 +235,17 @@ class BudgetOffloader(StreamingOffloader):
 
 
 class PrefetchOffloader(StreamingOffloader):
-    """Streams the last `num_in_group` of every `group_size` layers, through as many layers' bytes as `prefetch_step`.
+    """Streams the last `num_in_group` layers of every `group_size`, through a ring of `prefetch_step` layers.
 
     Args:
-        group_size, num_in_group: layer i is offloaded when `i % group_size >= group_size - num_in_group`.
-        prefetch_step: how many offloaded layers the device holds at once.
-        offload_params: name segments; unmatched parameters of an offloaded layer stay resident. None: all match.
-        mode: where they go; "cpu" is pinned host memory.
+        group_size, num_in_group: layer i is offloaded if `i % group_size >= group_size - num_in_group`.
+        prefetch_step: the number of offloaded layers that the device holds at once.
+        offload_params: segments of parameter names. Other parameters of an offloaded layer stay resident. None: all
+            parameters are offloaded.
+        mode: where the weights go; only "cpu", pinned host memory.
 
     Raises:
-        ConfigError: a number contradicts another, or there is no such mode.
+        ConfigError: the numbers contradict each other, or the mode is unknown.
     """
 
     def __init__(
@@ -259,17 +273,17 @@ class PrefetchOffloader(StreamingOffloader):
 
 
 class UVAOffloader(StreamingOffloader):
-    """Zero-copy: parameters go to pinned host memory in order, up to a number of bytes, and kernels read them there.
+    """Moves parameters to pinned host memory, in order, up to a number of bytes. Kernels read them there (zero-copy).
 
     Args:
-        cpu_offload_max_bytes: bytes to place on the host; the parameter that reaches them is the last.
-        cpu_offload_params: name segments; others stay resident. None: all match.
+        cpu_offload_max_bytes: bytes to place on the host. The parameter that reaches this number is the last one.
+        cpu_offload_params: segments of parameter names; other parameters stay resident. None: all are offloaded.
 
     Raises:
         ConfigError: the number of bytes is negative.
     """
 
-    supports_tower_offload = True  # what is read in place has no order
+    supports_tower_offload = True  # weights that are read in place need no order of steps
 
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Iterable[str] | None = None) -> None:
         gib, names = cpu_offload_max_bytes / 2**30, frozenset(cpu_offload_params or ())
@@ -285,36 +299,39 @@ class UVAOffloader(StreamingOffloader):
 
 
 def create_offloader(config: OffloadConfig) -> BaseOffloader:
-    """The offloader that a configuration selects; `NoopOffloader` where it offloads nothing.
+    """Create the offloader that a configuration selects; a `NoopOffloader` if it offloads nothing.
 
     Args:
-        config: its classic settings select prefetch or zero-copy, else a budget one that is planned. Raises nothing, as
-            settings are checked when they are made.
+        config: the classic settings select `PrefetchOffloader` or `UVAOffloader`, a budget selects a planned one.
+
+    Raises nothing: a configuration is checked when it is made.
     """
-    found: StreamingOffloader
+    offloader: StreamingOffloader
     if config.backend == "none":
         if not config.has_budget:
             return NoopOffloader()
-        found = BudgetOffloader(config.device_budget)
+        offloader = BudgetOffloader(config.device_budget)
     elif config.backend == "prefetch":
         part = config.prefetch
         size, num, step = part.offload_group_size, part.offload_num_in_group, part.offload_prefetch_step
-        found = PrefetchOffloader(size, num, step, part.offload_params)
+        offloader = PrefetchOffloader(size, num, step, part.offload_params)
     else:
-        found = UVAOffloader(config.uva.nbytes, config.uva.cpu_offload_params)
-    found.config = config
-    return found
+        offloader = UVAOffloader(config.uva.nbytes, config.uva.cpu_offload_params)
+    offloader.config = config
+    return offloader
 
 
 def get_offloader() -> BaseOffloader:
-    """The offloader of this process, where an engine keeps one; `NoopOffloader` until one is set. Raises nothing."""
+    """Return the offloader of this process; a `NoopOffloader` until one is set. Raises nothing."""
     return BaseOffloader._current or NoopOffloader()
 
 
 def set_offloader(instance: BaseOffloader | None) -> None:
-    """Make an offloader the one of this process.
+    """Set the offloader of this process.
 
     Args:
-        instance: what `get_offloader` returns from now on; None: none. Raises nothing.
+        instance: the offloader that `get_offloader` returns from now on; None: unset it.
+
+    Raises nothing.
     """
     BaseOffloader._current = instance

@@ -1,4 +1,4 @@
-"""Packing: which tensors of a checkpoint go where in a pack, and under which names. Knows models, not file formats."""
+"""Packs a checkpoint: chooses the place and the name of each tensor in the pack. Knows models, not file formats."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightstream.store.header import dtype_name
 from weightstream.store.mapping import Memory
 from weightstream.store.pack import Shard, choose, copy_beside, growing, lay_out, write_pack
 
-_SMALL_NBYTES = 4096  # of what is beside quantised weights: a unit of whole pages needs no file of its own
+_SMALL_NBYTES = 4096  # smaller tensors that belong to quantised weights do not go into a unit's file
 _Key = tuple[int, tuple[int, ...]]
 
 
@@ -40,12 +40,27 @@ def pack(
     progress: bool = False,
     advance: Callable[[int, int], None] = lambda total, nbytes: None,
 ) -> list[Shard]:
-    """Writes a checkpoint again in the order that its weights stream in, and returns the files of the pack.
+    """Write a checkpoint again, in the order in which its weights stream.
 
-    `variant`: of a pipeline's files, such as "fp16". `advance(total, nbytes)` is told how many more bytes of all are
-    done. Raises as `load_pretrained` and `growing` do.
+    Args:
+        path_or_repo_id: a folder of a model or a pipeline, or the name of a repository on the Hub.
+        out: the folder of the pack.
+        codec: "none", "auto" or "compressed", as in `OffloadConfig`.
+        verify: read the pack again and compare it with the checkpoint.
+        trust_remote_code: run Python code that comes with the model, as for transformers.
+        variant: the variant of a pipeline's files, such as "fp16".
+        progress: show a bar while the checkpoint is loaded.
+        advance: called with the total bytes of work, and the bytes that are done since the last call.
+
+    Returns:
+        The files of the pack.
+
+    Raises:
+        ConfigError: an argument is wrong, or the folder of the pack cannot be used.
+        UnsupportedError: the checkpoint is quantised, or an adapter, in a way that cannot be packed.
+        CheckpointError: a file is missing, malformed or of an unsupported format.
     """
-    how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # it is checked there
+    how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # pydantic checks it
     if names_pipeline(path_or_repo_id):
         from weightstream.adapters.diffusers.folder import folder_of, specs_of  # needs diffusers
 
@@ -53,13 +68,14 @@ def pack(
         with growing(_place(out.expanduser(), folder)) as grown:
             return list(_pipeline(folder, specs_of(folder), grown, how, variant))
     if variant is not None:
-        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant")
+        raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant")
     found = find(path_or_repo_id, trust_remote_code)
     source, folder = found.path, found.folder
     if (adapter := found.adapter or (folder if (folder / ADAPTER).is_file() else None)) is not None:
         raise UnsupportedError(
-            f"{adapter}: {ADAPTER} is of an adapter, which a pack cannot have: pack the model without it and load it "
-            "with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then pack that"
+            f"{adapter}: {ADAPTER} belongs to an adapter, which a pack cannot contain: pack the model without it and "
+            "load it with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then "
+            "pack that"
         )
     may_write = how.may_write(folder)
     with growing(_place(out.expanduser(), folder)) as grown:
@@ -77,37 +93,45 @@ def pack(
 
 
 def _describe(path: Path, config: Any) -> None:
-    """Have a pack's config.json describe the pack's own files: it names no other file of weights, and it has the dtype,
-    which transformers would otherwise take from the first tensor of the first file."""
-    facts = json.loads(path.read_bytes())
-    told = {key: value for key, value in facts.items() if key != "transformers_weights"}
-    if told.get("dtype", told.get("torch_dtype")) is None and config.dtype is not None:
-        told["dtype"] = str(config.dtype).removeprefix("torch.")
-    if told != facts:
-        path.write_text(json.dumps(told, indent=2))
+    """Make a pack's config.json describe the files of the pack: it names no other file of weights, and it has a dtype.
+
+    Without a dtype transformers would take that of the first tensor in the first file.
+    """
+    original = json.loads(path.read_bytes())
+    described = {key: value for key, value in original.items() if key != "transformers_weights"}
+    if described.get("dtype", described.get("torch_dtype")) is None and config.dtype is not None:
+        described["dtype"] = str(config.dtype).removeprefix("torch.")
+    if described != original:
+        path.write_text(json.dumps(described, indent=2))
 
 
 class _How(NamedTuple):
-    """How tensors are packed."""
+    """Options of a pack.
+
+    Attributes:
+        codec: which tensors are compressed.
+        verify: whether the pack is read again and compared.
+        advance: called with the total bytes of work, and the bytes that are done since the last call.
+    """
 
     codec: str
     verify: bool
     advance: Callable[[int, int], None]
 
     def may_write(self, folder: Path) -> bool:
-        """Whether a model may be made of tensors that no file holds; raises `UnsupportedError` where it may not be
-        packed so."""
+        """Whether loading may write converted tensors to files. Not for quantised weights, which are packed unchanged.
+
+        Raises `UnsupportedError` if quantised weights are to be compressed.
+        """
         if not is_quantised(folder):
             return True
         if self.codec != "none":
-            raise UnsupportedError(
-                f"{folder}: quantised weights are packed as they are: leave out codec={self.codec!r}"
-            )
+            raise UnsupportedError(f"{folder}: quantised weights are packed unchanged: leave out codec={self.codec!r}")
         return False
 
 
 def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None) -> Iterator[Shard]:
-    """Packs each component of a pipeline, under the names without a variant, and copies what is beside them."""
+    """Pack each component of a pipeline, under file names without a variant, and copy all other files."""
     from weightstream.adapters.diffusers import load
 
     for name, kind in specs.items():
@@ -125,69 +149,71 @@ def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, va
 
 
 def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[Shard]:
-    """Writes the files of one model into a folder."""
+    """Write the files of one model into a folder."""
     *streamed, rest = streaming_order(loaded)
     candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
     nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
-    told = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
+    advance = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
     mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
     dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
     device = _device(dtypes if how.codec != "none" else ())
-    layouts = choose(candidates, how.codec, mappings, device, told)
+    layouts = choose(candidates, how.codec, mappings, device, advance)
     units = [unit for unit in (*streamed, rest) if unit]
     shards = lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
-    write_pack(folder, shards, mappings, told, stem)
+    write_pack(folder, shards, mappings, advance, stem)
     for shard in shards if how.verify else ():
-        shard.verify(folder / shard.name, mappings, told)
+        shard.verify(folder / shard.name, mappings, advance)
     if loaded.folder is not None:
         loaded.folder.close()
     return shards
 
 
 def _place(out: Path, folder: Path) -> Path:
+    """The folder of the pack; raises `ConfigError` if a pack there would overwrite something else."""
     if out.is_symlink():
         raise ConfigError(f"{out} is a link to {out.readlink()}: name the folder itself")
     if out.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
     if Path.cwd().is_relative_to(out.resolve()):
-        raise ConfigError(f"{out} is or holds the folder that this runs in: name a new one")
+        raise ConfigError(f"{out} is or contains the current working directory: name a new folder")
     return out.resolve()
 
 
 def _device(dtypes: Collection[str]) -> torch.device:
-    """A GPU with kernels for these dtypes, else the CPU."""
+    """The current GPU if it has kernels for these dtypes, else the CPU."""
     device = torch.accelerator.current_accelerator()
     has_kernels = device is not None and all(coding.why_not(device, dtype) is None for dtype in dtypes)
     return device if device is not None and has_kernels else torch.device("cpu")
 
 
 def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
-    """The weights by unit, in the ring's order; last, together, what is too small to stream and what is not used.
+    """The weights of each unit, in streaming order; and last, as one more unit, all that do not stream or are not used.
 
-    A tensor that views the checkpoint keeps its name there; one that transformers made has the model's, the first of
-    tied ones. A quantised checkpoint is kept tensor by tensor, whatever its library makes of them.
+    A tensor that views the checkpoint keeps its name there. A tensor that transformers made has its name in the model,
+    the first one of tied weights. Of a quantised checkpoint each tensor is kept, whatever modules its library makes.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
     as_it_is = private.is_loaded_quantised(model)
     state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if as_it_is else model.state_dict()
     names = _names(checkpoint, state)
-    left = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
+    remaining = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}
     by_alias = groups(model)
     plan = manifest(merge_tied(find_units(model), by_alias), by_alias)
     streamed = by_alias.keys() - always_resident(plan)
     units: list[dict[str, torch.Tensor]] = []
     for unit in plan.units:
         members = (member for alias in unit.aliases() if alias in streamed for member in by_alias[alias].members)
-        found = (names.get(_key(m.tensor), "") for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
-        units.append({name: left.pop(name) for name in found if name in left})
-    is_theirs = hasattr(model, "base_model_prefix")  # of transformers, which leaves out what a class does not use
-    names_unused = private.unused_names(model, checkpoint.entries) if is_theirs and not as_it_is else []
+        large = (m for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
+        of_unit = (names.get(_key(member.tensor), "") for member in large)
+        units.append({name: remaining.pop(name) for name in of_unit if name in remaining})
+    is_transformers = hasattr(model, "base_model_prefix")  # which does not load weights that a class does not use
+    names_unused = private.unused_names(model, checkpoint.entries) if is_transformers and not as_it_is else []
     unused = {name: checkpoint.tensor(name) for name in names_unused}
-    return [*units, left | unused]
+    return [*units, remaining | unused]
 
 
 def _names(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[_Key, str]:
-    """What a tensor is called, by where it is; those of the checkpoint go first."""
+    """The name of each tensor, by its memory and shape. Names of the checkpoint take precedence."""
     entries = [entry for entry in checkpoint.entries.values() if entry.begin < entry.end]
     names = {(checkpoint.bytes(entry).data_ptr(), entry.shape): entry.name for entry in entries}
     for name, tensor in state.items():
@@ -197,5 +223,5 @@ def _names(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor]) -> dict[_K
 
 
 def _key(tensor: torch.Tensor) -> _Key:
-    """What tied weights have in common, and a tensor with the entry of the checkpoint that it views."""
+    """The memory and shape of a tensor: equal for tied weights, and for an entry of a checkpoint and its views."""
     return tensor.data_ptr(), tuple(tensor.shape)

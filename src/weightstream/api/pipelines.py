@@ -1,4 +1,4 @@
-"""`offload_pipeline()`: all components of a diffusers pipeline in one budget. Chooses parts; moves no bytes."""
+"""`offload_pipeline()`: all components of a diffusers pipeline in one budget. Moves no bytes itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightstream.errors import (
     UnsupportedError,
     WeightstreamError,
 )
-from weightstream.inputs.builder import Beyond, CallerFacts, OffloadBuilder, assembled
+from weightstream.inputs.builder import BudgetCheck, CallerFacts, OffloadBuilder, assembled
 from weightstream.inputs.gathering import Sketch, sketch_of
 from weightstream.inputs.machine import Kernels, machine_of
 from weightstream.inputs.pipeline_planning import (
@@ -58,7 +58,7 @@ from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import shared_between
-from weightstream.settings.arguments import dtype_given, resolve_config
+from weightstream.settings.arguments import requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
@@ -76,26 +76,33 @@ def offload_pipeline(
     config: OffloadConfig | None = None,
     **settings: Any,
 ) -> Any:
-    """Stream the weights of all components of a diffusers pipeline through one budget, bit for bit.
+    """Stream the weights of all components of a diffusers pipeline within one budget, bit for bit.
 
-    Components run one after another, so they have one ring of device memory in turn; what the budget leaves beside
-    that holds weights of the component that runs most often.
+    Components run one after another, so they share one ring of device memory. The rest of the budget holds resident
+    weights, first of the component that moves most bytes in a call.
 
     Args:
         pipe: a pipeline whose components are loaded. It stays the same object.
-        device: where it computes; default: the current CUDA GPU, else the CPU.
-        device_budget: bytes of device memory for the weights of all components; activations come on top. Default: what
-            is free, less the most activations that a component takes, and headroom.
-        example_inputs: keywords of a call as it will be, such as `{"prompt": …, "height": 768, "num_inference_steps":
-            20}`. The call is rehearsed on shapes; default: a call with a prompt alone.
-        config: every setting; keyword arguments go over it, as for `offload`.
+        device: the device that computes. Default: the current CUDA GPU, or the CPU if there is no GPU.
+        device_budget: bytes of device memory for the weights of all components, as an int or as text such as `"6GiB"`.
+            Activations come on top. Default: the free memory, minus headroom and the activations of the component that
+            needs most.
+        example_inputs: keyword arguments of a typical call, such as `{"prompt": …, "height": 768,
+            "num_inference_steps": 20}`. The call is traced on shapes. Default: a call with only a prompt.
+        config: all settings in one object; keyword arguments override it, as for `offload`.
+        settings: other settings, as for `offload`.
 
     Returns:
-        The pipeline; what streams it is at `pipe.weightstream`, a `PipelineStreamer`.
+        The pipeline. Its `PipelineStreamer` is at `pipe.weightstream`.
 
     Raises:
-        PlanError: the budget cannot work; the message holds the arithmetic.
+        PlanError: the components cannot run within the budget; the message holds the arithmetic.
         ConfigError, OffloadError: as for `offload`.
+
+    Example:
+        >>> import weightstream
+        >>> pipe = weightstream.offload_pipeline(pipe, device_budget="6GiB")  # doctest: +SKIP
+        >>> pipe("a cat on the moon", height=768, width=768).images[0].save("cat.png")  # doctest: +SKIP
     """
     config = resolve_config(config, device_budget=device_budget, **settings)
     _refuse(pipe)
@@ -120,27 +127,33 @@ def pipeline_from_pretrained(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load a pipeline of diffusers straight from its safetensors and stream it; no second copy of it in RAM.
+    """Load a diffusers pipeline directly from its safetensors files, and stream it. There is no second copy in RAM.
 
     Args:
-        path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file that holds all components.
-        device, device_budget, example_inputs, config: as for `offload_pipeline`; its settings may be given too.
-        dtype, torch_dtype: two names of one argument, of all components; "auto", the default, keeps that of the files.
-            Another casts once, into `offload_folder`.
-        variant: of the files, such as "fp16"; components without it are loaded from their plain files.
-        base: for a single file the folder or repository with the configs of such a pipeline; default: diffusers tells
-            by the names of its weights.
+        path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file with all components.
+        device, device_budget, example_inputs, config: as for `offload_pipeline`, whose other settings are keyword
+            arguments here, too.
+        dtype, torch_dtype: two names of one argument, the dtype of all components. "auto", the default, keeps the
+            dtypes of the files. Any other casts the weights once, into `offload_folder`.
+        variant: the variant of the files, such as "fp16". Components without it are loaded from their plain files.
+        base: for a single file, the folder or repository with the configs of such a pipeline. Default: diffusers
+            recognises the pipeline by the names of its weights.
         offload_folder, progress: as for `from_pretrained`.
-        kwargs: passed on to diffusers, such as `revision`, or components: a module, None, or the path of a folder or
-            of a single file (.safetensors or .gguf) to load that component from.
+        kwargs: arguments of diffusers, such as `revision`; and components by name: a module, None, or the path of a
+            folder or of a single file (.safetensors or .gguf) from which the component is loaded.
 
     Returns:
-        The pipeline, of the class that diffusers would give; what streams it is at `pipe.weightstream`.
+        The pipeline, of the class that diffusers would return. Its `PipelineStreamer` is at `pipe.weightstream`.
 
     Raises:
         CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
-        UnsupportedError: diffusers is not installed, or a component is of a kind that is not supported.
+        UnsupportedError: diffusers is not installed, or a kind of component is not supported.
         PlanError, ConfigError, OffloadError: as for `offload_pipeline`.
+
+    Example:
+        >>> import weightstream
+        >>> pipe = weightstream.pipeline_from_pretrained("./FLUX.1-dev", device_budget="6GiB")  # doctest: +SKIP
+        >>> pipe("a cat on the moon").images[0].save("cat.png")  # doctest: +SKIP
     """
     try:
         from weightstream.adapters.diffusers.load import load_pipeline
@@ -152,7 +165,7 @@ def pipeline_from_pretrained(
     config = resolve_config(config, **settings)
     check_given(config, example_inputs)
     with opened_backend(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
-        dtype = dtype_given(dtype, torch_dtype)
+        dtype = requested_dtype(dtype, torch_dtype)
         kernels = Kernels(backend, config, progress)
         with preloading(backend.device, generates=False):
             loaded = load_pipeline(
@@ -196,26 +209,23 @@ def _offloaded(
     }
     calls = [call for call in rehearsed(pipe, arguments) if call.component in modules]
     with ExitStack() as stack:
-        given = {
+        facts = {
             name: CallerFacts(memories=memories(name), elsewhere=elsewhere[name], progress=progress) for name in modules
         }
         assemblies = {
-            name: stack.enter_context(assembled(module, backend, config, given[name]))
+            name: stack.enter_context(assembled(module, backend, config, facts[name]))
             for name, module in modules.items()
         }
         parts = Components(assemblies, calls, lambda module: _sketch(module, backend, config))
         budget, shared_budget = _shares(parts, assemblies, calls, common)
-        with suppress(PlanError):  # one that is cast has no room: said when it is
+        with suppress(PlanError):  # a component has no room once it is cast: reported when that happens
             if short := plan_of_shares(calls, parts, shared_budget).shortage:
                 logger.warning("device memory may run out: %s", short)
         block = SharedMemory(backend, shared_budget.block_nbytes)
         streamer = PipelineStreamer(pipe, backend, config, block, folders, tuple(modules), budget)
         with ExitStack() as on_failure:
             on_failure.callback(streamer.remove)
-            for (
-                name,
-                shared,
-            ) in shared_budget.components.items():  # the one that moves most has the first choice of memory
+            for name, shared in shared_budget.components.items():  # the component that moves most bytes first
                 kinds = frozenset(call.kind for call in heaviest(parts, calls).values() if call.component == name)
                 streamer.stream(name, assemblies[name], shared, kinds)
             on_failure.pop_all()
@@ -238,7 +248,8 @@ def _shares(
 ) -> _Shares:
     """The budget, and the part of each component in it.
 
-    What components have in `common` stays on the device where it has room, as it is read in the turns of each.
+    Weights that components have in `common` stay on the device if they fit, as the turns of several components read
+    them.
     """
     before = {name: assembly.inputs for name, assembly in assemblies.items()}
     for kept in (True, False) if common else (False,):
@@ -261,7 +272,7 @@ def _sketch(module: nn.Module, backend: Backend, config: OffloadConfig) -> Sketc
 
 def _refuse(pipe: Any) -> None:
     if not pipeline.is_pipeline(pipe):
-        raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a pipeline of diffusers")
+        raise ConfigError(f"{type(pipe).__name__} is neither a torch module nor a diffusers pipeline")
     if isinstance(getattr(pipe, "weightstream", None), PipelineStreamer):
         raise OffloadError(f"{type(pipe).__name__} is offloaded already: call pipe.weightstream.remove() first")
     if not (parts := pipeline.modules_of(pipe)):
@@ -270,22 +281,34 @@ def _refuse(pipe: Any) -> None:
     if there:
         others = [f"weightstream.offload(pipe.{name})" for name in parts if name not in there]
         raise OffloadError(
-            f"{', '.join(there)} of this {type(pipe).__name__} are offloaded already, and stream in it as they are. "
+            f"{', '.join(there)} of this {type(pipe).__name__} are offloaded already, each with a budget of its own. "
             + (f"Offload the others one by one: {', '.join(others)}; or " if others else "To plan all in one budget, ")
-            + "call remove() of what offloaded those first"
+            + "first call remove() of the streamers of those components"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStats:
-    """What the streamers of a pipeline have done and hold; `held_nbytes` counts the block that they share once."""
+    """Counters of a pipeline's streamers.
+
+    Attributes:
+        components: the counters of each component, by name, as `Streamer.stats` returns them.
+        held_nbytes: bytes held by place, as in `Stats`; the memory that all components share counts once.
+    """
 
     components: Mapping[str, Stats]
     held_nbytes: dict[str, int]
 
 
 class _Part(NamedTuple):
-    """A component that streams. Weak references: the component holds its streamer, and that its builder."""
+    """A component that streams, held weakly: the component keeps its streamer alive, and that its builder.
+
+    Attributes:
+        streamer: its streamer.
+        assembly: the builder of the streamer.
+        share: its share of the budget.
+        settle: waits for copies in flight when the streamer is freed.
+    """
 
     streamer: weakref.ref[Streamer]
     assembly: weakref.ref[OffloadBuilder]
@@ -322,8 +345,8 @@ def _append(found: list[Any], change: Callable[[], Any]) -> None:
 
 
 def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns the tensor's data as it is now. It holds no tensor, which would count as a view that is
-    held outside of the model."""
+    """A function that returns the data that the tensor shows now. It holds no tensor: one would look like a view that
+    is held outside of the model."""
     if (storage := storage_of(tensor)) is None:
         data = tensor.data
         return lambda: data
@@ -333,16 +356,16 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _settle(backend: Backend) -> None:
-    """Wait for copies, unless a graph is being captured, which a wait would break; it copies no freed weights."""
+    """Wait for copies. Not during a capture, which that would break; a capture copies nothing that is being freed."""
     if not backend.capturing():
         backend.synchronize()
 
 
 class PipelineStreamer(StreamerGroup):
-    """Streams the weights of a pipeline's components. Made by `offload_pipeline`; a context manager that ends with
-    `remove()`.
+    """Streams the weights of a pipeline's components. Made by `offload_pipeline`.
 
-    It keeps no component alive: one that the pipeline drops, and that is held nowhere else, is freed with its weights.
+    A context manager that ends with `remove()`. It does not keep components alive: a component that the pipeline drops,
+    and that nothing else refers to, is freed with its weights.
     """
 
     def __init__(
@@ -355,20 +378,17 @@ class PipelineStreamer(StreamerGroup):
         names: Sequence[str],
         budget: int,
     ) -> None:
-        self._pipe = pipe
-        self._backend = backend
-        self._config = config
-        self._block = block
-        self._folders = folders  # with weights that were cast, or that no file holds
+        self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
+        self._folders = folders  # of weights that had to be converted
         self._names = names  # in the order in which components are expected to run
         self._parts: dict[str, _Part] = {}
-        self._past: dict[str, Stats] = {}  # of earlier streamers of the components, in other dtypes
-        self._beyond = Beyond(lambda: self.stats().held_nbytes["device"], lambda: budget)
+        self._past: dict[str, Stats] = {}  # of earlier streamers, in other dtypes
+        self._budget_check = BudgetCheck(lambda: self.stats().held_nbytes["device"], lambda: budget)
         self._detach = pipeline.attach_pipeline(pipe, self, backend.device)
 
     @property
     def components(self) -> dict[str, Streamer]:
-        """The streamers, by the names that the pipeline has for them."""
+        """The streamers, by the pipeline's names of the components."""
         found = {name: self._parts[name].streamer() for name in self._names if name in self._parts}
         return {name: streamer for name, streamer in found.items() if streamer is not None}
 
@@ -385,18 +405,21 @@ class PipelineStreamer(StreamerGroup):
         return self._backend.device
 
     def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
-        """Put the plan of a component in force, which was made for these kinds of calls."""
+        """Put the plan of a component in force, which was made for calls of these kinds."""
         assembly.inputs, assembly.known = shared.inputs, kinds
         assembly.recast = partial(self._recast, name)
         entries = pipeline.entries_of(assembly.model)
-        streamer = assembly.attach(shared.plan, self._block, entries, self._beyond.tell)
-        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from freed memory
+        streamer = assembly.attach(shared.plan, self._block, entries, self._budget_check.check)
+        settle = finalize(streamer, _settle, self._backend)  # no copy may be in flight from what is freed
         settle.atexit = False
         self._parts[name] = _Part(weakref.ref(streamer), weakref.ref(assembly), shared.share, settle)
 
     @restored
     def _recast(self, name: str, cast: Callable[[], object]) -> None:
-        """Run `cast`, which casts a component, as pipelines do around calls of a VAE, and stream it in that dtype."""
+        """Run `cast`, which casts or resizes a component, and stream it again. Pipelines cast a VAE around its calls.
+
+        On an error the component streams as before.
+        """
         streamer, assembly, share = self.components[name], self._assemblies()[name], self._parts[name].share
         before = continued(streamer.stats(), self._past.get(name))
         streamer.remove()
@@ -413,9 +436,9 @@ class PipelineStreamer(StreamerGroup):
                 if not isinstance(error, WeightstreamError):
                     raise
                 raise OffloadError(
-                    f"{name} is cast or resized while the pipeline is offloaded, and has no room then: do it "
-                    "before, or give offload_pipeline() example_inputs= of a call that casts it, or a larger "
-                    f"device_budget= ({error})"
+                    f"{name} is cast or resized while the pipeline is offloaded, and does not fit in its share of the "
+                    "budget then: do it before, or give offload_pipeline() example_inputs= of a call that casts it, or "
+                    f"a larger device_budget= ({error})"
                 ) from error
         self._past[name] = before
 
@@ -427,16 +450,19 @@ class PipelineStreamer(StreamerGroup):
     def plan(
         self, *, steps: int | None = None, height: int | None = None, width: int | None = None, **call: Any
     ) -> PipelinePlan:
-        """Predict a call of the pipeline before it runs, by a dry run on shapes.
+        """Predict the time and memory of a call of the pipeline, before it runs, from a trace on shapes.
 
         Args:
-            steps: denoising steps (`num_inference_steps`); default: the pipeline's.
-            height, width: of the image, in pixels; default: the pipeline's.
-            call: more keywords of the call, such as `prompt` or `num_images_per_prompt`.
+            steps: denoising steps (`num_inference_steps`). Default: the pipeline's.
+            height, width: size of the image in pixels. Default: the pipeline's.
+            call: more keyword arguments of the call, such as `prompt` or `num_images_per_prompt`.
+
+        Returns:
+            The plan of the call.
 
         Raises:
-            ConfigError: the pipeline does not take these keywords.
-            OffloadError: its calls depend on values that shapes do not give, or it is not offloaded any more.
+            ConfigError: the pipeline does not take these keyword arguments.
+            OffloadError: the call cannot be traced on shapes, or the pipeline is not offloaded any more.
         """
         if not self._parts:
             raise OffloadError("plan() after remove(): nothing streams any more")
@@ -446,7 +472,7 @@ class PipelineStreamer(StreamerGroup):
         for name in dict.fromkeys(call.component for call in calls):
             if name not in plain or pipeline.plain_of(now[name]) is not pipeline.plain_of(plain[name].model):
                 calls = [call for call in calls if call.component != name]
-                notes += (f"{name} is not in this plan: it came after offload_pipeline(), and does not stream",)
+                notes += (f"{name} is not in this plan: it was set after offload_pipeline(), and does not stream",)
         plans = {name: streamer.plan for name, streamer in self.components.items()}
         shared = {name: part.share for name, part in self._parts.items()}
         parts = Components(plain, calls, lambda module: _sketch(module, self._backend, self._config))
@@ -473,7 +499,10 @@ class PipelineStreamer(StreamerGroup):
         whole.spans.extend(replace(span, name=f"{name}: {span.name}") for span in part.spans)
 
     def changing(self, change: Callable[[], Any]) -> Any:
-        """Run `change`, which computes with adapters and weights between steps, such as fusing, where these are."""
+        """Run `change`, which computes with adapters and weights between steps, such as fusing.
+
+        Meanwhile each added tensor is where the weights are.
+        """
         for streamer in self.components.values():
             streamer.place_added(None)
         try:
@@ -483,7 +512,7 @@ class PipelineStreamer(StreamerGroup):
                 streamer.place_added(self.device)
 
     def resizing(self, change: Callable[[], Any]) -> Any:
-        """Run `change`, which resizes the tables of text encoders, and stream the encoders again."""
+        """Run `change`, which resizes the embedding tables of text encoders, and stream these again."""
         found: list[Any] = []
         work: Callable[[], object] = partial(_append, found, change)
         for name in self.components:
@@ -493,7 +522,7 @@ class PipelineStreamer(StreamerGroup):
         return found[0]
 
     def remove(self) -> None:
-        """Bring every weight back to where it was and set the pipeline free; may be called twice."""
+        """Bring every weight back to where it was, and restore the pipeline. May be called twice."""
         self.refuse_inside()
         for streamer in self.components.values():
             streamer.remove()

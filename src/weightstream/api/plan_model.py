@@ -1,4 +1,4 @@
-"""Forecasts: plans of models that nobody has loaded, for this machine or another. Reads no weight, moves no byte."""
+"""Plans of models that are not loaded, for this machine or another one. Reads no weight, and moves no byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightstream.plan.planner import Machine
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
-from weightstream.settings.arguments import dtype_given, of_model, resolve_config
+from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -48,22 +48,23 @@ def plan_model(
     example_inputs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Plan | PipelinePlan | StripedPlan:
-    """The plan that `from_pretrained` would make, and its predicted speed, without loading the model.
+    """Make the plan that `from_pretrained` would make, with its predicted speed, without loading the model.
 
-    Needs config.json, and the headers of the shards if there are any; of a quantised model its files, unread. Of a
-    pipeline of diffusers it is what `pipeline_from_pretrained` would do, as a `PipelinePlan`.
+    Reads config.json, and the headers of the shards if there are any. A quantised model needs its files, which are not
+    read. For a diffusers pipeline it is the plan of `pipeline_from_pretrained`.
 
     Args:
-        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`; its other settings
-            may be given too, such as `host_budget`, `batch`, `context` and `tokens`. With `distributed_config`, or
-            `tp_plan` and `tp_size`, the plan is that of the first of as many processes, all on such a machine.
-        variant, example_inputs: of a pipeline alone, as for `pipeline_from_pretrained`.
-        profile: of another machine, or the file that `weightstream doctor --save` wrote there, to plan for that;
-            default: this one's GPU, or where there is none a GPU with assumed bandwidths.
-        trust_remote_code: as for transformers: run Python code that comes with the model.
+        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`.
+        profile: the profile of another machine to plan for, or the file that `weightstream doctor --save` wrote there.
+            Default: the GPU of this machine; without one, a GPU with assumed rates.
+        trust_remote_code: run Python code that comes with the model, as for transformers.
+        variant, example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
+        settings: other settings of `from_pretrained`, such as `host_budget`, `batch`, `context` and `tokens`. With
+            `distributed_config`, or `tp_plan` and `tp_size`, the plan is for the first of that many processes, each on
+            a machine like this.
 
     Returns:
-        The plan, which prints; of a pipeline a `PipelinePlan`, of several GPUs a `StripedPlan`.
+        The plan, which can be printed: a `PipelinePlan` for a pipeline, a `StripedPlan` for several GPUs.
 
     Raises:
         CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
@@ -75,10 +76,10 @@ def plan_model(
     """
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
-    config, dtype = resolve_config(config, device_budget=device_budget, **settings), dtype_given(dtype, torch_dtype)
+    config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
     if is_pipeline_checkpoint(path_or_repo_id):
         if sharded:
-            raise ConfigError(f"{path_or_repo_id} is a pipeline of diffusers: leave out {', '.join(sharded)}")
+            raise ConfigError(f"{path_or_repo_id} is a diffusers pipeline: leave out {', '.join(sharded)}")
         sketch = sketch_pipeline(
             path_or_repo_id,
             config,
@@ -90,7 +91,7 @@ def plan_model(
         )
         return sketch.plan()
     if variant is not None or example_inputs is not None:
-        raise ConfigError(f"{path_or_repo_id} is no pipeline of diffusers: leave out variant and example_inputs")
+        raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant and example_inputs")
     loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
     if sharded:
         from weightstream.adapters.hf import tensor_parallel
@@ -103,15 +104,15 @@ def plan_model(
 
 
 def is_pipeline_checkpoint(path_or_repo_id: str | Path) -> bool:
-    """Whether a folder, or a repository on the hub, is of a pipeline of diffusers.
+    """Whether a folder, or a repository on the Hub, holds a diffusers pipeline.
 
-    Raises `UnsupportedError` without transformers.
+    Raises `UnsupportedError` if transformers is not installed.
     """
     try:
         from weightstream.adapters.hf import hub
     except ImportError as error:
         raise UnsupportedError(
-            f"a checkpoint is looked into with transformers: pip install 'weightstream[transformers]' ({error})"
+            f"reading a checkpoint needs transformers: pip install 'weightstream[transformers]' ({error})"
         ) from error
     return hub.names_pipeline(path_or_repo_id)
 
@@ -124,7 +125,10 @@ def sketch_pipeline(
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> PipelineSketch:
-    """What `plan_model` plans with for a pipeline, at any budget; `options` are `dtype`, `variant`, and `call`."""
+    """The sketch of a pipeline from which `plan_model` makes plans, at any budget.
+
+    `options` are `dtype`, `variant` and `call`, the keyword arguments of a call.
+    """
     from weightstream.inputs.pipeline_planning import sketch_of_files
 
     machine = partial(_machine, config, device, profile)
@@ -139,7 +143,7 @@ def plan_stripes(
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> StripedPlan:
-    """What `plan_model` plans for several GPUs, all as the one here; `options` as for `planner_inputs_of`."""
+    """The plan of `plan_model` for several GPUs like the one of this machine; `options` as for `planner_inputs_of`."""
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
@@ -156,9 +160,9 @@ def planner_inputs_of(
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> PlannerInputs:
-    """The planner's inputs of `plan_model`, which plans can be made from at several budgets.
+    """The planner's inputs of `plan_model`, from which plans can be made at any budget.
 
-    `options` are `dtype`, `trust_remote_code` and the arguments of tensor parallelism.
+    `options` are `dtype`, `trust_remote_code`, `model_config` and the arguments of tensor parallelism.
     """
     from weightstream.adapters.hf import tensor_parallel
     from weightstream.adapters.hf.load import described
@@ -172,8 +176,8 @@ def planner_inputs_of(
     inputs = sketch_of(model, checkpoint, config, machine).inputs
     if wanted is not None and is_sharded and not inputs.demands[0].work:
         logger.warning(
-            "%s: a step of one of %d processes cannot be followed (the log has why): it may fail, as where "
-            "heads do not divide among them",
+            "%s: a step of one of %d processes cannot be traced (the log has the reason). It may fail, for example "
+            "because the heads cannot be divided among the processes",
             path_or_repo_id,
             wanted.tp_size,
         )
@@ -186,8 +190,10 @@ def _machine(
     profile: Profile | str | Path | None,
     dtypes: Collection[str],
 ) -> Machine:
-    """The machine to plan for: that of a profile, this one's GPU, or one that is assumed. `dtypes`: of weights that a
-    plan may compress."""
+    """The machine to plan for: that of `profile`, else this machine with its GPU, else one with assumed rates.
+
+    `dtypes` are those of weights that a plan may compress.
+    """
     device = config.device_for(device)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
@@ -198,7 +204,8 @@ def _machine(
     budget = config.device_nbytes(machine.total_nbytes or -1)
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
         raise ConfigError(
-            "no GPU here and none profiled, so that its memory is not known: give device_budget in bytes, such as "
-            "--device-budget 8GiB, or a profile of the GPU (weightstream doctor --save FILE, on its machine)"
+            "this machine has no GPU, and there is no profile of one, so the size of its memory is unknown: give "
+            "device_budget in bytes, such as --device-budget 8GiB, or a profile of the GPU (weightstream doctor --save "
+            "FILE, on its machine)"
         )
     return machine

@@ -1,1 +1,1 @@
-"""Lossless coding of weights: fewer bytes on the link, on the device, on disk; every bit comes back."""
+"""Lossless compression of weights: fewer bytes on the PCIe link, on the device and on disk."""

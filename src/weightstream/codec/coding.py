@@ -1,7 +1,7 @@
-"""The codec on a device: Triton kernels where they run, else plain torch, a few tiles at a time on several cores.
+"""The codec on a device: Triton kernels if they run there, else plain torch, a few tiles at a time on several cores.
 
-Tiles do not depend on each other: their words, bases and escapes follow each other, and starts count on. Chooses; knows
-no model and no plan.
+Tiles are independent: the compressed forms of parts are joined by concatenating words, bases and escapes, and adding up
+starts. Knows no model and no plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("weightstream")
 
 _STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
 _TRIED = 3 * 4096 + 5
-_COMPILERS = 3  # threads: a kernel each
+_COMPILERS = 3  # threads, one kernel each
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
 _CPU = torch.device("cpu")
@@ -36,9 +36,9 @@ _T = TypeVar("_T")
 
 
 def available(device: torch.device, dtype: str, *, is_ragged: bool = False) -> bool:
-    """Whether weights of a dtype can be decoded on a device as fast as it takes; says once why not.
+    """Whether the kernels for a dtype run on a device; if not, the reason is logged once.
 
-    `is_ragged`: weights whose last tile is not whole, which have a kernel of their own. Few models have such weights.
+    `is_ragged`: weights whose last tile is partial, which have a kernel of their own. Few models have such weights.
     """
     return _available(device, dtype, is_ragged)
 
@@ -47,20 +47,21 @@ def available(device: torch.device, dtype: str, *, is_ragged: bool = False) -> b
 def _available(device: torch.device, dtype: str, is_ragged: bool) -> bool:
     reason = why_not(device, dtype, is_ragged=is_ragged)
     if reason is not None:
-        what, then = ("ragged weights", "are decoded by plain torch") if is_ragged else ("weights", "move as they are")
-        logger.warning("%s in %s are not coded on %s, and %s: %s", what, dtype, device, then, reason)
+        subject = "weights with a partial tile" if is_ragged else "weights"
+        effect = "are decoded by plain torch" if is_ragged else "are not compressed"
+        logger.warning("%s: %s in %s %s: %s", device, subject, dtype, effect, reason)
     return reason is None
 
 
 def why_not(device: torch.device, dtype: str, *, is_ragged: bool = False) -> str | None:
-    """What keeps the kernels from running on a device, in words; None: they ran, and every bit was right."""
+    """The reason why the kernels do not run on a device; None: they ran in a trial, and every bit was right."""
     if device.type != "cuda":
         return "the kernels need a CUDA GPU"
     return prepare(device, dtype, is_ragged=is_ragged).result()
 
 
 def prepare(device: torch.device, dtype: str, *, is_ragged: bool = False) -> Future[str | None]:
-    """What `why_not` is going to say, found out by a thread, as compilers take seconds: once in a process."""
+    """Start the kernels' trial once per process, in a thread, as compiling takes seconds. `why_not` waits for it."""
     with _STARTING:
         return _trial(device, dtype, is_ragged)
 
@@ -91,7 +92,7 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
             layout, coded = reference.encode(data, dtype)
             out = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=device)  # in whole words
             decode, right = triton_codec.DecodeLaunch([CodedPart(coded.to(device), layout, out)]), True
-            for _ in range(2):  # looked up, and as it was found
+            for _ in range(2):  # the first call looks the kernel up, the second reuses it
                 decode()
                 right &= torch.equal(out[: data.numel()].cpu(), data)
                 out.zero_()
@@ -104,22 +105,22 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
         def are_counts() -> bool:
             return torch.equal(triton_codec.histograms(data.to(device), dtype).cpu(), counts)
 
-        with _STARTING_TRITON:  # trials of several dtypes may begin at once
+        with _STARTING_TRITON:  # trials of several dtypes may start at once
             on_device(triton_codec.warm_triton)
         whole = data[: -(_TRIED % TILE) * ELEMENTS[dtype].nbytes]
-        # what takes longest begins first
+        # the longest to compile first
         works = [partial(decodes, data)] if is_ragged else [partial(decodes, whole), encodes, are_counts]
         with ThreadPoolExecutor(_COMPILERS) as pool:
             right = all([*pool.map(on_device, works)])
     except ImportError as error:
         return f"Triton is missing ({error}): pip install triton"
-    except Exception as error:  # whatever a compiler or a driver thinks of: nothing depends on this
+    except Exception as error:  # any error of a compiler or driver: plain torch decodes instead
         return f"its kernels do not run here ({type(error).__name__}: {str(error).strip()[-200:]})"
     return None if right else "a trial gave other bits"
 
 
 def counted_layout(data: torch.Tensor, dtype: str, device: torch.device = _CPU) -> Layout:
-    """The layout of flat bytes in compressed form, counted on a device."""
+    """The layout of the compressed form of flat bytes, whose escapes are counted on a device."""
 
     def num_escapes(part: torch.Tensor) -> int:
         return int(reference.windows(reference.histograms(part.to(device), dtype), dtype).num_escapes.sum())
@@ -129,7 +130,7 @@ def counted_layout(data: torch.Tensor, dtype: str, device: torch.device = _CPU) 
 
 
 def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> Iterator[torch.Tensor]:
-    """The coded form, made on a device, in pieces; raises `StoreError` where it has another layout than this."""
+    """Yield the compressed form in pieces, made on a device; raises `StoreError` if it does not have this layout."""
     layout.check()
     encode_part = encode if _has_kernels(device, layout.dtype) else reference.encode
 
@@ -145,7 +146,7 @@ def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> I
         escapes.append(coded[part.escapes_at : part.escapes_at + part.num_escapes].clone())
         total += part.num_escapes
     if total != layout.num_escapes:
-        raise StoreError(f"{total} escapes, {layout.num_escapes} when they were counted: the weights changed")
+        raise StoreError(f"{total} escapes, but {layout.num_escapes} when they were counted: the weights have changed")
     heads = torch.cat([torch.cat(starts).to(torch.int32).view(torch.uint8), *bases])
     heads = torch.nn.functional.pad(heads, (0, layout.escapes_at - layout.starts_at - heads.numel()))
     rest = torch.cat([heads, *escapes])
@@ -176,7 +177,7 @@ def encode(data: torch.Tensor, dtype: str) -> Encoded:
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """Write the weights' bytes to `out`, on the same device; on a GPU it has room for whole words of 4 bytes.
+    """Decode to `out`, on the same device; on a GPU `out` has room for whole words of 4 bytes.
 
     Damaged bytes give wrong weights.
     """
@@ -184,23 +185,24 @@ def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
 
 
 def decoding(parts: Sequence[CodedPart]) -> Callable[[], None]:
-    """What decodes all of these at once, any number of times, from the same bytes into the same memory."""
-    with_kernels, found = [], list[Callable[[], None]]()
+    """A call that decodes all parts at once, any number of times, from the same bytes into the same memory."""
+    with_kernels = list[CodedPart]()
+    calls = list[Callable[[], None]]()
     for coded, layout, out in parts:
         if _has_kernels(out.device, layout.dtype, is_ragged=_is_ragged(layout)):
             with_kernels.append(CodedPart(coded, layout, out))
         else:
-            found.append(partial(_decode_in_torch, coded, layout, out))
+            calls.append(partial(_decode_in_torch, coded, layout, out))
     if with_kernels:
         from weightstream.codec import triton_codec
 
         kinds = sorted({_kind(layout) for _, layout, _ in with_kernels})
-        found += [triton_codec.DecodeLaunch(p for p in with_kernels if _kind(p.layout) == kind) for kind in kinds]
-    return found[0] if len(found) == 1 else partial(_run, found)
+        calls += [triton_codec.DecodeLaunch(p for p in with_kernels if _kind(p.layout) == kind) for kind in kinds]
+    return calls[0] if len(calls) == 1 else partial(_run, calls)
 
 
 def _kind(layout: Layout) -> tuple[str, bool]:
-    """What one kernel decodes."""
+    """Tensors of one kind are decoded by one kernel."""
     return layout.dtype, _is_ragged(layout)
 
 
@@ -212,14 +214,14 @@ def picking(
     slots: torch.Tensor | None = None,
     heads: torch.Tensor | None = None,
 ) -> Callable[..., None]:
-    """What decodes some of the rows of a tensor, each of whole tiles, to the beginning of `out`, any number of times.
+    """A call that decodes some rows of a tensor, each of whole tiles, to the beginning of `out`, any number of times.
 
-    It is called with their ids, int64 and on the same device, and to bring them elsewhere with as many `places`, by
-    keyword; where an id is negative, its place stays as it is. With
-    `slots`, of shape (slots, bytes), each has a row's words and behind them its escapes, as many bytes behind a
-    multiple of 8 as in the coded form, of which `coded` is what follows the words; it is called with the rows' slots
-    as well then. That takes kernels. `heads`: starts and bases are to be read from there, as `coded` is memory of the
-    host.
+    It takes the ids of the rows, int64 and on the same device. The keyword `places`, one per id, puts the rows at other
+    places of `out`. The place of a negative id is left unchanged.
+
+    With `slots`, of shape (slots, bytes), the call also takes the slots of the rows, and needs kernels. A slot has the
+    words of a row, followed by its escapes at the same offset modulo 8 as in the compressed form; `coded` is then the
+    rest of the compressed form after the words. `heads`: a copy of starts and bases, if `coded` is host memory.
     """
     if _has_kernels(out.device, layout.dtype) or slots is not None:
         from weightstream.codec import triton_codec
@@ -256,7 +258,8 @@ def _decode_in_torch(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> 
     if out.device.type == "cpu":
         _decode_on_cores(coded, layout, out)
         return
-    for first in range(0, layout.num_tiles, _DEVICE_TILES):  # on this thread, whose stream the others wait for
+    # On this thread: later work is ordered after its current stream.
+    for first in range(0, layout.num_tiles, _DEVICE_TILES):
         reference.decode(coded, layout, out, first, min(first + _DEVICE_TILES, layout.num_tiles))
 
 
@@ -268,14 +271,14 @@ def _decode_on_cores(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> 
 
 
 def _each(work: Callable[[_A], _T], items: Sequence[_A]) -> Iterator[_T]:
-    """The results in order, made by all cores, a few ahead of the one that is asked for."""
+    """The results in order, computed on all cores, a few ahead of the consumer."""
     workers = min(len(os.sched_getaffinity(0)), len(items))
     if workers < 2:
         yield from map(work, items)
         return
     before = torch.get_num_threads()
     try:
-        # Threads whose operations have none of their own: else each would use all cores.
+        # One compute thread per worker, else each worker would use all cores.
         with ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, 1)) as pool:
             waiting: deque[Future[_T]] = deque()
             for item in items:
@@ -284,4 +287,4 @@ def _each(work: Callable[[_A], _T], items: Sequence[_A]) -> Iterator[_T]:
                     yield waiting.popleft().result()
             yield from (future.result() for future in waiting)
     finally:
-        torch.set_num_threads(before)  # what threads to come begin with
+        torch.set_num_threads(before)  # the default of new threads

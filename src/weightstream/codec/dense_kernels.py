@@ -1,8 +1,8 @@
 """The Triton kernels of bfloat16: the same bytes as the reference.
 
-A lane works on all 32 of its weights at once, a bit of each to a word: what a level of digits says of some of them is
-spread to their places by the moves of Hacker's Delight, section 7-5, and a few logical operations make four planes of
-what each exponent is above its base. Loops are as kernels.py says: [Note: loops].
+A lane works on all 32 of its weights at once, with one bit of each in a word. The digits of a level, which only some
+weights have, are spread to the places of these by the moves of Hacker's Delight, section 7-5, and a few logical
+operations make four planes of the exponents minus their base. For loops see [Note: loops] in kernels.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def popcount(x):
 
 @triton.jit
 def _move(mask, zeros, BY: tl.constexpr):
-    """Of what stands at `mask` that which moves so far, where it is then, and the zeros that are left to count."""
+    """The bits of `mask` that move by BY, the mask after the move, and the zeros that remain to be counted."""
     odd = zeros ^ (zeros << 1)
     odd ^= odd << 2
     odd ^= odd << 4
@@ -33,7 +33,7 @@ def _move(mask, zeros, BY: tl.constexpr):
 
 @triton.jit
 def _moves(mask):
-    """How bits get from the lowest places to those of a mask, by 1, 2, 4, 8 and 16."""
+    """The moves by 1, 2, 4, 8 and 16 that bring bits from the lowest places to those of a mask."""
     a, mask, zeros = _move(mask, (mask ^ 0xFFFFFFFF) << 1, 1)
     b, mask, zeros = _move(mask, zeros, 2)
     c, mask, zeros = _move(mask, zeros, 4)
@@ -44,14 +44,14 @@ def _moves(mask):
 
 @triton.jit
 def _level(mask, begin):
-    """Of those at a mask: where a lane's first one is, all of them being from `begin` on; how many there are; moves."""
+    """For the digits of weights at a mask: the first of each lane, counted from `begin`; their number; the moves."""
     num = popcount(mask)
     return tl.cumsum(num) - num + begin, tl.sum(num), _moves(mask)
 
 
 @triton.jit
 def _spread(x, mask, moves):
-    """The lowest bits of x at the places of a mask."""
+    """Move the lowest bits of x to the places of a mask."""
     a, b, c, d, e = moves
     x ^= (x ^ (x << 16)) & e
     x ^= (x ^ (x << 8)) & d
@@ -63,7 +63,7 @@ def _spread(x, mask, moves):
 
 @triton.jit
 def _window(words, at, limit):
-    """The 32 bits from the `at`th on; 0 where words are behind the `limit`."""
+    """The 32 bits from the `at`th on; words from `limit` on count as 0."""
     place, shift = at >> 5, (at & 31).to(tl.uint32)
     low = tl.load(words + place, mask=place < limit, other=0)
     high = tl.load(words + place + 1, mask=place + 1 < limit, other=0)
@@ -72,7 +72,7 @@ def _window(words, at, limit):
 
 @triton.jit
 def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.constexpr):
-    """Decode a tile, of which a lane has these `words` and an `out`, where so much is `room`."""
+    """Decode a tile. Each lane has its `words`, and `out` with `room` for so many words."""
     limit = num_escapes >> 2
     start = tl.minimum(tl.maximum(start >> 2, 0), limit)
     digits, limit = escapes.to(tl.pointer_type(tl.uint32)) + start, limit - start
@@ -89,7 +89,7 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     second1 = _spread(_window(digits, at + length, limit), there, moves)
     second2 = _spread(_window(digits, at + 2 * length, limit), there, moves)
 
-    flags = second0 & second1 & second2  # of weights whose byte is still to come
+    flags = second0 & second1 & second2  # of weights that have a byte
     num = popcount(flags)
     rank = tl.cumsum(num) - num + (2 * end + 3 * length + 7) // 8
     rests = digits.to(tl.pointer_type(tl.uint8)) + rank
@@ -99,7 +99,7 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     more = ((0 - rest) & 511) << (7 + (place & 16)).to(tl.uint32)
     turn = place & 15
 
-    # Four planes of what exponents are above their base less 8, then four words of eight such numbers.
+    # Four planes of exponents minus (base - 8), then four words of eight such numbers.
     p3 = ((first0 | first1) ^ 0xFFFFFFFF) | (second1 & second2)
     p2 = (first0 ^ first1) | second2
     p1 = (high & ((first0 & first1) ^ 0xFFFFFFFF)) | (second1 & (second2 ^ 0xFFFFFFFF))
@@ -128,7 +128,7 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
             word = (x & 0x807F807F) | (exponent & 0x7F807F80)
             tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
 
-    # Where a lane has more than one byte, which is rare. What it has written it may read again.
+    # Lanes with more than one byte, which are rare. A lane may read again the words that it wrote.
     turn, most = 1, tl.max(num)
     while turn < most:
         inside = flags != 0
@@ -145,7 +145,7 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
 
 @triton.jit
 def _gather(x, mask, moves):
-    """The bits of x at the places of a mask, at the lowest places."""
+    """Move the bits of x at the places of a mask to the lowest places."""
     a, b, c, d, e = moves
     x &= mask
     moved = x & a
@@ -162,7 +162,7 @@ def _gather(x, mask, moves):
 
 @triton.jit
 def _put(words, at, bits):
-    """Set these bits, from the `at`th on."""
+    """Set these bits from the `at`th on."""
     place, shift = at >> 5, (at & 31).to(tl.uint32)
     low, high = (bits << shift).to(tl.int32, bitcast=True), ((bits >> 1) >> (shift ^ 31)).to(tl.int32, bitcast=True)
     tl.atomic_or(words + place, low, mask=low != 0, sem="relaxed")
@@ -171,14 +171,14 @@ def _put(words, at, bits):
 
 @triton.jit
 def _rest(word, field: tl.constexpr, base, left):
-    """What the exponent of one float of a word is above its base: 0 behind the end."""
+    """The exponent of one float of a word minus its base; 0 after the end."""
     return tl.where(left > field, ((word >> (16 * field + 7)) & 255).to(tl.int32) - base, 0)
 
 
 @triton.jit
 def encode_tile(source, words, start, base, escapes, left):
-    """Write the planes of a tile and what follows its symbols, where there are zeros; `left` weights are from a lane's
-    first word on."""
+    """Write the planes of a tile, and the digits and bytes after its symbols, into zeros; `left` is the number of
+    weights from a lane's first word on."""
     base, zero = base.to(tl.int32), tl.zeros([128], tl.uint32)
     low, high, first0, first1, second0, second1, second2 = zero, zero, zero, zero, zero, zero, zero
     for pair in range(8):

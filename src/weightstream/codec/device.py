@@ -1,4 +1,4 @@
-"""Where kernels of Triton run."""
+"""The device on which Triton launches kernels."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def on(device: torch.device) -> torch.accelerator.device_index:
-    """Inside, kernels run on this device: Triton launches them on the current one, whatever they are given."""
+    """Make the device current: Triton launches on the current device, whatever device its arguments are on."""
     return torch.accelerator.device_index(device.index)

@@ -1,4 +1,4 @@
-"""How many bytes weights take coded, told from a few of their tiles. Reads no others, and encodes nothing."""
+"""Estimate the compressed size of weights from a sample of their tiles. Reads only these, and compresses nothing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from weightstream.codec.format import ELEMENTS, TILE, Layout, most_escapes
 from weightstream.codec.reference import histograms, windows
 
-# Coded bits per weight where weights cannot be read: trained and Gaussian ones, a little rounded up (docs/codec.md).
+# Compressed bits per weight if weights cannot be read: of trained and Gaussian ones, rounded up (docs/codec.md).
 ASSUMED_BITS: Mapping[str, float] = MappingProxyType({"bfloat16": 10.85, "float16": 14.3, "float8_e4m3fn": 7.3})
 
 _SAMPLE_TILES = 64
 _STANDARD_ERRORS = 4
-_MARGIN = 1000  # one in as many bytes, for what is not alike all over: rows that are larger than others
+_MARGIN = 1000  # one byte in so many is added, for tensors that vary: rows that are larger than others
 
 
 def estimate(parts: Sequence[torch.Tensor], dtype: str) -> int:
-    """At most how many bytes flat bytes on any device take compressed: exact up to 64 tiles.
+    """An upper bound of the compressed size, in bytes, of weights on any device; exact up to 64 tiles.
 
-    `parts` are the bytes, one after another; a part may be rows that lie apart. Above 64 tiles, from 64 that lie evenly
-    apart: as weights differ within a tensor by chance, not one in 1,000 takes more. An own place for large values can
-    be missed.
+    `parts` are the weights' bytes, one after another; a part may be strided rows. Above 64 tiles, 64 evenly spaced ones
+    are sampled: fewer than one in 1,000 tensors whose weights vary by chance takes more. The sample can miss large
+    values that are in one place.
     """
     count = sum(part.numel() for part in parts) // ELEMENTS[dtype].nbytes
     counts = histograms(_sample(parts, TILE * ELEMENTS[dtype].nbytes), dtype)
@@ -33,7 +33,7 @@ def estimate(parts: Sequence[torch.Tensor], dtype: str) -> int:
 
 
 def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
-    """A copy of all, or of some of the whole tiles of each part: of mapped files, nothing else is read."""
+    """A copy of all bytes, or of some whole tiles of each part; nothing else of a mapped file is read."""
     rows = [-(-tile_nbytes // part[0].numel()) for part in parts]  # of a tile
     firsts = list(accumulate((len(part) // num for part, num in zip(parts, rows, strict=True)), initial=0))
     if sum(part.numel() for part in parts) <= _SAMPLE_TILES * tile_nbytes or firsts[-1] < _SAMPLE_TILES:
@@ -41,13 +41,13 @@ def _sample(parts: Sequence[torch.Tensor], tile_nbytes: int) -> torch.Tensor:
     tiles = []
     for tile in (number * firsts[-1] // _SAMPLE_TILES for number in range(_SAMPLE_TILES)):
         index = bisect(firsts, tile) - 1
-        found = parts[index][(tile - firsts[index]) * rows[index] :][: rows[index]]
-        tiles.append(found.reshape(-1)[:tile_nbytes])
+        of_tile = parts[index][(tile - firsts[index]) * rows[index] :][: rows[index]]
+        tiles.append(of_tile.reshape(-1)[:tile_nbytes])
     return torch.cat(tiles)
 
 
 def _nbytes(escapes: torch.Tensor, dtype: str, count: int) -> int:
-    """Bytes of `count` weights from how many bytes of escapes are in each of some tiles."""
+    """The compressed size of `count` weights, from the bytes of escapes in each of the sampled tiles."""
     num_tiles, num_sampled = -(-count // TILE), len(escapes)
     if num_sampled == num_tiles:
         return Layout(dtype=dtype, count=count, num_escapes=int(escapes.sum())).nbytes

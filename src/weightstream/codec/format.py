@@ -1,10 +1,10 @@
-"""The coded form of a tensor, version 1: where each bit of a weight goes. Knows layouts and no device; docs/codec.md.
+"""The compressed form of a tensor, version 1: the place of each bit. Knows no device. Specified in docs/codec.md.
 
-A float is a sign, an exponent and a mantissa. Sign and mantissa are kept as they are; of trained weights the exponents
-carry 2.5 to 2.8 bits, and are kept as a symbol of 2 bits (bfloat16) or 3 bits (float16 and float8), counted from a
-base. The last symbol is an escape, which a byte completes; symbols of 2 bits, which have many escapes, are completed by
-digits of 2 and 3 bits before a byte is needed. Weights are coded in tiles of 4096, and a tile in 128 lanes of 32
-weights: in all that a tile holds, each lane owns every 128th word of 32 bits.
+A float is a sign, an exponent and a mantissa. Sign and mantissa are stored unchanged. The exponents of trained weights
+carry 2.5 to 2.8 bits; each is stored as a symbol of 2 bits (bfloat16) or 3 bits (float16 and float8), relative to a
+base. The last symbol is an escape, which is completed by a byte; symbols of 2 bits, which have many escapes, are
+completed by digits of 2 and 3 bits before a byte is needed. Weights are compressed in tiles of 4096, and a tile has 128
+lanes of 32 weights: each lane owns every 128th word of 32 bits.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from weightstream.errors import StoreError
 VERSION = 1
 TILE = 4096
 LANES = 128
-CODED_ALIGN_NBYTES = 512  # as units are laid out, so that neighbours are one copy
-# By the setting `codec`: weights are worth compressing below this share of their bytes, as decoding takes time.
+CODED_ALIGN_NBYTES = 512  # as in the layout of units, so that adjacent tensors are one copy
+# By the setting `codec`: a tensor is compressed if that takes less than this share of its bytes; decoding costs time.
 MAX_SHARE: Mapping[str, float] = MappingProxyType({"auto": 0.97, "compressed": 1.0})
 _MAX_ESCAPES = 2**31 - 1  # ranks are signed
-_MOST_DENSE = TILE * (2 + 3 + 8) // 8  # bytes behind the symbols of a tile
+_MOST_DENSE = TILE * (2 + 3 + 8) // 8  # bytes after the symbols of a tile
 
 
 class UnknownCodeError(StoreError):
-    """Weights are in a code that this version does not have."""
+    """Weights are compressed with symbols that this version does not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """A kind of float: the bits of its exponent, its mantissa and a symbol of its code; one more is its sign."""
+    """A float format: the bits of its exponent, of its mantissa, and of a symbol; one more bit is its sign."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -44,12 +44,12 @@ class Element:
 
     @property
     def raw_bits(self) -> int:
-        """Bits that are kept as they are."""
+        """Bits of sign and mantissa, which are stored unchanged."""
         return 1 + self.mantissa_bits
 
     @property
     def is_dense(self) -> bool:
-        """Whether digits follow the symbols of a tile, in whole words; else a byte for each escape."""
+        """Whether digits follow the symbols of a tile, in whole words; else each escape is a byte."""
         return self.symbol_bits == 2
 
 
@@ -64,12 +64,12 @@ ELEMENTS: Mapping[str, Element] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where everything is in `count` coded weights of a dtype: tiles, starts, bases, escapes, in this order.
+    """The layout of `count` compressed weights of a dtype: tiles, starts, bases, escapes, in this order.
 
     A tile is `tile_nbytes` long: a plane of w bits per weight takes w words of each lane, planes of raw bits first.
-    `starts` are `num_tiles` + 1 unsigned words of 32 bits: how many escapes are in the tiles before. `bases` has a byte
-    per tile, `escapes` one per escape; of bfloat16, `num_escapes` are bytes of digits too. Zeros fill up to a
-    multiple of 512 bytes.
+    `starts` are `num_tiles` + 1 unsigned words of 32 bits: the number of escapes in the tiles before. `bases` has a
+    byte per tile, `escapes` one per escape; for bfloat16, `num_escapes` also counts bytes of digits. Zeros fill up to
+    a multiple of 512 bytes.
     """
 
     dtype: str
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the coded form."""
+        """Bytes of the compressed form."""
         return -(-(self.escapes_at + self.num_escapes) // CODED_ALIGN_NBYTES) * CODED_ALIGN_NBYTES
 
     @property
@@ -112,23 +112,23 @@ class Layout:
         return self.count * self.element.nbytes
 
     def check(self) -> None:
-        """Raises `StoreError` where there cannot be so many escapes: more than weights have, or than a word counts."""
+        """Raise `StoreError` if the number of escapes is impossible for these weights, or too large for a word."""
         most = min(most_escapes(self.dtype, self.count), _MAX_ESCAPES)
         if type(self.num_escapes) is not int or not 0 <= self.num_escapes <= most:
             raise StoreError(f"{str(self.num_escapes)[:20]!r} escapes among {self.count} weights")
         if self.element.is_dense and self.num_escapes % 4:
-            raise StoreError(f"{self.num_escapes} bytes of escapes are no whole words")
+            raise StoreError(f"{self.num_escapes} bytes of escapes are no whole words of 4 bytes")
 
 
 def most_escapes(dtype: str, count: int) -> int:
-    """Bytes of escapes that weights take at most."""
+    """The greatest number of bytes of escapes that `count` weights can take."""
     return -(-count // TILE) * _MOST_DENSE if ELEMENTS[dtype].is_dense else count
 
 
 def layout_of(dtype: str, count: int, record: Mapping[str, Any], nbytes: int) -> Layout:
-    """The layout that a file tells of, held against the bytes that there are; raises `StoreError` where these differ.
+    """The layout that the `record` of a file describes; raises `StoreError` if it does not take exactly `nbytes`.
 
-    Nothing that a decoder reads is outside of `nbytes` then, whatever is in them.
+    A decoder then reads nothing outside these bytes, whatever they contain.
     """
     bits, num_escapes = record.get("bits"), record.get("escapes")
     if type(bits) is not int or dtype not in ELEMENTS or bits != ELEMENTS[dtype].symbol_bits:

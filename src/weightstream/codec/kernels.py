@@ -1,16 +1,16 @@
 """The codec's Triton kernels: the same bytes as the reference, at the speed of device memory.
 
-A program takes a tile, a thread one of its lanes, and the two floats (or four of 8 bits) of a word at a time. Where it
-reads does not depend on coded bytes but in one place, the escapes of a tile, and that is bounded: damaged bytes give
-wrong weights, and no access outside.
+A program decodes or encodes a tile, a thread one of its lanes, and the two floats (or four of 8 bits) of a word at a
+time. The addresses of reads depend on compressed bytes in one place only, the escapes of a tile, and are bounded there:
+damaged bytes give wrong weights, but no access outside.
 
 [Note: loops]
-Triton's coalescing pass looks at all operations that hang together once for each load and store, and takes the square
-of their number each time: 97 % of the time that the encoder of bfloat16 took to compile unrolled, 9 s. So a loop
-is unrolled here (`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and
-which is as fast as memory only if it is. LLVM unrolls the short loop of the decoder of bfloat16, to the same
-instructions. What encodes is far faster than the link either way. For the same reason whole tiles, which nearly all
-weights have, and ragged ones have two kernels, not two branches in one: few models need the second.
+Triton's coalescing pass visits all connected operations once for each load and store, in time that is quadratic in
+their number: 97 % of the 9 s in which the unrolled encoder of bfloat16 compiled. So a loop is unrolled here
+(`static_range`) only where it has to be: in `_write`, whose body is too long for LLVM to unroll, and which reaches the
+speed of memory only if it is unrolled. LLVM unrolls the short loop of the decoder of bfloat16 to the same instructions.
+The encoders are far faster than the link either way. For the same reason whole tiles, which nearly all weights have,
+and partial tiles have two kernels, not two branches in one: few models need the second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _mantissa(exponent):
 
 @triton.constexpr_function
 def _tile_words(exponent):
-    """Words of a coded tile: 128 for each bit of a coded weight."""
+    """Words of a compressed tile: 128 for each bit of a compressed weight."""
     return 128 * (1 + _mantissa(exponent) + (2 if _is_dense(exponent) else 3))
 
 
@@ -58,7 +58,8 @@ def _three(a, b, c, k: tl.constexpr, HALF: tl.constexpr, ONES: tl.constexpr):
 
 @triton.jit
 def _places(coded, count, tile, EXPONENT: tl.constexpr):
-    """Of a tile: where its words are, one to a lane, how many escapes are before it, its base; where escapes begin."""
+    """For a tile: addresses of its words, one per lane; number of escapes before it; base; address of the first escape
+    of all tiles."""
     WORDS: tl.constexpr = _tile_words(EXPONENT)
     num_tiles = tl.cdiv(count, 4096).to(tl.int32)
     words = coded.to(tl.pointer_type(tl.uint32)) + tile.to(tl.int64) * WORDS + tl.arange(0, 128)
@@ -84,7 +85,7 @@ def _write(
     EXPONENT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Decode the words of all lanes of a tile from their symbols in a to c; `room` is how many words fit."""
+    """Decode the words of all lanes of a tile from their symbols in a to c; `room` is the number of words that fit."""
     WIDTH: tl.constexpr = _width(EXPONENT)
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
     if EXPONENT == 5:
@@ -124,8 +125,8 @@ def _decode_tile(
     EXPONENT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Decode a tile whose first escape is the `start`th of these to `target`, where so many weights are `left`: all of
-    the tile's, if it is WHOLE."""
+    """Decode a tile, whose first escape is the `start`th of `escapes`, to `target`, which has room for `left` weights:
+    all of the tile if it is WHOLE."""
     PER_WORD: tl.constexpr = 32 // _width(EXPONENT)
     OUT: tl.constexpr = 4096 // PER_WORD  # words of a decoded tile
     SYMBOLS: tl.constexpr = 128 * (1 + _mantissa(EXPONENT))
@@ -141,7 +142,7 @@ def _decode_tile(
         flags = ((a & (a >> 1) & 0x55555555) | ((b & (b >> 1) & 0x55555555) << 1)) & c
         found = dense_kernels.popcount(flags)
         total = tl.sum(found)
-        # else the bytes are damaged, and no escape is read; of each lane: Triton's interpreter has no masks of scalars
+        # if not, the bytes are damaged, and no escape is read; per lane: Triton's interpreter has no scalar masks
         sound = tl.broadcast_to(total, [128]) <= num_escapes
         rank = tl.maximum(tl.minimum(start, num_escapes - total), 0) + tl.cumsum(found) - found
         _write(words, target + lane, room, a, b, c, base, escapes, rank, sound, EXPONENT, not WHOLE)
@@ -149,8 +150,8 @@ def _decode_tile(
 
 @triton.jit
 def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr):
-    """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table holds the first program of
-    each, then for each its source, target, weights and escapes."""
+    """Decode a tile of one of at most NUM tensors, all of whole tiles if WHOLE. The table has the first program of each
+    tensor, then for each its source, target, number of weights and number of escapes."""
     program = tl.program_id(0)
     tensor = tl.sum((tl.load(table + tl.arange(0, NUM)) <= program).to(tl.int32)) - 1
     row = table + NUM + 4 * tensor
@@ -169,19 +170,18 @@ def decode(table, NUM: tl.constexpr, WHOLE: tl.constexpr, EXPONENT: tl.constexpr
 
 @triton.jit
 def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr):
-    """Decode a tile of one of the rows `ids` of a tensor to what of the target `places` names; where escapes are
-    `BESIDE` the words of a row, these are in `slots`, else in the tensor.
+    """Decode a tile of one of the rows `ids` of a tensor to its place in the target. If the escapes of a row follow its
+    words (`BESIDE`), both are in `slots`, else in the tensor.
 
     A row is whole tiles. Nothing is written for a negative id or slot; an id that is too large gives the last row. The
-    table holds where slot 0 is, the bytes from one slot to the next, and the most escapes that a row may have; the
-    target; how many rows there are, the tiles of one, and where the starts and the bases of all tiles are; and where
-    the escapes of all rows are. In a slot they
-    begin as many bytes behind a multiple of 8 as there.
+    table has the address of slot 0, the bytes from one slot to the next, and the greatest number of escapes of a row;
+    the target; the number of rows, the tiles of a row, and the addresses of the starts and bases of all tiles; and the
+    address of the escapes of all rows. In a slot, escapes begin at the same offset modulo 8 as there.
     """
     part, index = tl.program_id(0), tl.program_id(1)
     row = tl.load(ids + index)
     slot = tl.load(slots + index) if BESIDE else row
-    if (row < 0) | (slot < 0):  # asked first: many are
+    if (row < 0) | (slot < 0):  # first, as many are
         return
     stride, most = tl.load(table + 1), tl.load(table + 2).to(tl.int32)
     target = tl.load(table + 3).to(tl.pointer_type(tl.uint32))
@@ -196,7 +196,7 @@ def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr
     first = tl.load(starts + row * tiles)
     if _is_dense(EXPONENT):  # words are read
         first &= -4
-    if not BESIDE:  # damaged, it may be any number
+    if not BESIDE:  # in damaged bytes it may be any number
         first = tl.minimum(tl.maximum(first, 0), most)
         most -= first
     num_escapes = tl.minimum(tl.maximum(tl.load(starts + (row + 1) * tiles) - first, 0), most)
@@ -213,7 +213,7 @@ def pick(table, ids, slots, places, BESIDE: tl.constexpr, EXPONENT: tl.constexpr
 
 @triton.jit(do_not_specialize=["count"])
 def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr):
-    """How often each exponent occurs in a tile."""
+    """Count each exponent in a tile."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * 4096 + tl.arange(0, 4096)
     source = data.to(tl.pointer_type(tl.uint8 if EXPONENT == 4 else tl.uint16))
@@ -226,7 +226,7 @@ def histogram(data, counts, count: tl.int64, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _field(word, field: tl.constexpr, base, left, EXPONENT: tl.constexpr):
-    """What the exponent of one float of a word is above its base: 0 behind the end."""
+    """The exponent of one float of a word minus its base; 0 after the end."""
     WIDTH: tl.constexpr = _width(EXPONENT)
     exponent = ((word >> (WIDTH * field + _mantissa(EXPONENT))) & (2**EXPONENT - 1)).to(tl.int32)
     return tl.where(left > field, exponent - base, 0)
@@ -234,7 +234,7 @@ def _field(word, field: tl.constexpr, base, left, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constexpr):
-    """Write the planes and the escapes of a tile; `left` weights are from a lane's first word on."""
+    """Write the planes and the escapes of a tile; `left` is the number of weights from a lane's first word on."""
     WIDTH: tl.constexpr = _width(EXPONENT)
     PER_WORD: tl.constexpr = 32 // WIDTH
     ONES: tl.constexpr = 0x01010101 if WIDTH == 8 else 0x00010001
@@ -247,7 +247,7 @@ def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constex
     s_high = zero
     found = tl.zeros([128], tl.int32)
     for plane in range(2):
-        s, raw = zero, zero  # what the words being made hold so far
+        s, raw = zero, zero  # the words under construction
         for nth in tl.static_range(PER_PLANE):
             k = plane * PER_PLANE + nth
             room = left - k * (128 * PER_WORD)
@@ -293,7 +293,7 @@ def _encode_tile(source, words, start, base, escapes, left, EXPONENT: tl.constex
 
 @triton.jit(do_not_specialize=["count"])
 def encode(data, coded, count: tl.int64, EXPONENT: tl.constexpr):
-    """Write the planes and the escapes of a tile; starts and bases are in place already."""
+    """Write the planes and the escapes of a tile; starts and bases are written already."""
     WIDTH: tl.constexpr = _width(EXPONENT)
     PER_WORD: tl.constexpr = 32 // WIDTH
 

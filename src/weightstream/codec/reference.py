@@ -1,4 +1,4 @@
-"""The codec in plain torch, on any device: what the kernels must do, and what does it where they cannot run."""
+"""The codec in plain torch, on any device: the reference for the kernels, and the fallback where they do not run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from weightstream.codec import digits
 from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
-_TILES = 4096  # whose bytes in each base are held at once
+_TILES = 4096  # whose sizes for each base are computed at once
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
 
 
@@ -37,11 +37,11 @@ class Windows(NamedTuple):
 
 
 def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """How often each exponent occurs in each tile of flat bytes: int32 of shape (tiles, exponents)."""
+    """Counts of each exponent in each tile of flat bytes: int32 of shape (tiles, exponents)."""
     element = ELEMENTS[dtype]
     values, num = data.view(_WORDS[element.nbytes]), 2**element.exponent_bits
     num_tiles, whole = -(-len(values) // TILE), len(values) // TILE
-    places = (values >> element.mantissa_bits & num - 1).to(torch.int32)  # in all histograms, one after the other
+    places = (values >> element.mantissa_bits & num - 1).to(torch.int32)  # in all histograms, one after another
     begins = torch.arange(0, num * num_tiles, num, dtype=torch.int32, device=data.device)
     places[: whole * TILE].view(whole, TILE).add_(begins[:whole, None])
     places[whole * TILE :].add_(begins[whole:])
@@ -62,7 +62,7 @@ def windows(counts: torch.Tensor, dtype: str) -> Windows:
 
 
 def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place of the least number in each row, and that number."""
+    """The first index of the least number in each row, and that number."""
     least = numbers.amin(1)
     return (numbers == least[:, None]).to(torch.uint8).argmax(1), least
 
@@ -104,7 +104,7 @@ def encode(data: torch.Tensor, dtype: str) -> Encoded:
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor, first: int = 0, last: int | None = None) -> None:
-    """Write the weights' bytes to flat `out`: all, or those of tiles [first, last) to their place in it.
+    """Decode to flat `out`: all weights, or those of tiles [first, last) to their places in it.
 
     Damaged bytes give wrong weights.
     """
@@ -154,7 +154,7 @@ def _shape(dtype: str) -> tuple[int, int]:
 
 
 def _in_order(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """(tiles, 4096) in the order of weights -> in the order of escapes."""
+    """Permute (tiles, 4096) from the order of weights to the order of escapes."""
     num, per = _shape(dtype)
     if ELEMENTS[dtype].is_dense:
         return values.view(-1, num, LANES, per).permute(0, 2, 3, 1).reshape(values.shape)
@@ -162,6 +162,7 @@ def _in_order(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The inverse of `_in_order`."""
     num, per = _shape(dtype)
     if ELEMENTS[dtype].is_dense:
         return values.view(-1, LANES, per, num).permute(0, 3, 1, 2).reshape(values.shape)
@@ -169,13 +170,13 @@ def _by_weight(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _shifts(dtype: str, bits: int, device: torch.device) -> torch.Tensor:
-    """Where fields are in a word that several words of weights share, shape (words, 1, weights in a word)."""
+    """Bit offsets of fields in a word that several words of weights share: (words, 1, weights in a word)."""
     num, weights = _shape(dtype)
     return bits * torch.arange(num // bits, device=device)[:, None, None] + num * torch.arange(weights, device=device)
 
 
 def _plane(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    """Fields of 1, 2, 4 or 8 bits, as many words of weights in one as go: int64 of shape (tiles, words, lanes)."""
+    """Pack fields of 1, 2, 4 or 8 bits, those of several words of weights in one: int64, (tiles, words, lanes)."""
     num, weights = _shape(dtype)
     shaped = values.to(torch.int64).view(-1, bits, num // bits, LANES, weights)
     return (shaped << _shifts(dtype, bits, values.device)).sum((2, 4))
@@ -188,7 +189,7 @@ def _values(words: torch.Tensor, dtype: str, bits: int, mask: int) -> torch.Tens
 
 
 def _packed(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    """Symbols, or a weight's raw bits, as words: of 11 bits the low 8 first, of 3 the low 2."""
+    """Pack symbols or raw bits into words: of 11 bits the low 8 first, of 3 bits the low 2."""
     if bits > 8:
         return torch.cat([_packed(values & 255, dtype, 8), _packed(values >> 8, dtype, bits - 8)], 1)
     if bits != 3:
@@ -207,8 +208,8 @@ def _unpacked(words: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
 
 
 def _packed_dense(values: torch.Tensor, dtype: str, bits: int) -> torch.Tensor:
-    """Raw bits of two words in one: mantissa and sign of the first where they stand in a weight, those of the second in
-    between. Symbols are in planes: a bit of each weight of a lane."""
+    """Pack the raw bits of two words into one: mantissa and sign of the first at their places in a weight, those of the
+    second in between. Symbols are packed into planes, one bit of each weight of a lane."""
     if bits == 2:
         return torch.cat([_plane(values & 1, dtype, 1), _plane(values >> 1, dtype, 1)], 1)
     words = values.to(torch.int64).view(len(values), -1, 2, LANES, 2)

@@ -1,7 +1,7 @@
 """The codec on a GPU: launches of the Triton kernels.
 
-Triton compiles a kernel anew for each kind of its arguments, which takes a second. So launches differ in dtype and in
-whether all tiles are whole: addresses are aligned, counts have 64 bits, and tables one size.
+Triton compiles a kernel anew for each kind of its arguments, which takes a second. So launches differ only in dtype and
+in whether all tiles are whole: addresses are aligned, counts have 64 bits, and tables have one size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weightstream.codec.format import ELEMENTS, TILE, Element, Layout
 from weightstream.codec.reference import CodedPart, Encoded
 
 WARPS = 4  # a thread per lane: with more lanes in a thread, Triton changes layouts through shared memory
-_MOST = 32  # tensors in a launch: a warp counts those that begin before it in one go
+_MOST = 32  # tensors in a launch: a warp finds its tensor in one step
 _NEVER = 2**62
-_ALIGN = 16  # what Triton tells addresses apart by
+_ALIGN = 16  # by which Triton distinguishes kinds of addresses
 
 
 def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -37,7 +37,7 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -> Encoded:
-    """As `reference.encode`; `counts` are its histograms, where they are known."""
+    """As `reference.encode`; `counts` are the histograms, if they are known."""
     element = ELEMENTS[dtype]
     count = data.numel() // element.nbytes
     if data.numel() % 4:  # words are read whole
@@ -53,15 +53,15 @@ def encode(data: torch.Tensor, dtype: str, counts: torch.Tensor | None = None) -
 
 
 def warm_triton() -> None:
-    """Make what Triton makes for all kernels, before threads would, each for itself."""
+    """Initialise Triton once, before several threads would do so at the same time."""
     triton.runtime.driver.active.get_current_device()
 
 
 class DecodeLaunch:
-    """Several coded tensors of one kind, decoded together: each is its coded bytes, their layout and its target.
+    """Decodes several compressed tensors of one kind together.
 
-    A target has room for whole words of 4 bytes. All addresses are fixed. What decodes bfloat16 reads again what it
-    wrote: nothing else may write to the same target meanwhile.
+    A target has room for whole words of 4 bytes. All addresses are fixed. The kernel of bfloat16 reads words again that
+    it wrote: nothing else may write to the same target meanwhile.
     """
 
     def __init__(self, parts: Iterable[CodedPart]) -> None:
@@ -71,34 +71,34 @@ class DecodeLaunch:
         tables = torch.tensor([table for table, _ in rows], dtype=torch.int64, device="cpu").to(coded.device)
         element = layout.element
         is_whole = all(layout.count % TILE == 0 for _, layout, _ in self._parts)
-        facts = _MOST, int(is_whole), element.exponent_bits
+        constants = _MOST, int(is_whole), element.exponent_bits
         pairs = zip(tables, rows, strict=True)
-        self._launches = [((num_tiles, 1, 1), (table, *facts)) for table, (_, num_tiles) in pairs]
+        self._launches = [((num_tiles, 1, 1), (table, *constants)) for table, (_, num_tiles) in pairs]
         self._compiled: list[Callable[[], object]] = []
 
     def __call__(self) -> None:
-        # Triton looks a kernel up by all of its arguments, which takes the host four times as long as the launch. Its
-        # interpreter has none to give.
+        # Triton looks a kernel up by all of its arguments, which takes the host four times as long as the launch, so
+        # compiled kernels are kept. Triton's interpreter returns None.
         with on(self._parts[0][0].device):
             if self._compiled:
                 for launch in self._compiled:
                     launch()
                 return
             options = _options(self._parts[0][1].element)
-            found = [(kernels.decode[grid](*args, **options), grid, args) for grid, args in self._launches]
-        # an address in place of a tensor, as it is looked up too
+            launched = [(kernels.decode[grid](*args, **options), grid, args) for grid, args in self._launches]
+        # an address instead of a tensor, whose attributes Triton would look up
         self._compiled = [
-            partial(k[grid], table.data_ptr(), *facts) for k, grid, (table, *facts) in found if k is not None
+            partial(k[grid], table.data_ptr(), *constants) for k, grid, (table, *constants) in launched if k is not None
         ]
 
 
 class Picking:
-    """Decodes some rows of a coded tensor into a target, which has room for them, the k-th to the k-th place or to that
-    which `places` names. These and ids are int64, on the device.
+    """Decodes some rows of a compressed tensor into a target: the k-th to the k-th place, or to the k-th of `places`.
+    Ids and places are int64, on the device.
 
-    A row is whole tiles, and there are `num_rows`. The rows' words are in the tensor; or in slots, with their escapes
-    behind them, and `coded` is the rest: starts, bases. These may be elsewhere too, as `heads`. Addresses are fixed. No
-    two rows may come to one place.
+    There are `num_rows` rows, each of whole tiles. The words of the rows are in the tensor; or in slots, followed by
+    their escapes, and `coded` is the rest: starts, bases. `heads`: starts and bases in other memory. Addresses are
+    fixed. No two rows may have one place.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Picking:
         if slots is not None:
             most = slots.shape[1] - stride - 8
             words_at, stride, starts_at = slots.data_ptr(), slots.shape[1], at
-            escapes_at = at + layout.escapes_at - layout.starts_at  # of which the last bits count
+            escapes_at = at + layout.escapes_at - layout.starts_at  # only its lowest bits are used
         elif heads is not None:
             starts_at = heads.data_ptr()
         bases_at = starts_at + layout.bases_at - layout.starts_at
         table = [words_at, stride, most, out.data_ptr(), num_rows, tiles, starts_at, bases_at, escapes_at]
-        self._memory = coded, slots, heads, out
+        self._memory = coded, slots, heads, out  # kept alive: the table has only addresses
         self._in_order = torch.arange(out.nbytes * num_rows // layout.raw_nbytes, dtype=torch.int64, device=out.device)
         self._table = torch.tensor(table, dtype=torch.int64, device="cpu").to(out.device)
         self._tiles = tiles
-        self._facts = int(slots is not None), layout.element.exponent_bits
+        self._constants = int(slots is not None), layout.element.exponent_bits
         self._options = _options(layout.element)
         self._compiled: Any = None
 
@@ -133,22 +133,22 @@ class Picking:
         self, ids: torch.Tensor, slots: torch.Tensor | None = None, *, places: torch.Tensor | None = None
     ) -> None:
         grid = self._tiles, ids.numel(), 1
-        given = self._table, ids, ids if slots is None else slots, self._in_order if places is None else places
+        arguments = self._table, ids, ids if slots is None else slots, self._in_order if places is None else places
         with on(self._table.device):
             if self._compiled is not None:
-                self._compiled[grid](*(tensor.data_ptr() for tensor in given), *self._facts)
+                self._compiled[grid](*(tensor.data_ptr() for tensor in arguments), *self._constants)
                 return
-            self._compiled = kernels.pick[grid](*given, *self._facts, **self._options)
+            self._compiled = kernels.pick[grid](*arguments, *self._constants, **self._options)
 
 
 def _options(element: Element) -> dict[str, int]:
-    """Of a compiler. What is rare in a tile of bfloat16 would take registers from everything else [H200: 1.60 TB/s
-    instead of 1.83]."""
+    """Compiler options. Without a limit, rare cases in a tile of bfloat16 would take registers from everything else
+    [H200: 1.60 TB/s instead of 1.83]."""
     return {"num_warps": WARPS} | ({"maxnreg": 32} if element.is_dense else {})
 
 
 def _row(parts: Sequence[CodedPart]) -> tuple[list[int], int]:
-    """The table of a launch, and its programs."""
+    """The table of a launch, and its number of programs."""
     firsts = list(accumulate((layout.num_tiles for _, layout, _ in parts), initial=0))
     row = [*firsts[:-1], *[_NEVER] * (_MOST - len(parts))]
     for coded, layout, out in parts:

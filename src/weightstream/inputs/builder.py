@@ -1,4 +1,4 @@
-"""The builder of an offloaded model: finds weights, makes homes, gathers the planner's inputs, and attaches a plan."""
+"""The builder of an offloaded model: finds weights, gives them homes, gathers the planner's inputs, attaches a plan."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
 
-_NAMED = 8  # tensors in a warning
+_NAMED = 8  # tensors that a warning names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallerFacts:
-    """What a caller knows of a model.
+    """Facts about a model that its caller knows.
 
     Attributes:
         memories: file mappings and lazily filled memories that its weights are views of.
         folder: a folder that is deleted with the model.
-        example: arguments of a call, to plan for.
-        ranks: the processes of tensor parallelism that hold its other shards.
-        subset: what is wanted of layers that are not a model of their own.
+        example: arguments of a call to plan for.
+        ranks: the processes of tensor parallelism that hold the other shards.
+        subset: the layers to offload, if they are not a model of their own.
         elsewhere: ids of tensors that are weights of another offloaded model.
-        progress: whether to show progress; None: where stderr is a terminal.
+        progress: whether to show progress; None: only if stderr is a terminal.
     """
 
     memories: Sequence[Memory] = ()
@@ -73,7 +73,7 @@ class CallerFacts:
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A module of these alone, under their names."""
+    """A module that contains only these layers, under their names."""
     root = nn.Module()
     for name, layer in layers.items():
         *outer, last = name.split(".")
@@ -90,9 +90,9 @@ def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
 def assembled(
     model: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts
 ) -> Iterator[OffloadBuilder]:
-    """A model about to be offloaded; where the block fails it is as it was.
+    """The builder of a model. If the block fails, the model is restored.
 
-    Raises what `offload` does.
+    Raises the errors of `offload`.
     """
     forward_patch.refuse_twice(model)
     forward_patch.refuse_foreign(dict(model.named_modules()))
@@ -108,7 +108,7 @@ def assembled(
         yield builder
     except BaseException:
         closing()
-        # the handler of the error holds its frames, and may offload the model again
+        # the error keeps these frames alive in its handler, which may offload the model again: hold no memory
         if forward_patch.ATTRIBUTE not in vars(model):
             if builder is not None:
                 builder.forget()
@@ -119,14 +119,14 @@ def assembled(
 
 
 class OffloadBuilder:
-    """The parts of one model that is about to be offloaded.
+    """Prepares one model, and attaches a plan to it.
 
     Attributes:
         model: the module.
         gatherer: gathers the planner's inputs for calls of the model.
         inputs: the planner's inputs, for the usual step.
         known: kinds of calls that the inputs are for.
-        recast: a cast of the model that diffusers has asked for.
+        recast: runs a cast of the component that diffusers asks for; None: the model is not in a pipeline.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class OffloadBuilder:
         expected = dtypes_to_compress(by_alias, backend, config, among=facts.ranks is not None)
         prepare_decoding(backend.device, expected, facts.progress)
         if any(m.role is Role.ATTRIBUTE for group in self._by_alias.values() for m in group.members):
-            closing.add(global_state.forget_cached, model)  # which go by a tensor's device as it was
-        # of its own: another model may have weights of the same names
+            closing.add(global_state.forget_cached, model)  # caches that depend on the earlier device of a tensor
+        # a folder per model: another model may have weights of the same names
         spill = OffloadFolder(config.offload_folder) if config.offload_folder is not None else None
         arena, pages = pinned(backend, config)
         self._homes = Homes(
@@ -159,7 +159,7 @@ class OffloadBuilder:
             empty=alias_groups.empty_tensors(model),
             mappings=facts.memories,
             arena=arena,
-            pages=pages if facts.memories else None,  # nothing else is in files
+            pages=pages if facts.memories else None,  # other weights are not in files
             spill=spill,
             by_row=tables_of(model, self._by_alias),
         )
@@ -179,7 +179,8 @@ class OffloadBuilder:
             progress=facts.progress,
         )
         self.inputs = self.gatherer.gather(config, machine, facts.example)
-        if expected and backend.device.type == "cuda":  # the caller may capture next: no thread may use the device then
+        if expected and backend.device.type == "cuda":
+            # the caller may capture next: wait for threads that compile, as they use the device
             can_decompress(backend, config, expected, facts.progress)
         for owned in (facts.folder, spill):
             if owned is not None:
@@ -187,30 +188,30 @@ class OffloadBuilder:
 
     @property
     def device(self) -> torch.device:
-        """Where it is to compute."""
+        """The device that computes."""
         return self._backend.device
 
     def close(self) -> None:
-        """Let go of a model to which no plan is attached."""
+        """Restore a model to which no plan is attached."""
         self._closing()
 
     def forget(self) -> None:
-        """Keep no memory of the weights."""
+        """Drop all references to the memory of the weights."""
         for home in self._homes.homes.values():
             home.forget()
 
     @property
     def elsewhere(self) -> frozenset[int]:
-        """Ids of tensors of the model that are another one's weights."""
+        """Ids of tensors of the model that are weights of another model."""
         return self._facts.elsewhere
 
     def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
-        """The alias groups of tensors, given by their ids."""
+        """The alias groups of the tensors with these ids."""
         every = self._by_alias.items()
         return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def plan_with(self, inputs: PlannerInputs) -> None:
-        """Take these inputs, which have as many grains as before, or only the coarsest ones of them."""
+        """Replace the inputs; the new ones have the same grains, or only the coarsest of them."""
         self.inputs = inputs
         self.gatherer = replace(self.gatherer, grains=self.gatherer.grains[: len(inputs.grains)])
 
@@ -221,8 +222,15 @@ class OffloadBuilder:
         entries: Sequence[str] = (),
         on_added: Callable[[], None] | None = None,
     ) -> Streamer:
-        """Put the plan in force. `on_added` is for models that share a budget: as `Streamer.on_added`."""
-        if block is None and (short := self.inputs.shortage(plan)):  # in a shared block other models count, too
+        """Put the plan in force.
+
+        Args:
+            plan: the plan.
+            block: memory that several models use in turn.
+            entries: the methods of the model that start a step, besides its forward.
+            on_added: as for `Streamer.on_added`, for models that share a budget.
+        """
+        if block is None and (short := self.inputs.shortage(plan)):  # shared memory counts once, for all models
             logger.warning("device memory may run out: %s", short)
         # a method of the builder, which so lives as long as its streamer: a pipeline refers to both only weakly
         replanning = Replanning(self.inputs, self._inputs_for_call, partial(doubt, self._backend.device), self.known)
@@ -250,33 +258,34 @@ class OffloadBuilder:
         return self.gatherer.for_call(inputs, entry, args, kwargs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
-        beyond = Beyond(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
-        streamer.on_added(on_added or beyond.tell)
+        excess = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
+        streamer.on_added(on_added or excess.check)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
-            cuda.give_back(workspaces=False)  # what encoding took
+            cuda.give_back(workspaces=False)  # memory that compressing took
         self._closing.add(device_map.attach_device_map(self.model, self._backend.device, self.recast))
-        self._closing.add(streamer.place_added, None)  # to where the weights are again
+        self._closing.add(streamer.place_added, None)  # moves added tensors to where the weights are again
         _report(streamer.plan, self._config)
         if self.inputs.whole_experts and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.inputs.whole_experts)
 
 
-class Beyond:
-    """Logs once that what came to the device besides planned weights is more than the budget has room for."""
+class BudgetCheck:
+    """Warns once if tensors that were added after planning exceed the budget."""
 
     def __init__(self, held_nbytes: Callable[[], int], budget: Callable[[], int | None]) -> None:
-        self._held_nbytes, self._budget = held_nbytes, budget
-        self._has_told = False
+        self._held_nbytes = held_nbytes
+        self._budget = budget
+        self._has_warned = False
 
-    def tell(self) -> None:
-        """Look whether there is room."""
-        if self._has_told or (budget := self._budget()) is None or (held := self._held_nbytes()) <= budget:
+    def check(self) -> None:
+        """Compare the bytes on the device with the budget."""
+        if self._has_warned or (budget := self._budget()) is None or (held := self._held_nbytes()) <= budget:
             return
-        self._has_told = True
+        self._has_warned = True
         logger.warning(
-            "tensors that came after offloading, such as adapters or fused projections, stay on the device, where "
-            "weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To have them planned for, "
-            "call remove() and offload again with them; or give a smaller device_budget",
+            "tensors that were added after offloading, such as adapters or fused projections, stay on the device, "
+            "where weights now take %s (%d bytes): %d bytes more than the budget of %s (%d bytes). To include them in "
+            "the plan, call remove() and offload again; or give a smaller device_budget",
             human(held),
             held,
             held - budget,
@@ -286,7 +295,7 @@ class Beyond:
 
 
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
-    """What the ranks agree on; links are as fast as while all of them copy, as they do in a step."""
+    """The configuration and the machine on which all ranks agree, with the rates of links while all ranks copy."""
     if backend.device.type != "cpu":
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = multi_gpu_links.at_most(machine, multi_gpu_links.shared_link_rate(backend.device, ranks.confirm))
@@ -302,14 +311,15 @@ def _weights(model: nn.Module, elsewhere: frozenset[int]) -> dict[str, alias_gro
         raise ConfigError(f"{type(model).__name__} has no weights to offload")
     if held := alias_groups.held_elsewhere(by_alias):
         logger.warning(
-            "%s are also shown by tensors or arrays outside of the model: what is written through those from now on is "
-            "not seen. Write through the model's own, or drop the others before offload()",
+            "the memory of %s is also used by tensors or arrays outside of the model: writes through these are not "
+            "seen from now on. Write to the model's own tensors, or drop the others before offload()",
             ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
         )
     return by_alias
 
 
 def _report(plan: Plan, config: OffloadConfig) -> None:
+    """Log the plan, and warn of settings that have no effect."""
     patterns = {"prefetch": config.prefetch.offload_params, "uva": config.uva.cpu_offload_params}.get(config.backend)
     names = [tensor.name for tensor in plan.manifest.tensors()]
     for pattern in unmatched_patterns((*(patterns or ()), *config.zero_copy_params), names):

@@ -1,7 +1,7 @@
-"""Shares: what each device is given of one model that is spread over several, by whose each block is.
+"""Splits one model over several devices: the modules and the budget of each device, from a deal of the blocks.
 
-Blocks that share memory are with the first of them, and with what is in no block where they share that. Which deals of
-blocks are worth a try: plan/multi_device.py.
+Blocks that share memory are on one device, that of the first of them. Blocks that share memory with a module outside of
+the blocks are on the first device, like that module. The deals that are worth a try: plan/multi_device.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ from weightstream.runtime.tensors.leaves import leaves, leaves_of
 from weightstream.runtime.weights.alias_groups import Scope
 from weightstream.settings.config import OffloadConfig
 
-_FREE = 0.9  # of what is free, where no budget is given: activations and caches take the rest
+_FREE = 0.9  # share of the free memory for weights if no budget is set: activations and caches take the rest
 
 
 class DeviceSplit(NamedTuple):
-    """What each device is given: modules under one root, their bytes, a budget; whose each block is; what is around."""
+    """One model over several devices. Lists have an entry per device.
+
+    Attributes:
+        roots: a module that contains the modules of the device.
+        nbytes: bytes of their weights.
+        budgets: bytes of device memory for weights; None: not configured.
+        lane_of: the index of the device that computes each block.
+        around: modules that contain blocks, whose own tensors are on the first device.
+        observe: returns the work of the model's step, once for all devices.
+    """
 
     roots: list[nn.Module]
     nbytes: list[int]
@@ -38,7 +47,7 @@ class DeviceSplit(NamedTuple):
     observe: Observe
 
     def settings(self, lane: int, config: OffloadConfig) -> OffloadConfig:
-        """Those of one device, with a share of the host's budget."""
+        """The settings of one device, with its share of the host budget."""
         return config.within(self.budgets[lane], self.nbytes[lane] / sum(self.nbytes))
 
     def subset(self, lane: int, model: nn.Module) -> LayerSubset:
@@ -54,9 +63,12 @@ class DeviceSplit(NamedTuple):
 
 
 def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[DeviceSplit]:
-    """What each device is given of a model, in each deal of its blocks that is worth a try."""
+    """The split of a model in each deal of its blocks that is worth a try.
+
+    Raises `ConfigError` for the classic settings, and for a model without repeated blocks.
+    """
     if config.backend != "none":
-        raise ConfigError(f"the {config.backend} settings are for one GPU: several have a device_budget each")
+        raise ConfigError(f"the {config.backend} settings are for one GPU: for several, give a device_budget for each")
     if not (blocks := called(find_blocks(model))):
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
     settings = [config.within(budget) for budget in config.stripes.values()]
@@ -69,15 +81,15 @@ def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: Of
     around = [unit.module for unit in units if unit.scope is not Scope.TREE]
     if known[0] is not None:
         known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
-    follow, found = cache(observe), []
+    observe_once, splits = cache(observe), []
     for whose in deals:
         lane_of = {block: 0 if root is None else whose[root] for block, root in zip(blocks, first, strict=True)}
         layers: list[dict[str, nn.Module]] = [{} for _ in machines]
         for unit in (u for u in units if u.scope is Scope.TREE):
             layers[lane_of.get(unit.module, 0)][unit.name] = unit.module
         roots = [rooted(named) for named in layers]
-        found.append(DeviceSplit(roots, [_nbytes(root) for root in roots], known, lane_of, around, follow))
-    return found
+        splits.append(DeviceSplit(roots, [_nbytes(root) for root in roots], known, lane_of, around, observe_once))
+    return splits
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -85,19 +97,24 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block the first that shares memory with it, which it is to be with; None: with what is in no block."""
+    """For each block, the index of the first block on whose device it must be, as they share memory.
+
+    None: the block must be on the first device, as it shares memory with a module outside of the blocks.
+    """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}
     held = [{_memory(leaf.tensor) for leaf in leaves_of(block)} for block in blocks]
-    found: list[int | None] = []
-    for index, own in enumerate(held):
-        roots = [found[before] for before in range(index) if own & held[before]]
-        found.append(
-            None if own & outside or None in roots else min((r for r in roots if r is not None), default=index)
-        )
-    return found
+    first: list[int | None] = []
+    for index, memories in enumerate(held):
+        sharing = [first[before] for before in range(index) if memories & held[before]]
+        if memories & outside or None in sharing:
+            first.append(None)
+        else:
+            first.append(min((block for block in sharing if block is not None), default=index))
+    return first
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor: its address, or its identity where it has none."""
     storage = tensor.untyped_storage()
     return (storage.data_ptr() if not tensor.is_meta and tensor.numel() else 0) or storage._cdata

@@ -1,7 +1,7 @@
 """Gathers the planner's inputs of one model: its weights and units, the work of a step, the machine. Decides nothing.
 
-What takes time to find out (samples of weights, compiled kernels, the speed of files) is found out only where a plan
-within the budget can depend on it.
+Slow steps (sampling weights, compiling kernels, measuring the speed of files) are taken only where a plan within the
+budget can depend on their result.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from weightstream.store.mapping import Memory
 
 logger = logging.getLogger("weightstream")
 
-_TEXT = 512  # tokens of an encoder's input, where none are given
-_CONTEXT = 4096  # positions to plan for where none are given, if a model has so many
-_FOLLOW_S = 5.0  # at most, to follow a call on shapes: FLUX.1's transformer takes 0.4
+_TEXT = 512  # tokens of an encoder's input, unless configured
+_CONTEXT = 4096  # positions to plan for, unless configured, if the model has that many
+_FOLLOW_S = 5.0  # limit for tracing a call on shapes; FLUX.1's transformer takes 0.4 s
 Grains = list[list[UnitModule]]
 Observe = Callable[[nn.Module, Workload], Footprint]
 _RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
@@ -67,7 +67,7 @@ class LayerSubset:
         in_graphs: steps are CUDA graphs, in which the host launches no kernel.
         model: the model that the layers are part of, whose steps are planned for; None: an engine runs them.
         cache_share: the share of the model's cache that belongs to the layers.
-        observe: gives the work of the model's step, once for all devices.
+        observe: returns the work of the model's step; shared by all devices, so that the step is traced once.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -81,7 +81,13 @@ class LayerSubset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedWeights:
-    """Where the weights of a loaded model are: what is slow to find out about them can be found out."""
+    """The places of a loaded model's weights, from which slow facts can be found out.
+
+    Attributes:
+        homes: the homes of its alias groups.
+        memories: file mappings and lazily filled memories that its weights are views of.
+        progress: whether to show progress; None: only if stderr is a terminal.
+    """
 
     homes: Homes
     memories: Sequence[Memory] = ()
@@ -97,9 +103,9 @@ class Gatherer:
         by_alias: its weights.
         grains: its units in each grain.
         weights: where its weights may be placed.
-        backend: the device on which operators can be timed; None: they are not.
-        loaded: where the weights are; None of a model on meta, of which nothing more can be found out.
-        subset: what is to be known of a model that is not offloaded as a whole.
+        backend: the device on which operators can be timed; None: operators are not timed.
+        loaded: the places of its weights; None for a model on meta.
+        subset: the layers to offload; None: the whole model.
     """
 
     model: nn.Module
@@ -112,24 +118,24 @@ class Gatherer:
 
     @property
     def called(self) -> nn.Module:
-        """The module whose calls are planned for."""
+        """The module whose calls are planned."""
         whole = self.subset.model if self.subset is not None else None
         return self.model if whole is None else whole
 
     def gather(self, config: OffloadConfig, machine: Machine, example: Example | None = None) -> PlannerInputs:
         """The inputs for the model's usual step, or for a forward with the arguments of `example`.
 
-        The usual step is that of a language model; where an engine runs the layers, one product with every matrix; of
-        any other model nothing is known before its first call.
+        The usual step of a language model is a decode step; that of layers that an engine runs is a product with every
+        matrix. The step of any other model is unknown before its first call.
         """
-        # before an example is followed: a trial of operators shares the device with no compiler
+        # before an example is traced: no compiler may use the device while its operators are timed
         inputs = self.complete(self._usual_step(config, machine))
         if example is None:
             return inputs
         for_example = self.for_call(inputs, "forward", example.args, example.kwargs)
         if for_example is None:
             logger.warning(
-                "a call of %s with example_inputs cannot be followed: its first steps tell its work",
+                "a call of %s with example_inputs cannot be traced: its first steps show its work",
                 type(self.called).__name__,
             )
         return for_example or inputs
@@ -137,24 +143,24 @@ class Gatherer:
     def for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
         """The inputs for one call of the method `entry`, with its units in the order in which they run.
 
-        None where the call cannot be followed. Neither the model nor the arguments change. Takes a few seconds at most.
+        None if the call cannot be traced. Neither the model nor the arguments change. Takes a few seconds at most.
         """
         device = self.backend.device if self.backend is not None else torch.device("cpu")
         try:
             work = follow(self.called, args, kwargs, entry=entry, limit_s=_FOLLOW_S, device=device)
         except UnsupportedError as error:
-            logger.info("the work of this call is not known before it ran: %s", error)
+            logger.info("the work of this call is unknown before it runs: %s", error)
             return None
         work = self._timed(work, inputs.machine)
         is_text = inputs.demands[0].is_text
         return self.complete(self._with_work(inputs, work, is_part=entry != "forward", is_text=is_text))
 
     def for_work(self, inputs: PlannerInputs, work: Footprint, entry: str) -> PlannerInputs:
-        """The inputs for a call of the method `entry` that was followed."""
+        """The inputs for a call of the method `entry` that was traced."""
         return self._with_work(inputs, self._timed(work, inputs.machine), is_part=entry != "forward")
 
     def complete(self, inputs: PlannerInputs) -> PlannerInputs:
-        """The inputs with what takes time to find out, where a plan can depend on it and it is not known yet."""
+        """The inputs with the facts that are slow to find out, if a plan can depend on them and they are missing."""
         loaded, backend, machine, weights = self.loaded, self.backend, inputs.machine, inputs.weights
         if loaded is None or backend is None:
             return inputs
@@ -184,13 +190,13 @@ class Gatherer:
             whole_experts=why_whole(self.called),
         )
         workload = _workload(self.called, config)
-        # the calls of a loaded model that is none of language are known when they come
+        # a loaded model that generates no text shows its calls when they come
         if workload is None or (self.loaded is not None and not _generates(self.called)):
             return inputs
         try:
             work = (subset.observe if subset is not None else observe)(self.called, workload)
         except UnsupportedError as error:
-            logger.info("activations and compute times are not known before the first step: %s", error)
+            logger.info("activations and compute times are unknown before the first step: %s", error)
             return inputs
         inputs = self._with_work(inputs, work, workload)
         if subset is None:
@@ -215,7 +221,7 @@ class Gatherer:
         )
 
     def _timed(self, work: Footprint, machine: Machine) -> Footprint:
-        """The work with the seconds of its operators in a trial; on a CPU a step is as quick, and tells more."""
+        """The work with the measured seconds of its operators. Not on a CPU, where a real step takes no longer."""
         if self.backend is None or self.backend.device.type == "cpu":
             return work
         return work.tried(op_timing.time_ops(work.launches, machine.profile, self.backend))
@@ -229,12 +235,13 @@ class Gatherer:
         is_part: bool = False,
         is_text: bool = False,
     ) -> PlannerInputs:
-        """The inputs for a step that was followed; weights that are read outside of their units stay on the device.
+        """The inputs for a step that was traced. Weights that are read outside of their units stay on the device.
 
-        `is_part`: other steps run other units, so the order has all of them. `is_text`: text from graphs comes later.
+        `is_part`: other steps run other units, so the order keeps all of them. `is_text`: the model generates text in
+        CUDA graphs later.
         """
         aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
-        # a graph can only hold copies of pinned memory
+        # a CUDA graph can only contain copies of pinned memory
         is_text |= work.captured is not None and inputs.config.pin_memory
         manifests, demands = [], []
         for units, grain in zip(self.grains, inputs.grains, strict=True):
@@ -267,7 +274,7 @@ def gatherer_of_homes(
     subset: LayerSubset | None = None,
     progress: bool | None = None,
 ) -> Gatherer:
-    """That of a loaded model, whose weights are in these homes."""
+    """The gatherer of a loaded model, whose weights are in these homes."""
     by_alias = {alias: home.group for alias, home in homes.homes.items()}
     weights = Weights(
         names=_names(by_alias),
@@ -289,7 +296,13 @@ def gatherer_of_homes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sketch:
-    """A model of which only shapes are known, and its planner's inputs."""
+    """A model of which only shapes are known.
+
+    Attributes:
+        model: the model, on meta or with weights that are not read.
+        gatherer: its gatherer.
+        inputs: its planner's inputs.
+    """
 
     model: nn.Module
     gatherer: Gatherer
@@ -303,9 +316,14 @@ def sketch_of(
     machine: Machine,
     subset: LayerSubset | None = None,
 ) -> Sketch:
-    """That of a model on meta, or of one whose tensors are not to be read.
+    """The sketch of a model on meta, or of one whose weights must not be read.
 
-    `checkpoint`: the files of its weights, where these are here. `subset`: one device's layers of several.
+    Args:
+        model: the model.
+        checkpoint: the files of its weights; None: they are not on this machine, or not needed.
+        config: all settings.
+        machine: the machine to plan for.
+        subset: the layers of one device, if several share the model.
     """
     by_alias = groups(model, allow_meta=True)
     entries = checkpoint.entries if checkpoint is not None else {}
@@ -330,7 +348,8 @@ def grains_of(
     grains: Sequence[Grain] | None = None,
     blocks: list[nn.Module] | None = None,
 ) -> Grains:
-    """The units of a model in each of these grains, else in every one; `blocks` are those that the caller knows."""
+    """The units of a model in each of these grains; default: in every grain. `blocks` are its repeated blocks, if the
+    caller knows them."""
     return [merge_tied(find_units(model, grain, blocks), by_alias) for grain in grains or GRAINS]
 
 
@@ -348,15 +367,19 @@ def sizes_of(
 ) -> Sizes:
     """The compressed bytes of each alias group that can be compressed. Reads samples of the weights.
 
-    `in_files` are the layouts of those that are compressed in a file, `in_parts` the bytes of those whose memory is
-    not filled yet. Tables of which a step reads a few rows (`by_row`) are left out.
+    Args:
+        by_alias: the alias groups.
+        in_files: the layouts of groups that are compressed in a file.
+        in_parts: the bytes of groups whose memory is not filled yet.
+        by_row: tables of which a step reads a few rows. They are left out.
     """
     sizes = {a: _size(group, in_files.get(a), in_parts.get(a)) for a, group in by_alias.items() if a not in by_row}
     return {alias: nbytes for alias, nbytes in sizes.items() if nbytes is not None}
 
 
 def _size(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | None) -> int | None:
-    """The compressed bytes of a group: from a file, a sample, or assumed; None: only parameters can be compressed."""
+    """The compressed bytes of a group: from a file, from a sample, or assumed. None: it cannot be compressed, as it is
+    no parameter or its dtype has no code."""
     dtype = group.members[0].spec.dtype
     if layout is not None:
         return layout.nbytes
@@ -370,14 +393,14 @@ def _size(group: Group, layout: Layout | None, parts: Sequence[torch.Tensor] | N
 
 
 def _compressed_in_files(by_alias: Mapping[str, Group], layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """The layouts of groups that are one tensor of a file, as it is there: transformers may convert the others."""
-    found: dict[str, Layout] = {}
+    """The layouts of groups that are exactly one tensor of a file. Others may be converted by transformers."""
+    in_files: dict[str, Layout] = {}
     for alias, group in by_alias.items():
         spec = group.members[0].spec
         layout = next((layouts[name] for m in group.members for name in m.names if name in layouts), None)
         if layout is not None and (layout.dtype, layout.raw_nbytes) == (spec.dtype, group.nbytes):
-            found[alias] = layout
-    return found
+            in_files[alias] = layout
+    return in_files
 
 
 def _names(by_alias: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
@@ -386,19 +409,19 @@ def _names(by_alias: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
 
 
 def _workload(model: nn.Module, config: OffloadConfig) -> Workload | None:
-    """The step of a model of transformers that is planned for; None of any other."""
+    """The step of a transformers model to plan for; None for any other model."""
     settings = getattr(model, "config", None)
     if settings is None:
         return None
     positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
     usual = min(_CONTEXT if _generates(model) else _TEXT, positions)
     context = max(config.tokens, config.context or usual)
-    tokens = config.tokens if _generates(model) else context  # an encoder takes its input at once
+    tokens = config.tokens if _generates(model) else context  # an encoder takes the whole input in one step
     return Workload(batch=config.batch, tokens=tokens, context=context)
 
 
 def _generates(model: nn.Module) -> bool:
-    """Whether a model's steps are those of a language model; of any other the first call tells its work."""
+    """Whether the model generates text. Any other model shows its work in its first call."""
     return bool(getattr(model, "can_generate", bool)())
 
 
@@ -410,7 +433,8 @@ def _by_unit(work: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op
 def _products(grain: Manifest, rows: int) -> dict[str, tuple[Op, ...]]:
     """The work of units in which `rows` rows are multiplied by every matrix.
 
-    Of stacks of matrices, such as experts, a step does not use all, but may read all.
+    Stacks of matrices, such as experts, count with their bytes only: a step uses some of the matrices, but may read
+    all.
     """
 
     def op(shape: tuple[int, ...], dtype: str, nbytes: int) -> Op:

@@ -1,7 +1,7 @@
-"""The machine to plan for: free memory, links and rates, measured or from a profile, and whether it decompresses.
+"""The machine to plan for: free memory, and rates that are measured or from a profile; and the decompression kernels.
 
-Kernels that decompress take seconds to compile: this starts to compile them while a model loads, for the dtypes that a
-plan may compress.
+These kernels take seconds to compile. So for the dtypes that a plan may compress, compilation starts while a model
+loads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from weightstream.store.limits import available_nbytes
 
 
 def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
-    """A GPU that is not in this machine, with this machine's host; `held_nbytes` of its memory would become free."""
+    """A GPU that this machine may not have, with the host memory of this machine.
+
+    `held_nbytes`: bytes of host memory that would become free.
+    """
     return Machine(
         profile=profile,
         on_cpu=False,
@@ -44,9 +47,14 @@ def machine_of(
     progress: bool | None = None,
     dtypes: Collection[str] = (),
 ) -> Machine:
-    """This machine. Memory that a model's weights (`homes`) take now counts as free where they would leave it.
+    """This machine. Memory that the weights of a model take now counts as free, as a plan places them anew.
 
-    `dtypes`: of weights that a plan may compress, as far as they are known.
+    Args:
+        backend: the device.
+        config: all settings.
+        homes: the homes of the model's weights; None: the model is not loaded.
+        progress: whether to show progress of a measurement; None: only if stderr is a terminal.
+        dtypes: dtypes of weights that a plan may compress, as far as they are known.
     """
     there = [home for home in homes.homes.values() if home.file is None] if homes else []
     held_nbytes = sum(home.group.nbytes for home in there if home.origin.type == "cpu")
@@ -62,12 +70,12 @@ def machine_of(
         free_nbytes=free,
         total_nbytes=total,
         maps_host_memory=(homes is None or homes.can_map) and _reads_host(backend, config),
-        can_decode=False,  # until it is asked for: kernels are compiled for that
+        can_decode=False,  # found out only where a plan can depend on it, as that compiles kernels
     )
 
 
 def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
-    """Whether kernels can read host memory: over the link, pinned, or because the host is the device."""
+    """Whether kernels can read host memory: pinned memory over the link, or any memory if the CPU is the device."""
     if backend.device.type == "cpu":
         return True
     is_allowed = config.pin_memory and config.use_uva
@@ -77,8 +85,8 @@ def _reads_host(backend: Backend, config: OffloadConfig) -> bool:
 def can_decompress(
     backend: Backend, config: OffloadConfig, dtypes: Collection[str], progress: bool | None = None
 ) -> bool:
-    """Whether compressed weights of these dtypes may stream: on a GPU where kernels run; on a CPU, which is slow, only
-    on request."""
+    """Whether weights of these dtypes may be compressed: on a GPU that runs the kernels; on a CPU only if `codec` is
+    "compressed", as that is slow there. Waits for the kernels to compile."""
     if backend.device.type == "cpu":
         return config.uses_codes and config.codec != "auto"
     return config.uses_codes and kernels_run(backend.device, dtypes, progress=progress)
@@ -94,7 +102,7 @@ def with_decode_rates(
 
 
 def machine_with_rates(backend: Backend, config: OffloadConfig, dtypes: Collection[str]) -> Machine:
-    """The machine, and how fast it decompresses these dtypes if it can. Kernels compile while it is measured."""
+    """This machine with its rates of decompressing these dtypes, if it can. Kernels compile while it is measured."""
     dtypes = dtypes if config.uses_codes else ()
     machine = machine_of(backend, config, dtypes=dtypes)
     if not dtypes or not can_decompress(backend, config, dtypes):
@@ -103,24 +111,26 @@ def machine_with_rates(backend: Backend, config: OffloadConfig, dtypes: Collecti
 
 
 class Kernels:
-    """The kernels that decompress the weights of a model that is loaded. They compile once its headers are read."""
+    """The decompression kernels for a model that is being loaded. They compile from when its headers are read."""
 
     def __init__(self, backend: Backend, config: OffloadConfig, progress: bool | None) -> None:
-        self._backend, self._config, self._progress = backend, config, progress
+        self._backend = backend
+        self._config = config
+        self._progress = progress
         self._expected: set[str] = set()  # dtypes
         prepare_decoding(backend.device, (), progress)
 
     def expect(self, dtype: torch.dtype, nbytes: int) -> None:
-        """Start to compile for a model of `nbytes` that is about to be loaded in this dtype."""
+        """Start to compile the kernels for a model of `nbytes` that is about to be loaded in this dtype."""
         self._expected |= dtypes_to_load(dtype, nbytes, self._backend, self._config)
         prepare_decoding(self._backend.device, self._expected, self._progress)
 
     def are_missing(self, dtypes: Collection[str]) -> bool:
-        """Whether compressed weights of these dtypes cannot stream."""
+        """Whether weights of these dtypes cannot be compressed."""
         return not can_decompress(self._backend, self._config, dtypes, self._progress)
 
     def wait(self) -> None:
-        """Wait for all kernels: a thread that compiles may use the device, which would break a capture."""
+        """Wait for all kernels: a compiling thread may use the device, which would break a capture."""
         if self._expected:
             can_decompress(self._backend, self._config, self._expected, self._progress)
 
@@ -128,10 +138,10 @@ class Kernels:
 def dtypes_to_compress(
     by_alias: Mapping[str, Group], backend: Backend, config: OffloadConfig, *, among: bool = False
 ) -> frozenset[str]:
-    """The dtypes of weights that a plan may compress, known before the planner's inputs: kernels compile meanwhile.
+    """The dtypes of weights that a plan may compress, found before the planner's inputs so that kernels compile early.
 
-    Empty where only `PlannerInputs.may_compress` can tell; not `among` processes of tensor parallelism, which agree on
-    a machine before they plan.
+    Empty where only `PlannerInputs.may_compress` can say. `among`: this is one of several tensor-parallel processes,
+    which agree on a machine before they plan; then any dtype that can be compressed counts.
     """
     nbytes = sum(group.nbytes for group in by_alias.values())
     here_nbytes = sum(group.nbytes for group in by_alias.values() if group.home.device == backend.device)
@@ -141,7 +151,7 @@ def dtypes_to_compress(
 
 
 def dtypes_to_load(dtype: torch.dtype, nbytes: int, backend: Backend, config: OffloadConfig) -> frozenset[str]:
-    """As `dtypes_to_compress`, for a model of `nbytes` that is about to be loaded in one dtype."""
+    """As `dtypes_to_compress`, for a model of `nbytes` that is about to be loaded in this dtype."""
     found = {str(dtype).removeprefix("torch.")} & ELEMENTS.keys()
     return frozenset(found) if _may_compress(nbytes, backend, config) else frozenset()
 

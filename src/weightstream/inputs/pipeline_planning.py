@@ -1,6 +1,6 @@
-"""Plans of a pipeline: how its components share the budget, and what one of its calls takes. Moves no bytes.
+"""Plans of a pipeline: the shares of its components in the budget, and the time and memory of a call. Moves no bytes.
 
-The components are those of a pipeline that is loaded, or of a folder whose weights nobody has read.
+The pipeline is loaded, or it is in a folder whose weights are not read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from weightstream.settings.config import OffloadConfig
 
 logger = logging.getLogger("weightstream")
 
-_ROUNDED_NBYTES = 64 << 20  # by which the allocator's blocks are larger than tensors, and what a pipeline itself holds
-_STEPS = 28  # that a denoiser is taken to run where nothing tells
+_ROUNDED_NBYTES = 64 << 20  # for the rounding of the allocator's blocks, and tensors of the pipeline itself
+_STEPS = 28  # assumed steps of a denoiser
 _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
 class Component(Protocol):
-    """A component: its module, its planner's inputs, and what gathers them for a call."""
+    """A component: its module, its planner's inputs, and the gatherer of inputs for a call."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -48,7 +48,7 @@ class Component(Protocol):
 
 
 class Components:
-    """The components of a pipeline as calls have them: as they are (`plain`), or cast to another dtype."""
+    """The components of a pipeline, as calls run them: as they are (`plain`), or cast to another dtype."""
 
     def __init__(
         self, plain: Mapping[str, Component], calls: Sequence[ComponentCall], sketch: Callable[[nn.Module], Component]
@@ -58,7 +58,7 @@ class Components:
         self._cast = {key: sketch(module) for key, module in casts.items()}
 
     def of(self, call: ComponentCall) -> Component:
-        """That which the call runs."""
+        """The component that the call runs."""
         return self.plain[call.component] if call.cast is None else self._cast[id(call.cast)]
 
     def inputs_of(self, call: ComponentCall) -> PlannerInputs:
@@ -68,14 +68,14 @@ class Components:
 
 
 class PlannedFor(NamedTuple):
-    """A component as its share is planned (as it is, or cast), and its planner's inputs."""
+    """A component in the form that its share is planned for, plain or cast, and its planner's inputs."""
 
     component: Component
     inputs: PlannerInputs
 
 
 class Shared(NamedTuple):
-    """A component's part of the budget: its inputs with that share, and the plan of its weights as they are."""
+    """A component's part of the budget: its inputs with that share, and the plan of its weights without a cast."""
 
     inputs: PlannerInputs
     plan: Plan
@@ -88,21 +88,21 @@ class Shared(NamedTuple):
 
 
 class SharedBudget(NamedTuple):
-    """The part of each component in a budget, by name, and the bytes of memory that all use in turn."""
+    """The part of each component in a budget, by name, and the bytes of memory that all components use in turn."""
 
     components: dict[str, Shared]
     block_nbytes: int
 
 
 class Rehearsal(NamedTuple):
-    """The calls of components in one call of a pipeline, and what is not known of them, a sentence each."""
+    """The calls of components in one call of a pipeline, and the gaps in this list, a sentence each."""
 
     calls: list[ComponentCall]
     notes: tuple[str, ...]
 
 
 def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
-    """The calls of its components in one call of a pipeline, as far as they are known before it runs."""
+    """The calls of components in one call of a pipeline, as far as they are known before it runs."""
     calls, reason = rehearse(pipe, arguments)
     if reason:
         logger.info("the calls of %s are known up to here only (%s): %s", type(pipe).__name__, len(calls), reason)
@@ -110,33 +110,34 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
 
 
 def rehearse_for_plan(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsal:
-    """The same for a plan, and a note where calls that come last cannot be told, such as those of a safety checker.
+    """The same for a plan, with a note if the last calls are unknown, such as those of a safety checker.
 
-    Raises `OffloadError` where they end before a denoiser has run.
+    Raises `OffloadError` if not even a denoiser's calls are known.
     """
     calls, reason = rehearse(pipe, arguments)
     if not reason:
         return Rehearsal(calls, ())
     if not any(call.component in _DENOISERS for call in calls):
         raise OffloadError(
-            f"the calls of {type(pipe).__name__} cannot be told before it runs: {reason}. Give the keywords of a call "
-            "as it will be, such as prompt=, image=, height= and width="
+            f"the calls of {type(pipe).__name__} are not known before it runs: {reason}. Give the keyword arguments of "
+            "a typical call, such as prompt=, image=, height= and width="
         )
-    note = f"what comes after {calls[-1].component} cannot be told before it runs: {reason}"
+    note = f"the calls after {calls[-1].component} are not known before the pipeline runs: {reason}"
     return Rehearsal(calls, (note,))
 
 
 def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, ComponentCall]:
-    """Of each component the kind of call whose weights are largest, then comes most often, then takes most memory."""
+    """For each component, the kind of call with the most bytes of weights, then the most frequent, then the one with
+    the most activations."""
     nums = Counter(id(call.work) for call in calls)
-    found: dict[str, ComponentCall] = {}
+    by_component: dict[str, ComponentCall] = {}
     for call in sorted(calls, key=lambda c: (_nbytes(parts.of(c).inputs), nums[id(c.work)], c.work.activation_nbytes)):
-        found[call.component] = call
-    return found
+        by_component[call.component] = call
+    return by_component
 
 
 def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, PlannedFor]:
-    """What each component is planned for: as it needs most memory, and for the kind of call that comes most often."""
+    """The form and the inputs for which each component is planned: those of its `heaviest` call, if there is one."""
     known = {name: PlannedFor(part, part.inputs) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
         if _nbytes(parts.of(call).inputs) >= _nbytes(known[name].inputs):
@@ -154,10 +155,9 @@ def share_budget(
     calls: Sequence[ComponentCall],
     budget: int | None = None,
 ) -> SharedBudget:
-    """The part of each component in the budget (None: as the settings say), and the bytes of memory that all have in
-    turn.
+    """The part of each component in the budget; `budget=None`: the one of the settings.
 
-    Raises `PlanError` where they have no room.
+    Raises `PlanError` if the components do not fit.
     """
     every = {name: planned_for.inputs for name, planned_for in known.items()}
     times = {name: _STEPS if name in _DENOISERS else 1 for name in every}
@@ -175,7 +175,7 @@ def share_budget(
     for name, (share, plan) in planned.items():
         share = share._replace(ring_nbytes=ring_nbytes)
         inputs, plain = replace(every[name], share=share), parts.plain[name]
-        if known[name].component is not plain:  # cast while it is called; at other times as it is
+        if known[name].component is not plain:  # the share was planned for the cast form; between calls it is plain
             inputs = replace(plain.inputs, share=share)
             plan = inputs.plan().plan
         shared[name] = Shared(inputs, plan)
@@ -183,12 +183,12 @@ def share_budget(
 
 
 def block_nbytes(plans: Sequence[Plan]) -> int:
-    """Bytes of the memory that these have in turn."""
+    """Bytes of the memory that these plans use in turn."""
     return aligned(max(aligned(plan.ring_nbytes) + plan.buffer_nbytes for plan in plans))
 
 
 def budget_of(every: Mapping[str, PlannerInputs], calls: Sequence[ComponentCall]) -> int:
-    """Bytes for the weights of all: as given, else what the component leaves that needs most beside them."""
+    """Bytes for the weights of all components: as configured, else the free memory minus the largest activations."""
     most = max((call.work.activation_nbytes for call in calls), default=0)
     budgets = []
     for inputs in every.values():
@@ -206,7 +206,7 @@ def plan_of_shares(
     shared: SharedBudget,
     notes: tuple[str, ...] = (),
 ) -> PipelinePlan:
-    """What these calls take where each component has its plan in its part of the budget."""
+    """The plan of these calls, if each component has the plan of its part of the budget."""
     plans = {name: component.plan for name, component in shared.components.items()}
     shares_of = {name: component.share for name, component in shared.components.items()}
     return plan_of_call(calls, parts, plans, shares_of, shared.block_nbytes, notes)
@@ -220,9 +220,18 @@ def plan_of_call(
     nbytes: int,
     notes: tuple[str, ...] = (),
 ) -> PipelinePlan:
-    """What these calls take where the plans are in force, with `nbytes` of memory that all have in turn.
+    """The plan of these calls, with predicted time and memory.
 
-    Raises `PlanError` where a component that is cast has no room in its share.
+    Args:
+        calls: the calls of components, in order.
+        parts: the components.
+        plans: the plan in force of each component, by name.
+        shared: the share of each component in the budget, by name.
+        nbytes: bytes of memory that the components use in turn.
+        notes: gaps in the list of calls.
+
+    Raises:
+        PlanError: a component does not fit in its share once it is cast.
     """
     priced: dict[int, tuple[Plan, PlannerInputs]] = {}
     turns: list[ComponentTurn] = []
@@ -235,7 +244,7 @@ def plan_of_call(
         plan, inputs = priced[id(first.work)]
         is_next = bool(turns) and turns[-1].component == first.component
         cold_s = 0.0
-        if plan.first and not is_next:  # of the copy that a turn begins with, which nothing hides
+        if plan.first and not is_next:  # no compute hides the first copy of a turn
             cold_s = inputs.machine.profile.copy_s(plan.unit_nbytes[plan.first[0]])
         turns.append(ComponentTurn(component=first.component, entry=first.kind.what, num=num, plan=plan, cold_s=cold_s))
     machine = max((component.inputs.machine for component in parts.plain.values()), key=lambda m: m.free_nbytes)
@@ -252,14 +261,14 @@ def plan_of_call(
 
 
 def _priced(plan: Plan, inputs: PlannerInputs) -> Plan:
-    """A plan as it is predicted for the work of a call."""
+    """The plan with predictions for the work of a call."""
     index = inputs.grain_of(plan.manifest)
     order = inputs.grains[index].order
     return inputs.planner(index).priced(plan if order == plan.manifest.order else plan.reordered(order))
 
 
 class PipelineSketch:
-    """A pipeline of which shapes are known: plans of one of its calls, at any budget."""
+    """A pipeline of which only shapes are known. Makes plans of one of its calls, at any budget."""
 
     def __init__(self, parts: Components, calls: Sequence[ComponentCall], notes: tuple[str, ...] = ()) -> None:
         self._parts = parts
@@ -270,17 +279,17 @@ class PipelineSketch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, in plain form."""
+        """Uncompressed bytes of all weights."""
         return sum(part.inputs.grains[0].plain().nbytes for part in self._parts.plain.values())
 
     def plan(self, budget: int | None = None) -> PipelinePlan:
-        """The plan of the call; raises `PlanError` where components have no room."""
+        """The plan of the call; raises `PlanError` if the components do not fit."""
         budget = self.budget if budget is None else budget
         shared = share_budget(self._parts, self._known, self._calls, budget)
         return plan_of_shares(self._calls, self._parts, shared, self._notes)
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
-        """The same; None where components have no room."""
+        """The same; None if the components do not fit."""
         try:
             return self.plan(budget)
         except PlanError:
@@ -296,10 +305,17 @@ def sketch_of_files(
     variant: str | None = None,
     call: Mapping[str, Any],
 ) -> PipelineSketch:
-    """The pipeline in a folder, or in a repository on the hub, whose weights nobody reads, and a call of it, for the
-    machine that `machine_of` gives for the dtypes that it may compress.
+    """The sketch of a pipeline in a folder, or in a repository on the Hub, whose weights are not read.
 
-    Raises `CheckpointError`, `ConfigError`, `OffloadError`, `UnsupportedError`.
+    Args:
+        path_or_repo_id: the folder, or the name of the repository.
+        config: all settings.
+        machine_of: returns the machine to plan for, from the dtypes of weights that a plan may compress.
+        dtype, variant: as for `pipeline_from_pretrained`.
+        call: keyword arguments of the call to plan.
+
+    Raises:
+        CheckpointError, ConfigError, OffloadError, UnsupportedError: as for `pipeline_from_pretrained`.
     """
     from weightstream.adapters.diffusers.load import sketch_components
 
@@ -314,11 +330,11 @@ def sketch_of_files(
 
 
 def check_given(config: OffloadConfig, call: object) -> None:
-    """Raises `ConfigError` for settings that pipelines do not take, and for what is no example of a call."""
+    """Raise `ConfigError` for settings that pipelines do not take, and for an example that is not a mapping."""
     if config.backend != "none" or config.host_budget is not None or dict(config.max_memory).get("cpu") is not None:
-        raise ConfigError("a pipeline takes device_budget; not host_budget, nor the classic settings of layers")
+        raise ConfigError("a pipeline takes device_budget, but neither host_budget nor the classic settings of layers")
     if call is not None and not isinstance(call, Mapping):
         raise ConfigError(
-            f"example_inputs: a pipeline takes keywords of a call, such as {{'prompt': ..., 'height': 768}}, not "
-            f"{type(call).__name__}"
+            f"example_inputs: a pipeline takes keyword arguments of a call, such as {{'prompt': ..., 'height': 768}}, "
+            f"not {type(call).__name__}"
         )

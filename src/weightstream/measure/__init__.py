@@ -1,1 +1,1 @@
-"""What this machine can do, measured and read: profiles for the planner. Above runtime, which it drives."""
+"""Measurements of this machine: profiles, checks, comparisons. Above runtime, whose backends it uses."""

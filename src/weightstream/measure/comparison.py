@@ -199,7 +199,9 @@ def _resident(
         return _Resident(None, [], str(error).partition("\n")[0])
 
 
-def _verdict(ours: Sequence[Any], theirs: Sequence[Any], steps: Callable[[], ComparedStep]) -> dict[str, Any]:
+def _verdict(
+    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], steps: Callable[[], ComparedStep]
+) -> dict[str, Any]:
     """Compare outputs. No verdict if the model does not repeat its own: some kernels add in the order they finish."""
     difference = first_difference(ours, theirs, torch.equal)
     if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:

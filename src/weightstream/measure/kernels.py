@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from weightstream.runtime.devices import cuda
-from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.devices.backend import Backend, Graph
 
 NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, 1.0 if elementwise; a product 4.8]
 _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
@@ -120,6 +120,6 @@ def _replayed(backend: Backend, work: _Work) -> _Work:
     return partial(_replay, graph, work)
 
 
-def _replay(graph: Any, _: _Work) -> None:
+def _replay(graph: Graph, _: _Work) -> None:
     """Replay the graph. The work is an argument to keep the tensors that the graph reads alive."""
     graph.replay()

@@ -93,7 +93,7 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     for index, unit in enumerate(manifest.units):
         stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
         picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
-        if picks and stacks and profile.picked and 0 < profile.picked[index][0] <= NEARLY_ALL:
+        if picks and stacks and profile.picked and 0 < profile.picked[index].share <= NEARLY_ALL:
             stacks_by_unit[index] = stacks
     return stacks_by_unit
 
@@ -120,7 +120,7 @@ def caches(
     every = [t for of_unit in stacks.values() for t in of_unit]
     rest = manifest.nbytes - sum(t.nbytes for t in every)
     buffer = max(sum(aligned(t.nbytes) for t in of_unit) for of_unit in stacks.values())
-    picked = max(round(profile.picked[u][0] * of_unit[0].shape[0]) for u, of_unit in stacks.items())
+    picked = max(round(profile.picked[u].share * of_unit[0].shape[0]) for u, of_unit in stacks.items())
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
     for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes}):
@@ -169,10 +169,10 @@ def profile_with_cache(
     unit_s, host_s = list(decoding.unit_s), list(decoding.host_s)
     captured_s = list(decoding.captured_s or [0.0] * len(unit_s))
     fetches = _fetched(manifest, cached, profile, workload, counts)
-    beside_s = sum(unit_s) / max(1, len(fetches))
+    hidden_s = sum(unit_s) / max(1, len(fetches))
     for index, waited in _fetched(manifest, cached._replace(ahead=0), profile, workload, counts).items():
         unit_s[index] += waited.seconds(profile, 0.0)
-        captured_s[index] += fetches[index].seconds(profile, beside_s) - waited.seconds(profile, 0.0)
+        captured_s[index] += fetches[index].seconds(profile, hidden_s) - waited.seconds(profile, 0.0)
         if host_s:
             shown = len(coded.units[index].tensors)
             opening_s = (
@@ -234,10 +234,10 @@ class _Fetch(NamedTuple):
     ahead_nbytes: float
     calls: int
 
-    def seconds(self, profile: Profile, beside_s: float) -> float:
-        """Seconds of the unit's fetches, if `beside_s` seconds of prefetches are hidden by compute."""
+    def seconds(self, profile: Profile, hidden_s: float) -> float:
+        """Seconds of the unit's fetches, if compute hides `hidden_s` seconds of prefetches."""
         rate = _FETCH_RATE * profile.link_bytes_per_s
-        return self.calls * _MANAGED_S + self.nbytes / rate + max(0.0, self.ahead_nbytes / rate - beside_s)
+        return self.calls * _MANAGED_S + self.nbytes / rate + max(0.0, self.ahead_nbytes / rate - hidden_s)
 
 
 def _fetched(
@@ -247,7 +247,7 @@ def _fetched(
     found: dict[int, _Fetch] = {}
     for index, of_unit in stacks_of(manifest, profile).items():
         num_rows = of_unit[0].shape[0]
-        num_picked = profile.picked[index][0] * num_rows
+        num_picked = profile.picked[index].share * num_rows
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
         prefetch = _Prefetch(0.0, 0.0)
         if found and cached.ahead:

@@ -212,6 +212,18 @@ class Seconds(NamedTuple):
     host_s: float
 
 
+class Picked(NamedTuple):
+    """The matrices that a unit copies out of its stacks in a step.
+
+    Attributes:
+        share: the share of the matrices of a stack; 0.0: the unit picks none.
+        copy_s: seconds on the device to copy them.
+    """
+
+    share: float
+    copy_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Rates and fixed costs of a machine, and the seconds of one model's units where their work is known.
@@ -314,7 +326,7 @@ class Profile:
     unit_s: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
-    picked: tuple[tuple[float, float], ...] = ()
+    picked: tuple[Picked, ...] = ()
     captured_s: tuple[float, ...] = ()
     host_share: float = 0.95
 
@@ -349,11 +361,11 @@ class Profile:
 
     def read_share(self, index: int) -> float:
         """The share of its stacks that a unit reads at most; 1.0 for a unit that picks nothing."""
-        return min(1.0, (self.picked[index][0] if self.picked else 0.0) or 1.0)
+        return min(1.0, (self.picked[index].share if self.picked else 0.0) or 1.0)
 
     def _spared_s(self, index: int, unit: UnitSpec) -> float:
         """Seconds of copies out of compressed stacks, which are saved: the picked matrices are decompressed instead."""
-        copy_s = self.picked[index][1] if self.picked else 0.0
+        copy_s = self.picked[index].copy_s if self.picked else 0.0
         coded, every = (sum(t.decoded_nbytes or t.nbytes for t in ts) for ts in (unit.coded().values(), unit.tensors))
         return copy_s * coded / every if coded else 0.0
 

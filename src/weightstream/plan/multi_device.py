@@ -70,55 +70,56 @@ class Lane:
             for every in (planner.demand.work, planner.demand.captured)
         )
         planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured))
-        simulated, profile = planner.alone(plan)
+        simulated, profile = planner.simulated(plan)
         link = planner.machine.profile.link_bytes_per_s
         read_s = planner.read_nbytes(plan.manifest, plan.mapped) / link
         hop_s = HOP_S + planner.demand.states_nbytes / link  # over the PCIe link, as devices need not be peers
         return cls(plan=plan, simulated=simulated, profile=profile, read_s=read_s, hop_s=hop_s)
 
 
-def whose(nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], beside: int = 0) -> list[list[int]]:
+def whose(
+    nbytes: Sequence[int], budgets: Sequence[int], rates: Sequence[float], outside_nbytes: int = 0
+) -> list[list[int]]:
     """The deals that are worth a try: for each block, the index of the device that computes it. [Note: whose block]
 
     Args:
         nbytes: bytes of each block, in the order in which the blocks run.
         budgets: bytes of each device for weights.
         rates: bytes per second of the link of each device.
-        beside: bytes of the weights outside of the blocks, which the first device holds.
+        outside_nbytes: bytes of the weights outside of the blocks, which the first device holds.
     """
-    found = _together(nbytes, budgets, beside)
-    if found is not None:
-        return [found]
-    wanted = _quotas(sum(nbytes), [budgets[0] - beside, *budgets[1:]], rates)
-    held, found = [0] * len(budgets), []
+    if (resident := _resident(nbytes, budgets, outside_nbytes)) is not None:
+        return [resident]
+    quotas = _quotas(sum(nbytes), [budgets[0] - outside_nbytes, *budgets[1:]], rates)
+    held, in_turn = [0] * len(budgets), []
     for size in nbytes:  # goes to the device that is furthest below its quota
-        lane = min((lane for lane, quota in enumerate(wanted) if quota), key=lambda k: (held[k] + size) / wanted[k])
+        lane = min((lane for lane, quota in enumerate(quotas) if quota), key=lambda k: (held[k] + size) / quotas[k])
         held[lane] += size
-        found.append(lane)
-    apart = _apart(nbytes, held)
-    return [found, apart] if apart != found and set(apart) == set(found) else [found]
+        in_turn.append(lane)
+    contiguous = _contiguous(nbytes, held)
+    return [in_turn, contiguous] if contiguous != in_turn and set(contiguous) == set(in_turn) else [in_turn]
 
 
-def _apart(nbytes: Sequence[int], held: Sequence[int]) -> list[int]:
+def _contiguous(nbytes: Sequence[int], held: Sequence[int]) -> list[int]:
     """The deal of neighbours together in which each device has about the bytes in `held`."""
     *ends, _ = accumulate(held)
     middles = (end - size / 2 for end, size in zip(accumulate(nbytes), nbytes, strict=True))
     return [bisect(ends, middle) for middle in middles]
 
 
-def _together(nbytes: Sequence[int], budgets: Sequence[int], beside: int) -> list[int] | None:
-    """The deal of neighbours together that fit; None if something has to stream."""
-    if beside > budgets[0]:
+def _resident(nbytes: Sequence[int], budgets: Sequence[int], outside_nbytes: int) -> list[int] | None:
+    """The deal of neighbours together in which nothing streams; None if something has to."""
+    if outside_nbytes > budgets[0]:
         return None
-    held, found, lane = beside, [], 0
+    held, deal, lane = outside_nbytes, [], 0
     for size in nbytes:
         while held + size > budgets[lane]:
             lane, held = lane + 1, 0
             if lane == len(budgets):
                 return None
         held += size
-        found.append(lane)
-    return found
+        deal.append(lane)
+    return deal
 
 
 def _quotas(total: int, budgets: Sequence[int], rates: Sequence[float]) -> list[float]:
@@ -145,13 +146,13 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
         places: for each unit, the position of its module in the model. Blocks run in this order. The place of other
             units may be anywhere: such a unit runs before the units that follow it in the order of its lane.
     """
-    left = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
-    found = []
-    while any(left):
-        lane = min((lane for lane, coming in enumerate(left) if coming), key=lambda k: left[k][-1])
-        left[lane].pop()
-        found.append(lane)
-    return found
+    coming = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
+    turns = []
+    while any(coming):
+        lane = min((lane for lane, units in enumerate(coming) if units), key=lambda k: coming[k][-1])
+        coming[lane].pop()
+        turns.append(lane)
+    return turns
 
 
 def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:

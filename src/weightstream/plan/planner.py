@@ -27,7 +27,7 @@ from weightstream.plan import cost, expert_cache, search
 from weightstream.plan.candidates import Share
 from weightstream.plan.coding import Sizes, codings, decoding_less
 from weightstream.plan.expert_cache import Cached, Counts
-from weightstream.plan.manifest import Manifest, Op, Profile, Workload, unit_seconds
+from weightstream.plan.manifest import Manifest, Op, Picked, Profile, Workload, unit_seconds
 from weightstream.plan.plan import Plan, buffer_nbytes
 from weightstream.plan.search import Candidate
 from weightstream.settings.arguments import selects
@@ -255,14 +255,15 @@ class Planner:
         if not work and not self.unit_s:
             return profile
         times: list[_UnitTimes] = []
-        picked: list[tuple[float, float]] = []
+        picked: list[Picked] = []
         for index, unit in enumerate(manifest.plain().units):
             ops = work.get(unit.name, ())
             device_s, host_s, after_share = unit_seconds(ops, profile)
             captured_ops = (self.demand.captured or work).get(unit.name, ())
             captured_s = unit_seconds(captured_ops, profile).device_s - device_s
             copies = [op for op in ops if unit.picks and op.picked]
-            picked.append((max((op.picked for op in copies), default=0.0), sum(op.seconds(profile) for op in copies)))
+            share = max((op.picked for op in copies), default=0.0)
+            picked.append(Picked(share, sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
                 device_s = self.unit_s[unit.name]
             elif unit.name not in work:
@@ -429,7 +430,7 @@ class Planner:
     def priced(self, plan: Plan) -> Plan:
         """The plan with this planner's predictions; any planner may have made it."""
         manifest, mapped = plan.manifest, plan.mapped
-        simulated, profile = self.alone(plan)
+        simulated, profile = self.simulated(plan)
         predicted = cost.predicted(simulated, profile)
         predicted = self._with_cache(predicted, manifest, mapped, expert_cache.of_plan(plan))
         predicted = self._with_mapped(predicted, manifest, mapped, profile)
@@ -441,7 +442,7 @@ class Planner:
             cache_nbytes=self.demand.cache_nbytes,
         )
 
-    def alone(self, plan: Plan) -> Simulated:
+    def simulated(self, plan: Plan) -> Simulated:
         """A plan without mapped and cached weights, and the profile with the seconds of its units."""
         manifest, rest = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
         profile = self._profile_with_cache(manifest, expert_cache.of_plan(plan), self.profile(manifest))

@@ -5,7 +5,7 @@ A model is cut into units in several grains, from blocks to single matrices; eac
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from weightstream.plan.manifest import KEPT, Manifest, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Refusal, Weights, fastest
 from weightstream.plan.search import Candidate
-from weightstream.plan.units import human
+from weightstream.plan.units import human, per_second
 from weightstream.settings.config import OffloadConfig
 
 _BISECTIONS = 8
@@ -176,22 +176,53 @@ class PlannerInputs:
     def __str__(self) -> str:
         return "\n".join(f"{label:<12}{text}" for label, text in self._rows())
 
-    def _rows(self) -> list[tuple[str, str]]:
-        machine, weights, demand = self.machine, self.weights, self.demands[0]
-        units = ", ".join(str(len(grain.order)) for grain in self.grains)
-        step = str(demand.workload) if demand.workload is not None else "any call"
-        budget = "unlimited" if self.budget is None else human(self.budget)
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        machine, demand = self.machine, self.demands[0]
         device = "the CPU" if machine.on_cpu else machine.profile.machine or "a GPU with assumed rates"
-        sizes = [(self.grains[-1].plain().nbytes, "of weights"), (sum(weights.codes.values()), "compressed")]
-        return [
-            ("budget", f"{budget} of device memory for weights"),
-            ("device", f"{device}, {human(machine.free_nbytes)} of {human(machine.total_nbytes)} free"),
-            ("host", f"{human(machine.host_free_nbytes)} of {human(machine.host_total_nbytes)} free"),
-            ("weights", ", ".join(f"{human(nbytes)} {what}" for nbytes, what in sizes if nbytes)),
-            ("units", f"{units} in a step, by grain"),
-            ("step", f"{step}, its work {'known' if demand.work else 'unknown'}"),
-            ("besides", f"{human(demand.activation_nbytes)} of activations, {human(demand.cache_nbytes)} of cache"),
-        ]
+        memory = f"{human(machine.free_nbytes)} of {human(machine.total_nbytes)} free"
+        step = str(demand.workload) if demand.workload is not None else "one call" if demand.work else "any call"
+        activations = f"{human(demand.activation_nbytes)} of activations" if demand.activation_nbytes else ""
+        yield "budget", self._budget_text()
+        yield "device", f"{device}, {memory if machine.total_nbytes else 'its memory is unknown'}"
+        yield "host", f"{human(machine.host_free_nbytes)} of {human(machine.host_total_nbytes)} free"
+        yield "rates", ", ".join(self._rates())
+        yield "weights", self._weights_text()
+        yield "units", f"{', '.join(str(len(grain.order)) for grain in self.grains)} in a step, by grain"
+        yield "step", f"{step}, its work is {'known' if demand.work else 'unknown'}"
+        yield "besides", f"{activations or 'activations unknown'}, {human(demand.cache_nbytes)} of cache"
+        if self.counts is not None:
+            yield (
+                "experts",
+                f"{self.counts.found} hits and {self.counts.fetched} misses in {self.counts.num_slots} slots",
+            )
+        if self.whole_experts is not None:
+            yield "experts", self.whole_experts
+
+    def _budget_text(self) -> str:
+        if self.share is not None:
+            kept, ring = human(self.share.kept_nbytes), human(self.share.ring_nbytes)
+            return f"{kept} of device memory for resident weights, {ring} for a ring that other models use, too"
+        if self.budget is not None:
+            return f"{human(self.budget)} of device memory for weights"
+        return "all weights on the device" if self.config.backend == "none" else f"the {self.config.backend} settings"
+
+    def _weights_text(self) -> str:
+        manifest, codes = self.grains[-1].plain(), self.weights.codes
+        text = f"{human(manifest.nbytes)} of weights"
+        if not codes:
+            return text
+        plain_nbytes = sum(manifest.aliases.get(alias, 0) for alias in codes)
+        return f"{text}; {human(plain_nbytes)} of them can be compressed to {human(sum(codes.values()))}"
+
+    def _rates(self) -> Iterator[str]:
+        """Rates of the machine that a plan can depend on."""
+        machine, profile = self.machine, self.machine.profile
+        yield f"link {per_second(profile.link_bytes_per_s)}"
+        if machine.disk_bytes_per_s is not None:
+            yield f"disk {per_second(machine.disk_bytes_per_s)}"
+        if machine.can_decode:
+            for dtype in sorted({t.dtype for t in self.grains[-1].tensors() if t.alias in self.weights.codes}):
+                yield f"decompression of {dtype} {per_second(profile.decode_bytes_per_s(dtype))}"
 
 
 def is_worth(plan: Plan, found: Plan, machine: Machine) -> bool:

@@ -1,9 +1,9 @@
-"""What callers give beside settings: a dtype under either name, patterns of names."""
+"""Arguments of calls besides settings: patterns of names, a dtype under either name, a config of either kind."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightstream.errors import ConfigError
 from weightstream.settings.config import OffloadConfig
@@ -15,41 +15,48 @@ def name_matches(pattern: str, name: str) -> bool:
 
 
 def selects(patterns: Collection[str], name: str) -> bool:
-    """Whether one of the patterns matches the name; where there are none, every name is selected."""
+    """Whether one of the patterns matches the name; without patterns every name is selected."""
     return not patterns or any(name_matches(pattern, name) for pattern in patterns)
 
 
 def unmatched_patterns(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of `patterns` that match none of `names`, sorted."""
+    """The patterns that match none of `names`, sorted."""
     known = tuple(names)
     return sorted(p for p in set(patterns) if not any(name_matches(p, name) for name in known))
 
 
-def dtype_given(dtype: Any, torch_dtype: Any) -> Any:
-    """The dtype of a load, "auto" where none is given; `torch_dtype` is its older name."""
+def requested_dtype(dtype: Any, torch_dtype: Any) -> Any:
+    """The dtype of a load, "auto" by default; `torch_dtype` is the older name of the argument."""
     if dtype is not None and torch_dtype is not None:
-        raise ConfigError(f"dtype = {dtype!r} and torch_dtype = {torch_dtype!r} are the same setting: give one of them")
+        raise ConfigError(f"dtype = {dtype!r} and torch_dtype = {torch_dtype!r} are the same setting: pass one of them")
     return dtype or torch_dtype or "auto"
 
 
 def resolve_config(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
-    """The settings with these laid over them; a `device_budget` of several devices is their `max_memory`.
+    """The `config` with `settings` laid over it. A `device_budget` for several devices becomes their `max_memory`.
 
-    Raises `ConfigError`, also where `config` is a model's.
+    Raises `ConfigError`, also if `config` is the config of a model.
     """
     if config is not None and not isinstance(config, OffloadConfig):
         raise ConfigError(
-            f"config is a {type(config).__name__}: an OffloadConfig is taken here; the config of a model goes to "
+            f"config is a {type(config).__name__}, not an OffloadConfig; pass the config of a model to "
             "from_pretrained() or plan_model()"
         )
     if isinstance(budgets := settings.get("device_budget"), Mapping):
         if not budgets:
-            raise ConfigError("device_budget = {}: give a budget for each GPU, such as {0: '6GiB', 1: '6GiB'}")
+            raise ConfigError("device_budget = {}: set a budget for each GPU, such as {0: '6GiB', 1: '6GiB'}")
         settings |= {"device_budget": None, "max_memory": {**(settings.get("max_memory") or {}), **budgets}}
     return (config or OffloadConfig()).merged(**settings).resolved()
 
 
-def of_model(config: Any) -> tuple[OffloadConfig | None, Any]:
-    """Whose config it is: ours, or a model's of transformers."""
+class EitherConfig(NamedTuple):
+    """The argument `config`, as the settings or as the config of a model of transformers."""
+
+    settings: OffloadConfig | None
+    model: Any
+
+
+def of_model(config: Any) -> EitherConfig:
+    """Tell the config of a model of transformers from the settings."""
     is_models = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
-    return (None, config) if is_models else (config, None)
+    return EitherConfig(None, config) if is_models else EitherConfig(config, None)

@@ -1,4 +1,4 @@
-"""`OffloadConfig` and its parts: every setting, checked once at the edge; knows no torch, model or device."""
+"""`OffloadConfig` and its parts: every setting, checked once when it is set. Knows no torch, model or device."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, TypeAda
 from pydantic_core import ErrorDetails
 
 from weightstream.errors import ConfigError
-from weightstream.settings.budgets import budget_nbytes, checked, checked_map
+from weightstream.settings.budgets import MemoryBudget, budget_nbytes, checked, checked_map
 
 
 class ConfigWarning(UserWarning):
-    """A setting that is given but ignored."""
+    """A setting that is set but ignored."""
 
 
-# The text beside a type is what an error tells the user to give; a field's description is the help of its flag.
+# The text in a type tells the user of an error what to set; the description of a field is the help of its flag.
 _SIZE_TEXT = 'bytes, a size such as "12GiB", or a share such as "80%"'
 _Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v)), _SIZE_TEXT]
 _OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v, 1)), _SIZE_TEXT]
 _MaxMemory = Annotated[
-    tuple[tuple[str, int | str], ...],  # hashable
+    tuple[MemoryBudget, ...],  # hashable
     BeforeValidator(checked_map),
     PlainSerializer(dict, return_type=dict[str, int | str]),
     'the budgets of GPUs and of the host, such as {0: "10GiB", 1: "10GiB", "cpu": "30GiB"}',
@@ -51,7 +51,7 @@ def _setting(default: Any, description: str) -> Any:
 
 
 class _Settings(BaseModel):
-    """A frozen part of the configuration, whose errors are `ConfigError`."""
+    """A frozen part of the configuration; its errors are `ConfigError`."""
 
     model_config = {"frozen": True, "extra": "forbid", "allow_inf_nan": False}
 
@@ -70,10 +70,15 @@ class _Settings(BaseModel):
 
 
 class UVAOffloadConfig(_Settings):
-    """Zero-copy: GiB to place on the host per GPU, and the name segments eligible for it (none given: all)."""
+    """Zero-copy offloading: kernels read part of the weights from host memory over PCIe.
 
-    cpu_offload_gb: _Gib = _setting(0.0, "GiB of weights to place on the host.")
-    cpu_offload_params: _Names = _setting(frozenset(), "Place only parameters with this name segment.")
+    `cpu_offload_gb`: GiB of weights to place in host memory, per GPU; 0 (the default) is off.
+    `cpu_offload_params`: segments of parameter names that may be placed there, such as "experts"; empty (the default):
+    all.
+    """
+
+    cpu_offload_gb: _Gib = _setting(0.0, "GiB of weights to place in host memory, per GPU. Default: 0.")
+    cpu_offload_params: _Names = _setting(frozenset(), "Place only parameters with this name segment in host memory.")
 
     @property
     def nbytes(self) -> int:
@@ -81,15 +86,20 @@ class UVAOffloadConfig(_Settings):
 
 
 class PrefetchOffloadConfig(_Settings):
-    """Prefetch: the last `num_in_group` of every `group_size` layers, copied `prefetch_step` of them ahead."""
+    """Prefetch offloading: the last layers of each group are in host memory, and copied ahead of use.
 
-    offload_group_size: _Count = _setting(0, "Layers in a group; 0 is off.")
-    offload_num_in_group: _Positive = _setting(1, "How many of a group's last layers to offload.")
-    offload_prefetch_step: _Count = _setting(1, "How many offloaded layers ahead to copy.")
+    `offload_group_size`: layers in a group; 0 (the default) is off. `offload_num_in_group`: how many layers of a group
+    are offloaded, the last ones (default 1). `offload_prefetch_step`: how many offloaded layers ahead a copy starts
+    (default 1). `offload_params`: segments of parameter names that are offloaded; empty (the default): all.
+    """
+
+    offload_group_size: _Count = _setting(0, "Layers in a group; 0 (the default) is off.")
+    offload_num_in_group: _Positive = _setting(1, "Layers of a group to offload, the last ones. Default: 1.")
+    offload_prefetch_step: _Count = _setting(1, "Copy so many offloaded layers ahead of use. Default: 1.")
     offload_params: _Names = _setting(frozenset(), "Offload only parameters with this name segment.")
 
     def offloads(self, layer: int) -> bool:
-        """Whether a layer is one of the last of its group."""
+        """Whether the layer is among the last of its group, which are offloaded."""
         return layer % self.offload_group_size >= self.offload_group_size - self.offload_num_in_group
 
     def model_post_init(self, context: object, /) -> None:
@@ -106,7 +116,29 @@ class PrefetchOffloadConfig(_Settings):
 
 
 class OffloadConfig(_Settings):
-    """All settings of one offloaded model; a bad value, an unknown key or a contradiction is a `ConfigError`.
+    """All settings of one offloaded model. A bad value, an unknown key or a contradiction raises `ConfigError`.
+
+    - `offload_backend`: "uva" or "prefetch" selects one of the classic backends; "auto" (the default): by the settings
+      of these that are set, else weightstream plans by budgets.
+    - `uva`, `prefetch`: the settings of the classic backends.
+    - `device_budget`: device memory that weights may take, ring and decode buffer included: bytes, a size such as
+      "8GiB", or a share such as "80%" of the device's memory. Default: all that is free.
+    - `host_budget`: host memory that weights may take, in the same units; the rest is read from disk in each step.
+      Default: 80 % of what is available.
+    - `max_memory`: budgets by memory in place of both, such as {0: "10GiB", 1: "10GiB", "cpu": "30GiB"}; several GPUs
+      share the model.
+    - `gpus`: number of GPUs that share the model, each with `device_budget`. Default: 1.
+    - `batch`, `context`, `tokens`: the step that is planned for: sequences (default 1), positions in the KV cache
+      (default 4096, or the model's limit if that is less), and new tokens per sequence (default 1). Other steps run,
+      too.
+    - `offload_folder`: folder for converted or decoded weights, and for weights that `host_budget` leaves out. Default:
+      a temporary folder.
+    - `pin_memory`: pin host memory, so that copies overlap with compute; off, copies are slower. Default: on.
+    - `use_uva`: let kernels read from pinned host memory where that is faster. Default: on.
+    - `zero_copy_params`: segments of names of weights that kernels read from host memory. Default: none.
+    - `codec`: "auto" (the default) compresses weights without loss where a step is predicted to be faster,
+      "compressed" always, "none" never.
+    - `verify_checksums`: check the checksums of compressed checkpoints when they are loaded. Default: on.
 
     >>> OffloadConfig(device_budget="96MiB").device_budget
     100663296
@@ -116,24 +148,34 @@ class OffloadConfig(_Settings):
     'prefetch'
     """
 
-    offload_backend: Literal["auto", "uva", "prefetch"] = _setting("auto", "Default: by which flags are set.")
+    offload_backend: Literal["auto", "uva", "prefetch"] = _setting(
+        "auto", "Classic backend: uva or prefetch. Default: by the flags that are set."
+    )
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
-    device_budget: _OverZero = _setting(None, "Device memory for weights, such as 8GiB or 80%. Default: what is free.")
-    host_budget: _Budget = _setting(None, "Host memory for weights, such as 30GiB or 50%.")
+    device_budget: _OverZero = _setting(
+        None, "Device memory for weights, such as 8GiB or 80%. Default: all that is free."
+    )
+    host_budget: _Budget = _setting(
+        None, "Host memory for weights, such as 30GiB or 50%. Default: 80 % of what is available."
+    )
     max_memory: _MaxMemory = ()
     gpus: _Positive = _setting(1, "GPUs that share the model, each with --device-budget. Default: 1.")
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
-    offload_folder: Path | None = _setting(None, "Where to keep weights that need converting.")
+    offload_folder: Path | None = _setting(
+        None, "Folder for converted or decoded weights. Default: a temporary folder."
+    )
     pin_memory: _Switch = True
     use_uva: _Switch = True
-    zero_copy_params: _Names = _setting(frozenset(), "Read matching weights from host memory.")
+    zero_copy_params: _Names = _setting(
+        frozenset(), "Let kernels read weights with this name segment from host memory."
+    )
     codec: Literal["auto", "compressed", "none"] = _setting(
         "auto",
-        "Compress weights without loss, and decode them on the GPU as they are needed: auto (the default) where that "
-        "is predicted to be faster, compressed always, none never.",
+        "Compress weights without loss, and decode them on the GPU when they are needed: auto (the default) if that is "
+        "predicted to be faster, compressed always, none never.",
     )
     verify_checksums: _Switch = True
 
@@ -149,19 +191,19 @@ class OffloadConfig(_Settings):
 
     @classmethod
     def from_kwargs(cls, /, **values: Any) -> Self:
-        """Build from fields, `uva=` and `prefetch=`, and their keys given flat; None means not given."""
+        """Build from fields, `uva=` and `prefetch=`, or the keys of these two passed flat; None means not set."""
         return cls(**_nested(values))
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], /, **overrides: Any) -> Self:
-        """Read the file `path`, lay `overrides` (as for `from_kwargs`) over it, and check the result."""
+        """Read the TOML file `path`, lay `overrides` (as for `from_kwargs`) over it, and check the result."""
         over = f" with {', '.join(overrides)} laid over it" if overrides else ""
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
             return cls(**_laid_over(_nested(table), _nested(overrides)))
         except OSError as error:
-            raise ConfigError(f"config file {path}: {error.strerror}; give a TOML file that can be read") from error
-        except ValueError as error:  # not UTF-8, not TOML (the text holds line and column), or a bad setting
+            raise ConfigError(f"config file {path}: {error.strerror}; pass a TOML file that can be read") from error
+        except ValueError as error:  # not UTF-8, not TOML (the text has line and column), or a bad setting
             raise ConfigError(f"config file {path}{over}: {error}") from error
 
     def merged(self, /, **overrides: Any) -> Self:
@@ -170,14 +212,14 @@ class OffloadConfig(_Settings):
         return type(self)(**_laid_over(self.model_dump(), over)) if over else self
 
     def within(self, device_budget: int | str | None, host_share: float = 1.0) -> Self:
-        """The same on one device, with another budget of it in place of any, and such a share of the host's bytes."""
+        """The same settings for one device, with its budget replaced, and with a share of the host's budget."""
         host = dict(self.max_memory).get("cpu", self.host_budget)
         if host_share < 1.0 and host is not None:
             host = f"{host_share * float(host[:-1])}%" if isinstance(host, str) else int(host_share * host)
-            own: dict[str, Any] = {"host_budget": host, "max_memory": ()}
+            update: dict[str, Any] = {"host_budget": host, "max_memory": ()}
         else:
-            own = {"max_memory": tuple(entry for entry in self.max_memory if entry[0] == "cpu")}
-        return self.model_copy(update={"device_budget": device_budget, "gpus": 1, **own})
+            update = {"max_memory": tuple(entry for entry in self.max_memory if entry.memory == "cpu")}
+        return self.model_copy(update={"device_budget": device_budget, "gpus": 1, **update})
 
     @property
     def backend(self) -> Literal["none", "uva", "prefetch"]:
@@ -190,35 +232,36 @@ class OffloadConfig(_Settings):
 
     @property
     def has_budget(self) -> bool:
-        """Whether the device's memory for weights is given."""
+        """Whether a budget of the device is set."""
         return self.device_budget is not None or self._of_map is not None
 
     @property
     def uses_codes(self) -> bool:
+        """Whether weights may be compressed."""
         return self.codec != "none" and self.backend != "uva"
 
     def device_for(self, device: object | None) -> str | None:
-        """`device`, else the one that `max_memory` has a budget for; a `ConfigError` where these are two."""
-        given = None if device is None else str(device)
+        """`device`, else the GPU that `max_memory` has a budget for; `ConfigError` if these are different."""
+        name = None if device is None else str(device)
         if self.stripes:
-            raise ConfigError("this computes on one GPU: several are for the models of offload() and from_pretrained()")
+            raise ConfigError("this call uses one GPU: offload() and from_pretrained() of a model can use several")
         if self._of_map is None:
-            return given
-        named = f"cuda:{self._of_map[0]}"
-        if given not in (None, "cuda", named):
-            raise ConfigError(f"max_memory is for {named}, and device = {given!r}: name the same in both")
+            return name
+        named = f"cuda:{self._of_map.memory}"
+        if name not in (None, "cuda", named):
+            raise ConfigError(f"max_memory is for {named}, and device = {name!r}: name the same in both")
         return named
 
     def device_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
-        """Bytes that weights may take of a device with `total_nbytes` of memory; None: whatever is free.
+        """Bytes that weights may take of a device with `total_nbytes` of memory; None: all that is free.
 
-        `on_cpu`: the device is the host. A `max_memory` of "cpu" alone then bounds what both budgets bound together.
+        `on_cpu`: the device is the host. Then a `max_memory` of only "cpu" bounds the sum of both budgets.
         """
-        budget = self._of_map[1] if self._of_map else self.device_budget
+        budget = self._of_map.budget if self._of_map else self.device_budget
         return budget_nbytes(dict(self.max_memory).get("cpu") if on_cpu and budget is None else budget, total_nbytes)
 
     def host_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
-        """Bytes of a host with `total_nbytes` of memory that weights may take beside the device's; None: no bound."""
+        """Bytes that weights may take of a host with `total_nbytes` of memory, besides the device; None: no bound."""
         budget = dict(self.max_memory).get("cpu")
         if on_cpu and budget is not None and self.device_budget is None and self._of_map is None:
             return 0
@@ -226,17 +269,18 @@ class OffloadConfig(_Settings):
 
     @property
     def stripes(self) -> dict[int, int | str | None]:
-        """The GPUs that share a model, by index, with their budgets; none where it computes on one."""
-        found: dict[int, int | str | None] = {int(key): budget for key, budget in self.max_memory if key != "cpu"}
-        found = found or dict.fromkeys(range(self.gpus), self.device_budget)
-        return found if len(found) > 1 else {}
+        """The GPUs that share a model, by index, with their budgets; empty if one GPU computes."""
+        budgets: dict[int, int | str | None] = {int(key): budget for key, budget in self.max_memory if key != "cpu"}
+        budgets = budgets or dict.fromkeys(range(self.gpus), self.device_budget)
+        return budgets if len(budgets) > 1 else {}
 
     @property
-    def _of_map(self) -> tuple[str, int | str] | None:
-        return next((entry for entry in self.max_memory if entry[0] != "cpu"), None)
+    def _of_map(self) -> MemoryBudget | None:
+        """The first budget of a GPU in `max_memory`."""
+        return next((entry for entry in self.max_memory if entry.memory != "cpu"), None)
 
     def resolved(self) -> Self:
-        """A copy with `pin_memory` and `use_uva` as the environment leaves them now."""
+        """A copy in which the present environment may have switched off `pin_memory` and `use_uva`."""
         pinned = self.pin_memory and not _switched_on("WEIGHTSTREAM_DISABLE_PIN_MEMORY")
         mapped = self.use_uva and not _switched_on("WEIGHTSTREAM_DISABLE_UVA")
         return self.model_copy(update={"pin_memory": pinned, "use_uva": mapped})
@@ -253,31 +297,33 @@ class OffloadConfig(_Settings):
                 f"prefetch.offload_num_in_group = {num} > prefetch.offload_group_size = 0, with offload_backend = "
                 f"'prefetch': set prefetch.offload_group_size to {num} or more"
             )
-        for key, given in self.max_memory:
+        for key, value in self.max_memory:
             name = "host_budget" if key == "cpu" else "device_budget"
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"max_memory = {{{key}: {given!r}}} and {name} = {getattr(self, name)!r} are budgets for the same "
+                    f"max_memory = {{{key}: {value!r}}} and {name} = {getattr(self, name)!r} are budgets for the same "
                     f"memory: remove {name}, or {key} from max_memory"
                 )
         if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
-            raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets of another number: remove gpus")
+            num = len(self.stripes) or 1
+            raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets for {num}: remove gpus")
         for text in self._ignored():
             warnings.warn(text, ConfigWarning, stacklevel=_caller_depth())
 
     def _ignored(self) -> Iterable[str]:
-        given = self.model_dump(mode="json", exclude_defaults=True)
+        """A warning for each setting that is ignored."""
+        changed = self.model_dump(mode="json", exclude_defaults=True)
         why = f"offload_backend = {self.offload_backend!r} selects {self.backend!r}"
         for section, switch in ("uva", "cpu_offload_gb"), ("prefetch", "offload_group_size"):
-            if section in given and self.backend != section:
-                listed = ", ".join(f"{section}.{name} = {value!r}" for name, value in given[section].items())
+            if section in changed and self.backend != section:
+                listed = ", ".join(f"{section}.{name} = {value!r}" for name, value in changed[section].items())
                 yield (
                     f"{listed} ignored: {why}. Remove to silence this; to use, set "
                     f"offload_backend = {section!r} and {section}.{switch} > 0"
                 )
         if self.codec == "compressed" and self.backend == "uva":
-            yield f"codec = {self.codec!r} ignored: {why}, whose weights are read as they are. Remove to silence this"
-        budget = f"max_memory[{self._of_map[0]}] = {self._of_map[1]}" if self._of_map else None
+            yield f"codec = {self.codec!r} ignored: {why}, whose weights are read uncompressed. Remove to silence this"
+        budget = f"max_memory[{self._of_map.memory}] = {self._of_map.budget}" if self._of_map else None
         if self.device_budget is not None:
             budget = f"device_budget = {self.device_budget}"
         if budget is not None and self.backend != "none":
@@ -293,12 +339,12 @@ def _switched_on(variable: str) -> bool:
         return TypeAdapter(bool).validate_python(value.strip() or "0")
     except ValidationError:
         raise ConfigError(
-            f"environment variable {variable} = {value!r} is no switch: set 1 or 0, or unset it"
+            f"environment variable {variable} = {value!r} is not a switch: set 1 or 0, or unset it"
         ) from None
 
 
 def _known_keys(cls: type[BaseModel]) -> dict[str, str]:
-    """Every key of `cls` and of its sections, with its full name: cpu_offload_gb -> uva.cpu_offload_gb."""
+    """Each key of `cls` and of its sections with its full name: cpu_offload_gb -> uva.cpu_offload_gb."""
     known = {name: name for name in cls.model_fields}
     for section, field in cls.model_fields.items():
         if isinstance(field.default, _Settings):
@@ -309,9 +355,9 @@ def _known_keys(cls: type[BaseModel]) -> dict[str, str]:
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` without None, models as dicts, and flat keys moved into their section."""
     known = _known_keys(OffloadConfig)
-    given = {key: value for key, value in values.items() if value is not None or key not in known}
-    nested = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in given.items()}
-    for key in [key for key in given if "." in known.get(key, "")]:
+    present = {key: value for key, value in values.items() if value is not None or key not in known}
+    nested = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in present.items()}
+    for key in [key for key in present if "." in known.get(key, "")]:
         section, value = known[key].partition(".")[0], nested.pop(key)
         table = nested.get(section, {})
         if not isinstance(table, dict) or key in table:
@@ -321,8 +367,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _laid_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, merged by key in sections."""
     tables = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
-    tables = [key for key in tables if key != "max_memory"]  # a map of budgets is one setting
+    tables = [key for key in tables if key != "max_memory"]  # a map of budgets counts as one setting
     return base | over | {key: base[key] | over[key] for key in tables}
 
 
@@ -333,7 +380,8 @@ def _config_error(cls: type[BaseModel], error: ValidationError) -> ConfigError:
 def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     """Field, value and remedy, one line per fault."""
     name, value = ".".join(map(str, fault["loc"])), fault["input"]
-    if isinstance(cause := fault.get("ctx", {}).get("error"), ConfigError):  # of a check, or the part at `name`: whole
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # of a check or of a section: its text is complete
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
     if fault["type"] == "extra_forbidden":
         return no_such_option(name, value, _known_keys(cls))
@@ -344,7 +392,7 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
 
 
 def no_such_option(name: str, value: object, known: Mapping[str, str]) -> str:
-    """What is said of a keyword that is none of these, each with its full name."""
+    """The text of an error about an unknown keyword; `known` maps keys to full names."""
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {known[near[0]]}?" if near else f"the options are {', '.join(known.values())}"
     return f"{name} = {value!r}: there is no such option; {remedy}"

@@ -1,1 +1,1 @@
-"""Home tiers: where the bytes of a weight live while they are not on the device."""
+"""Files and host memory: where the bytes of a weight are while they are not on the device."""

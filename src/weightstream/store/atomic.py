@@ -1,4 +1,4 @@
-"""A file or a folder that is in its place whole, or not at all. Knows paths, and nothing of what they hold."""
+"""Atomic writes: a file or folder appears whole or not at all. Knows paths, not contents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import psutil
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path`: what is written there takes the place of `path` at the end, or goes on an error.
+    """Yield a path next to `path` to write to. The result replaces `path` at the end, or is removed on an error.
 
-    It is on the disk before it is in its place, so that a power cut leaves none of it or all.
+    It is synced to disk before the rename, so a power cut leaves all of it or nothing.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -34,12 +34,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what processes that were killed left beside `path`."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial*"):
-        pid = left.name.removeprefix(f".{path.name}.").split(".")[0]
+    """Remove the partial files of killed processes next to `path`."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial*"):
+        pid = leftover.name.removeprefix(f".{path.name}.").split(".")[0]
         if not (pid.isdigit() and psutil.pid_exists(int(pid))):
-            # The process may live where its number is not seen, in another container: without its folder it fails.
-            moved = left.rename(left.with_name(f"{left.name}.{secrets.token_hex(4)}"))
+            # The process may live in another container, where its id is not visible: it fails without its folder.
+            moved = leftover.rename(leftover.with_name(f"{leftover.name}.{secrets.token_hex(4)}"))
             shutil.rmtree(moved, ignore_errors=True)
 
 

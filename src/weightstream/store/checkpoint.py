@@ -1,10 +1,10 @@
-"""Checkpoint: a safetensors file, or a folder of shards, mapped and described. It knows no model and no device.
+"""Checkpoint: a safetensors file, or a folder of shards, mapped and described. Knows no model and no device.
 
-Everything in a header or an index may lie: each number is checked before it is used, and an index can name files of
-its own folder only. A coded tensor has memory of its own, which it is decoded into when it is first read.
+Headers and indices are not trusted: each number is checked before it is used, and an index can name only files of its
+own folder. A compressed tensor has memory of its own, into which it is decoded when it is first read.
 
-Of an index transformers takes the names of the shards alone: it reads all of them in the order of their names, and a
-tensor that two of them hold is the last one's. So does this; `notes` says where the index has it otherwise.
+transformers uses only the names of shards from an index: it reads all shards in the order of their names, and the last
+one wins if several hold the same tensor. So does this module; `notes` says where the index disagrees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,15 +44,23 @@ SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of weight
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What keeps a file from being mapped or read is an error of the checkpoint."""
+    """Turn errors of mapping or reading a file into `CheckpointError`."""
     try:
         yield
     except StoreError as error:
         raise CheckpointError(str(error)) from error
 
 
+class Columns(NamedTuple):
+    """Bytes [first, last) of each row of `pitch` bytes."""
+
+    first: int
+    last: int
+    pitch: int
+
+
 class Checkpoint:
-    """Mapped safetensors files; `Checkpoint.open(path)` makes one, and reads headers only."""
+    """Mapped safetensors files. `Checkpoint.open(path)` reads only their headers."""
 
     def __init__(
         self,
@@ -68,15 +76,15 @@ class Checkpoint:
         self.metadata = metadata
         self.index = index
         self.notes = tuple(notes)
-        self.lazy: dict[str, LazyMemory] = {}  # of the coded entries that were asked for, what was gathered
+        self.lazy: dict[str, LazyMemory] = {}  # by name: compressed entries in use, and gathered tensors
 
     @classmethod
     @_refusing()
     def open(cls, path: Path | str, name: str | None = None, extra: Iterable[str] = ()) -> Checkpoint:
-        """Maps a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`.
+        """Map a model folder, a .safetensors file or a .safetensors.index.json; raises `CheckpointError`.
 
-        `name`: the file or index of a folder that is not to be found by its usual name. `extra`: more files of the
-        folder, where they exist, whose tensors replace others of the same name.
+        `name`: the file or index in the folder, if it does not have the usual name. `extra`: more files of the folder;
+        if they exist, their tensors replace others of the same name.
         """
         path = Path(path)
         if os.path.isdir(path):  # Path.is_dir raises where a name is too long
@@ -91,10 +99,10 @@ class Checkpoint:
         metadata: dict[str, str] = {}
         overlaid: dict[str, TensorEntry] = {}
         for mapping in mappings:
-            held, more = read_header(mapping)
-            metadata |= more
-            overlaid |= {key: entries[key] for key in held.keys() & entries.keys()}
-            entries |= held
+            header = read_header(mapping)
+            metadata |= header.metadata
+            overlaid |= {key: entries[key] for key in header.entries.keys() & entries.keys()}
+            entries |= header.entries
         notes = tuple(_notes(path, weight_map, entries, overlaid))
         return cls(mappings, entries, metadata, index=index, notes=notes)
 
@@ -104,32 +112,33 @@ class Checkpoint:
         return sum(math.prod(e.shape) * torch_dtype(e.dtype).itemsize for e in self.entries.values())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor that views the file; a copy where its offset is not a multiple of the item size.
+        """A tensor that views the file; a copy if its offset is not a multiple of the item size.
 
-        That of a coded one views its `DecodedMemory`, and holds nothing until that is populated.
+        A compressed tensor views its `DecodedMemory`, and has its values once that is populated.
         """
         entry = self.entries[name]
         data, dtype = self.bytes(entry), torch_dtype(entry.dtype)
         if entry.layout is None and entry.begin % dtype.itemsize:
-            data = entry.mapping.populated(entry.begin, entry.end).clone()  # else a file that shrank kills us
+            data = entry.mapping.populated(
+                entry.begin, entry.end
+            ).clone()  # reading a mapped file that shrank would kill the process
         return data.view(dtype).view(entry.shape)
 
     def bytes(self, entry: TensorEntry) -> torch.Tensor:
-        """The bytes of a tensor where they are: a view of the file, or of what a coded one is decoded into."""
+        """The bytes of a tensor: a view of the file, or of the memory that a compressed one is decoded into."""
         if entry.layout is None:
             return entry.mapping.bytes(entry.begin, entry.end)
-        if entry.name not in self.lazy:  # one for all that view it
+        if entry.name not in self.lazy:  # one memory for all views
             extent = FileSlice(entry.mapping, entry.begin, entry.end)
             self.lazy[entry.name] = DecodedMemory(entry.name, entry.path, entry.layout, extents=[extent])
         return self.lazy[entry.name].bytes(0, entry.layout.raw_nbytes)
 
-    def gather(
-        self, name: str, parts: Iterable[tuple[str, int, int]], columns: tuple[int, int, int] | None = None
-    ) -> torch.Tensor:
-        """The bytes [begin, end) of tensors that are not coded, one after another: a view of the file where they lie
-        so, else of a `LazyMemory` that is called `name` and holds nothing until it is populated.
+    def gather(self, name: str, parts: Iterable[tuple[str, int, int]], columns: Columns | None = None) -> torch.Tensor:
+        """Join the parts (tensor, begin, end) of uncompressed tensors.
 
-        With `columns` (first, last, pitch) parts are rows of `pitch` bytes, and of each these bytes are taken.
+        Returns a view of the file if the parts are contiguous in it. Else it returns a view of a `LazyMemory` called
+        `name`, which has its values once it is populated. With `columns` the parts are rows of `pitch` bytes, of which
+        only bytes [first, last) are taken.
         """
         extents: list[FileSlice] = []
         for source, begin, end in parts:
@@ -150,7 +159,7 @@ class Checkpoint:
 
     @_refusing()
     def verify(self) -> None:
-        """Raises `CheckpointError` where coded bytes do not have the checksum that the file tells."""
+        """Raise `CheckpointError` if the compressed bytes of a tensor do not have the checksum in the file."""
         coded = [entry for entry in self.entries.values() if entry.layout is not None]
         with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
             for entry, crc32 in zip(coded, pool.map(_crc32, coded), strict=True):
@@ -194,10 +203,12 @@ def _refuse_other_format(where: Path, files: list[Path]) -> None:
 
 
 def within(folder: Path, name: str) -> Path:
-    """Returns the path of `name` in `folder`, which a link may leave only for its own hub cache's blobs."""
+    """The path of `name` in `folder`. A link may point out of the folder only to the blobs of its own hub cache."""
     is_outside = not name or name.startswith("/") or any(part in ("", ".", "..") for part in name.split("/"))
     if is_outside or any(character in name for character in "\\\0"):
-        raise CheckpointError(f"{folder}: {name!r} is no file name inside of it; files outside the folder are refused")
+        raise CheckpointError(
+            f"{folder}: {name!r} is not the name of a file inside the folder; files outside are refused"
+        )
     path = folder / name
     try:
         root, target = folder.resolve(), path.resolve(strict=True)
@@ -213,11 +224,11 @@ def within(folder: Path, name: str) -> Path:
 
 
 def _is_blob(folder: Path, path: Path) -> bool:
-    """Whether it links to an entry of the blobs of its hub cache, which may themselves be links to another disk."""
+    """Whether the path links to a blob of its hub cache; blobs may be links to another disk."""
     if not path.is_symlink():
         return False
     entry = (path.parent / path.readlink()).parent.resolve()
-    # a pipeline's snapshot holds its components in folders
+    # a pipeline's snapshot has a folder for each component
     places = {place for start in (folder.absolute(), folder.resolve()) for place in (start, *start.parents[:2])}
     return any(entry == (p.parents[1] / "blobs").resolve() for p in places if p.parent.name == "snapshots")
 
@@ -246,14 +257,14 @@ def _read_index(path: Path) -> dict[str, Any]:
 def _notes(
     path: Path, weight_map: Mapping[str, str], entries: Mapping[str, TensorEntry], overlaid: Mapping[str, TensorEntry]
 ) -> Iterator[str]:
-    """A line for the tensors that several files hold, and one for those that the index has elsewhere."""
+    """A note about tensors that several files hold, and one about tensors that the index lists in a wrong file."""
     if overlaid:
         key = min(overlaid)
         taken, other = entries[key].path.name, overlaid[key].path.name
         listed = f", though the index lists it in {weight_map[key]}" if weight_map.get(key, taken) != taken else ""
         yield (
-            f"{path}: {len(overlaid)} tensors are in several files. As in transformers the last one by the name of its "
-            f"file counts: {key!r} of {taken}, not of {other}{listed}"
+            f"{path}: {len(overlaid)} tensors are in several files. As in transformers, the last file by name counts: "
+            f"{key!r} is read from {taken}, not from {other}{listed}"
         )
     elsewhere = {
         key: name for key, name in weight_map.items() if key not in entries or entries[key].path != path.parent / name

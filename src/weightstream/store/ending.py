@@ -1,7 +1,7 @@
-"""What is done at the end of an object, by the process that made it alone.
+"""Finalizers that run only in the process that made the object.
 
-A process that was forked has the objects and none of the threads, and a lock that one of these held stays locked there
-for good: what stops a thread, or hands something back, would wait for ever.
+A forked process has the objects but none of the threads, and a lock that a thread held at the fork stays locked there.
+A finalizer that stops a thread or takes a lock would wait forever.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Owner = TypeVar("_Owner")
 
 
 def finalize(owner: _Owner, call: Callable[..., object], *args: Any) -> weakref.finalize[..., _Owner]:
-    """As `weakref.finalize`; does nothing in a process that was forked since."""
+    """As `weakref.finalize`, but the call does nothing in a process forked since."""
     return weakref.finalize(owner, _here, os.getpid(), call, *args)
 
 

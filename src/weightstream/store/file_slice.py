@@ -1,6 +1,6 @@
-"""Extent: bytes of a file, all in a row or those of some columns of a matrix; and extents read as one.
+"""Slices of files: a range of bytes, or some columns of a matrix; and several slices read as one source.
 
-Neither knows a model or a device.
+Knows no model or device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightstream.store.staging import SourceRange
 
 
 class FileSlice(NamedTuple):
-    """Bytes [begin, end) of a file; with a `pitch` only the first `width` of every `pitch` of them."""
+    """Bytes [begin, end) of a file; with a `pitch`, only the first `width` bytes of every `pitch`."""
 
     mapping: FileMapping
     begin: int
@@ -28,7 +28,7 @@ class FileSlice(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its own bytes, without those between its rows."""
+        """The bytes of the slice, without the gaps between its rows."""
         return self.num_rows * self.width if self.pitch else self.end - self.begin
 
     @property
@@ -37,28 +37,28 @@ class FileSlice(NamedTuple):
 
     @property
     def range(self) -> FileRange:
-        """Where all of it lies."""
+        """The range of the file from its first to its last byte, gaps included."""
         return FileRange(self.mapping, self.begin, self.end)
 
     def within(self, data: torch.Tensor) -> torch.Tensor:
-        """Its own bytes in those of the range: flat, or `[num_rows, width]`."""
+        """The bytes of the slice out of those of its range: flat, or of shape `(num_rows, width)`."""
         return data.as_strided((self.num_rows, self.width), (self.pitch, 1)) if self.pitch else data
 
     def bytes(self) -> torch.Tensor:
-        """A view of its own bytes in the private map, whatever they hold now."""
+        """A view of the bytes in the private map, which may not be read from disk yet."""
         return self.within(self.mapping.bytes(self.begin, self.end))
 
     def populated(self) -> torch.Tensor:
-        """The same, once they can be read; raises `StoreError`."""
+        """The same view, once its pages are in memory; raises `StoreError`."""
         return self.within(self.mapping.populated(self.begin, self.end))
 
     def reading(self) -> SourceRange:
-        """What gives its own bytes in pieces, and where they begin and end there."""
+        """The bytes of the slice as a range of a source, to be read in pieces."""
         return SourceRange(_Rows(self), 0, self.nbytes) if self.pitch else SourceRange(*self.range)
 
 
 class _Rows(NamedTuple):
-    """The rows of an extent, one after another, as a source."""
+    """The rows of a slice, one after another, as a source."""
 
     extent: FileSlice
 
@@ -71,7 +71,7 @@ class _Rows(NamedTuple):
 
 
 class Joined:
-    """Extents without a pitch, one after another, read through the page cache."""
+    """Slices without a pitch, one after another, as a source that reads through the page cache."""
 
     def __init__(self, extents: Sequence[FileSlice]) -> None:
         self._parts = [(CachedFile(extent.mapping), extent.begin) for extent in extents]
@@ -79,7 +79,7 @@ class Joined:
         self.nbytes = self._starts[-1]
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Reads bytes [begin, end) into `memory` and returns the view of these; raises `StoreError`."""
+        """Read bytes [begin, end) into `memory` and return the view of them; raises `StoreError`."""
         at, index = begin, bisect_right(self._starts, begin) - 1
         while at < end:
             (file, offset), start = self._parts[index], self._starts[index]

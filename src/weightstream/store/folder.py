@@ -1,7 +1,7 @@
-"""OffloadFolder: where weights are written that no file holds as they are needed. It knows tensors, not models.
+"""OffloadFolder: files for weights that no other file holds in the needed form. Knows tensors, not models.
 
-A process that a signal ends removes nothing. So each folder has a file that its process holds locked as long as it
-lives, and whoever makes a folder removes those beside it whose lock is free.
+A process that is killed by a signal cannot remove its folder. So each process keeps a file in its folder locked while
+it lives, and a process that makes a folder removes all folders next to it whose lock is free.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _remove(folder: Path, lock: int | None) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where the file system has none."""
+    """Lock the folder. Returns the descriptor that holds the lock; None if the file system has no locks."""
     descriptor = os.open(folder / f"{_LOCK}-new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(folder / f"{_LOCK}-new", folder / _LOCK)  # seen by others once it is locked
+        os.rename(folder / f"{_LOCK}-new", folder / _LOCK)  # other processes see it only once it is locked
     except OSError:
         os.close(descriptor)
         return None
@@ -46,7 +46,7 @@ def _locked(folder: Path) -> int | None:
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that have ended."""
     for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # another user's, or held, or gone meanwhile
+        with suppress(OSError):  # of another user, or locked, or removed meanwhile
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,9 +56,9 @@ def _sweep(parent: Path) -> None:
 
 
 class OffloadFolder:
-    """A folder of its own, in `inside` or where temporary files go, that is removed at close or exit.
+    """A new folder in `inside`, or among temporary files, that is removed at close or exit.
 
-    It writes tensors to files, one each, and maps them.
+    Tensors are written to files, one each, and mapped.
     """
 
     def __init__(self, inside: Path | None = None) -> None:
@@ -69,21 +69,23 @@ class OffloadFolder:
             lock = _locked(self.path)
             _sweep(self.path.parent)
         except OSError as error:
-            raise StoreError(f"offload_folder {inside}: cannot create it: {error}") from error
+            raise StoreError(
+                f"offload_folder {inside}: cannot create a folder: {error}; name one that can be written"
+            ) from error
         self._finalizer = finalize(self, _remove, self.path, lock)
         self.mappings: list[FileMapping] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the files."""
+        """Bytes of all files."""
         return sum(mapping.nbytes for mapping in self.mappings)
 
     def close(self) -> None:
-        """Removes the folder; tensors already mapped stay readable, but are no longer checked."""
+        """Remove the folder; mapped tensors stay readable, but their files are no longer checked."""
         self._finalizer()
 
     def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Writes `tensor` and returns an equal, contiguous one that views the file; raises `StoreError`."""
+        """Write `tensor`, and return an equal, contiguous one that views the file; raises `StoreError`."""
         path = self.path / f"{len(self.mappings):06d}.safetensors"
         try:
             if shutil.disk_usage(self.path).free < tensor.nbytes:

@@ -1,8 +1,9 @@
-"""The header of a safetensors file: what it tells of each tensor, and nothing believed before it is checked.
+"""The header of a safetensors file: the facts about each tensor, all checked before use.
 
 A file is 8 bytes of little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), and the data,
-which the tensors fill without gap or overlap. The safetensors library checks that; what is checked here it takes. A
-coded tensor stands under its own name as bytes. What these are is one text of the file's metadata.
+which the tensors fill without gap or overlap. The safetensors library checks that; this module checks the facts that
+the library accepts. A compressed tensor is stored as bytes under its own name, and described in one text of the file's
+metadata.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +24,13 @@ from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
-CODED = "weightstream"  # the name of that text
+CODED = "weightstream"  # the key of that text in the metadata
 _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
 _TOO_MANY = 2**63  # torch would overflow
-REMEDY = "damaged: get or pack it again"
-_OLD_REMEDY = "write it again from the plain model with `weightstream pack`, or use an older version of weightstream"
+_PACK_AGAIN = "write it again from the uncompressed model with `weightstream pack`"
+REMEDY = f"damaged: download it again, or {_PACK_AGAIN}"
+_OLD_REMEDY = f"{_PACK_AGAIN}, or use the version of weightstream that wrote it"
 # fmt: off
 DTYPES = MappingProxyType({
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -44,7 +46,7 @@ CODES = MappingProxyType({name: code for code, name in DTYPES.items()})
 class TensorEntry:
     """One tensor of a file; `begin` and `end` are absolute file offsets, `dtype` is torch's name.
 
-    Of a coded one, dtype and shape are those of the weights, and the bytes are the coded ones, with their checksum.
+    For a compressed tensor, dtype and shape are those of the weights; range and checksum are of its compressed bytes.
     """
 
     name: str
@@ -67,35 +69,42 @@ class TensorEntry:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{twice!r} occurs twice")
-    return found
+    return unique
 
 
 def read_json(mapping: FileMapping, begin: int, end: int) -> dict[str, Any]:
-    """The object in these bytes of a file; raises `CheckpointError`, `StoreError`."""
+    """Parse the JSON object in bytes [begin, end) of a file; raises `CheckpointError`, `StoreError`."""
     if end - begin > _HEADER_LIMIT:
         raise CheckpointError(f"{mapping.path}: {end - begin} bytes of JSON, over the limit of {_HEADER_LIMIT}")
     return _parsed(mapping.populated(begin, end).numpy().tobytes(), f"{mapping.path}: bytes [{begin}, {end})")
 
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    """The object that is this JSON; raises `CheckpointError`."""
+    """Parse a JSON object; raises `CheckpointError`, which begins with `where`."""
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         if rb"\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # an escaped lone surrogate is no text
+            json.dumps(parsed, ensure_ascii=False).encode()  # fails for a lone surrogate, which is no text
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} are not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where}: JSON holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where}: JSON holds a {type(parsed).__name__}, not an object")
+    return parsed
 
 
-def read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file, and its metadata; raises `CheckpointError`, `StoreError`."""
+class Header(NamedTuple):
+    """The tensors of a file by name, and its metadata."""
+
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+def read_header(mapping: FileMapping) -> Header:
+    """Read and check the header of a file; raises `CheckpointError`, `StoreError`."""
     data_begin = 8 + int.from_bytes(mapping.populated(0, 8).numpy().tobytes(), "little")
     header = read_json(mapping, 8, data_begin)
     try:
@@ -103,11 +112,11 @@ def read_header(mapping: FileMapping) -> tuple[dict[str, TensorEntry], dict[str,
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{mapping.path}: truncated, damaged or not safetensors: {error}") from error
-    mapping.check()  # else it is another file that the library has looked at
+    mapping.check()  # the library may have opened another file under this path
     metadata = header.pop("__metadata__", None) or {}
     entries = {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}
     text = metadata.pop(CODED, None)
-    return entries | (_coded_entries(mapping.path, entries, text) if text is not None else {}), metadata
+    return Header(entries | (_coded_entries(mapping.path, entries, text) if text is not None else {}), metadata)
 
 
 def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> TensorEntry:
@@ -124,24 +133,22 @@ def _entry(mapping: FileMapping, name: str, facts: Any, data_begin: int) -> Tens
 
 
 def _coded_entries(path: Path, stored: Mapping[str, TensorEntry], text: str) -> dict[str, TensorEntry]:
-    """What the coded ones of the `stored` tensors are; raises `CheckpointError`."""
+    """The entries of the compressed tensors among the `stored` ones; raises `CheckpointError`."""
     where = f"{path}: the text {CODED!r} of its metadata"
-    found = _parsed(text.encode(errors="surrogatepass"), where)
-    version, tensors = found.get("codec"), found.get("tensors")
+    record = _parsed(text.encode(errors="surrogatepass"), where)
+    version, tensors = record.get("codec"), record.get("tensors")
     if type(version) is not int or version != VERSION:
-        raise CheckpointError(
-            f"{where} is of codec {str(version)[:20]!r}, this version reads {VERSION}: update it, or pack again"
-        )
-    if found.keys() != {"codec", "tensors"} or not isinstance(tensors, dict):
-        raise CheckpointError(f"{where} needs exactly codec and tensors, by name, has {str(found)[:80]}; {REMEDY}")
+        raise CheckpointError(f"{where} is of codec {str(version)[:20]!r}, this version reads {VERSION}: {_OLD_REMEDY}")
+    if record.keys() != {"codec", "tensors"} or not isinstance(tensors, dict):
+        raise CheckpointError(f"{where} needs exactly codec and tensors, by name, has {str(record)[:80]}; {REMEDY}")
     for name in tensors.keys() - stored.keys():
-        raise CheckpointError(f"{where} tells of {name[:80]!r}, which the file does not hold; {REMEDY}")
+        raise CheckpointError(f"{where} describes {name[:80]!r}, which the file does not hold; {REMEDY}")
     try:
         return {name: _coded_entry(stored[name], facts) for name, facts in tensors.items()}
     except UnknownCodeError as error:
         raise CheckpointError(f"{path}: compressed tensor {error}; {_OLD_REMEDY}") from error
     except StoreError as error:
-        raise CheckpointError(f"{path}: coded tensor {error}; {REMEDY}") from error
+        raise CheckpointError(f"{path}: compressed tensor {error}; {REMEDY}") from error
 
 
 def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
@@ -168,7 +175,7 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
 
 
 def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
-    """The text for these coded tensors; of a checksum that is not known yet, the longest that it can be."""
+    """The text that describes these compressed tensors. A checksum that is not known yet takes its greatest length."""
     tensors = {}
     for name, layout in layouts.items():
         facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.element.symbol_bits}
@@ -177,7 +184,7 @@ def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
 
 
 def _nbytes_of(shape: list[int], itemsize: int) -> int:
-    """Returns the bytes of a tensor, zeros counted as ones, as torch does in strides; too many are not counted on."""
+    """Bytes of a tensor, a size of 0 counted as 1, as in torch's strides; stops counting at `_TOO_MANY`."""
     count = itemsize
     for size in shape:
         if (count := count * max(size, 1)) >= _TOO_MANY:
@@ -186,11 +193,11 @@ def _nbytes_of(shape: list[int], itemsize: int) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of torch's name for it."""
+    """The dtype with this name in torch."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Torch's name for the dtype of a tensor."""
+    """The name in torch of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""LazyMemory: bytes that are made when they are first read, by decoding a coded tensor or by gathering parts of files.
+"""LazyMemory: bytes that are filled when they are first read, by decoding a tensor or by joining parts of files.
 
-Until then it is addresses without memory: tensors that view it have shape, dtype and place, and hold zeros.
+Until then it is reserved addresses without memory: tensors that view it have shape, dtype and address, and hold zeros.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ Decode = Callable[[torch.Tensor, Layout, torch.Tensor], None]
 
 
 class LazyMemory(Memory):
-    """`extents` are the bytes of files that it is made of, one after another; none where it is made of memory."""
+    """`extents` are the slices of files that it is filled from, in order; empty if it is filled from memory."""
 
     is_filled = False
-    layout: Layout | None = None  # of the coded form that it is made of
+    layout: Layout | None = None  # of the compressed form that it is filled from
 
     def __init__(self, name: str, path: Path, nbytes: int, extents: Sequence[FileSlice]) -> None:
         self.path = path
         self.nbytes = nbytes
         self.extents = tuple(extents)
         self._lock = threading.RLock()
-        super().__init__(f"{path}: {name!r}", reserve(nbytes, path))
+        self._reserved = reserve(nbytes, path)
+        super().__init__(f"{path}: {name!r}", self._reserved)
 
     @classmethod
     def of_extents(cls, name: str, extents: Sequence[FileSlice]) -> LazyMemory:
-        """A tensor whose bytes are those of the extents, one after another, just as they are in the files."""
+        """Memory that is filled with the bytes of the slices, one after another."""
         for extent in extents:
             extent.mapping.check_range(extent.begin, extent.end)
         return cls(name, extents[0].mapping.path, sum(extent.nbytes for extent in extents), extents)
@@ -45,7 +46,7 @@ class LazyMemory(Memory):
             mapping.check()
 
     def write(self, out: torch.Tensor) -> None:
-        """Writes the bytes to `out`, on any device, and keeps none of them; raises `StoreError`."""
+        """Write the bytes to `out`, on any device, without keeping them; raises `StoreError`."""
         self.check()
         with torch.inference_mode(False), torch.no_grad():
             self._write(out)
@@ -58,38 +59,38 @@ class LazyMemory(Memory):
             at += extent.nbytes
 
     def populate(self, begin: int, end: int) -> None:
-        """Makes sure that the bytes can be read: the first time, all are made; raises `StoreError`."""
+        """Make the bytes readable. The first call fills all of them; raises `StoreError`."""
         self.check_range(begin, end)
         with self._lock:
             if self.is_filled:
                 self.check()
             else:
                 try:
-                    with torch.inference_mode(False):  # else what it makes could not be written to in `write`
+                    with torch.inference_mode(False):  # a tensor made in inference mode could not be written to
                         self.write(self.bytes(0, self.nbytes))
                     self.is_filled = True
                 except BaseException:
-                    self.forget()  # a part of it, or what only seems to be all of it
+                    self.forget()  # it may be filled in part
                     raise
 
     @property
     def was_read_early(self) -> bool:
-        """Whether its bytes were read, or written to, before they were made."""
+        """Whether the bytes were read or written to before they were filled."""
         with self._lock:
-            return not self.is_filled and bool(self.nbytes) and is_touched(self._buffer)
+            return not self.is_filled and bool(self.nbytes) and is_touched(self._reserved)
 
     def forget(self) -> None:
-        """Gives the memory back, with whatever was written to it; the bytes are made again when they are read again."""
+        """Free the memory and everything written to it; the next read fills it again."""
         with self._lock:
             self.is_filled = False
-            zero_pages(self._buffer, self.path)
+            zero_pages(self._reserved, self.path)
 
 
 class DecodedMemory(LazyMemory):
-    """The plain bytes of a coded tensor.
+    """The uncompressed bytes of a compressed tensor.
 
-    `source` gives the coded bytes, on any device, else these are the one extent; `decode(coded, layout, out)` writes
-    the weights; both can change.
+    `source` returns the compressed bytes, on any device; by default they are the one slice in `extents`.
+    `decode(coded, layout, out)` writes the weights. Both can be replaced later.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class DecodedMemory(LazyMemory):
         self.decode = decode
 
     def hold(self, source: Callable[[], torch.Tensor], layout: Layout) -> None:
-        """From now on the coded bytes are those of `source`, in a layout of the same weights."""
+        """Decode from the bytes of `source` from now on, which are the same weights in another layout."""
         with self._lock:
             self.source = source
             self.layout = layout
@@ -119,4 +120,4 @@ class DecodedMemory(LazyMemory):
 
 def _coded(extent: FileSlice) -> torch.Tensor:
     data = extent.populated()
-    return data.clone() if extent.begin % 4 else data  # decoders read words
+    return data.clone() if extent.begin % 4 else data  # decoders read whole words

@@ -1,7 +1,7 @@
-"""Limit: what caps the host memory of this process, and how much is left below it. It knows no weights and no device.
+"""Limits of this process's host memory, and the bytes left below them. Knows no weights and no device.
 
-Cgroups are found in /proc/self/cgroup and /proc/self/mountinfo, of version 1, 2 or both. A container may see its own
-group as the root of the mount, under a path that does not exist there: then the mount's root is the group.
+Cgroups of version 1, 2 or both are found through /proc/self/cgroup and /proc/self/mountinfo. In a container the path of
+the group may not exist below the mount: then the root of the mount is the group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ class _Version(NamedTuple):
     kind: str  # of the file system
     limits: tuple[str, ...]
     usage: str
-    page_cache: tuple[str, ...]  # of memory.stat: what the kernel takes back before it refuses
+    page_cache: tuple[str, ...]  # keys of memory.stat: pages that the kernel reclaims before it refuses memory
+
+
+class _Group(NamedTuple):
+    """A cgroup: its path, and the folder of its files."""
+
+    path: PurePosixPath
+    folder: Path
 
 
 class _Limit(NamedTuple):
@@ -43,12 +50,12 @@ _RLIMITS = MappingProxyType({"vms": ("ulimit -v", resource.RLIMIT_AS), "data": (
 
 
 def available_nbytes(root: Path = Path("/")) -> int:
-    """Returns the bytes of host memory that this process may still take; `root` holds proc and sys."""
+    """Bytes of host memory that this process may still take; `root` is the folder of proc and sys."""
     return max(0, min([_ram_nbytes(), *(limit.free_nbytes for limit in _limits(root))]))
 
 
 def describe_limits(root: Path = Path("/")) -> str:
-    """Returns one line for a warning: the memlock limit, the tightest other limit if there is one, and free RAM."""
+    """One line for a warning: the memlock limit, the tightest other limit if there is one, and free RAM."""
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     parts = [f"memlock {'unlimited' if memlock == resource.RLIM_INFINITY else human(memlock)}"]
     if tightest := min(_limits(root), key=lambda limit: limit.free_nbytes, default=None):
@@ -65,7 +72,7 @@ def _limits(root: Path) -> Iterator[_Limit]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for version in (version for version in (_V1, _V2) if version.controller in controllers.split(",")):
-            yield from filter(None, (_limit(version, *group) for group in _groups(root, version, path)))
+            yield from filter(None, (_limit(version, group) for group in _groups(root, version, path)))
     for field, (name, kind) in _RLIMITS.items():
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
@@ -73,42 +80,43 @@ def _limits(root: Path) -> Iterator[_Limit]:
             yield _Limit(name, limit, free)
 
 
-def _limit(version: _Version, path: PurePosixPath, folder: Path) -> _Limit | None:
+def _limit(version: _Version, group: _Group) -> _Limit | None:
+    path, folder = group
     limit = min(_number(folder / name, _NO_LIMIT) for name in version.limits)
     if limit >= _NO_LIMIT:
         return None
     statistics = [line.split() for line in _lines(folder / "memory.stat")]
-    found = [pair for pair in statistics if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])]
-    # The statistics of version 2 may be older than the usage by seconds: never more than the whole limit is free.
-    used = _number(folder / version.usage, 0) - sum(int(size) for name, size in found if name in version.page_cache)
+    pairs = [pair for pair in statistics if len(pair) == 2 and re.fullmatch(r"[0-9]{1,20}", pair[1])]
+    # Version 2 may update the statistics seconds after the usage, so `used` is bounded: at most the limit is free.
+    used = _number(folder / version.usage, 0) - sum(int(size) for name, size in pairs if name in version.page_cache)
     return _Limit(f"cgroup {os.fsencode(path).decode(errors='replace')}", limit, limit - max(0, used))
 
 
-def _groups(root: Path, version: _Version, path: str) -> list[tuple[PurePosixPath, Path]]:
-    """Returns the group at `path` and its ancestors as far as they are mounted, as (path, folder)."""
+def _groups(root: Path, version: _Version, path: str) -> list[_Group]:
+    """The group at `path` and its ancestors, as far as they are mounted."""
     mounts = list(_mounts(root, version))
     for top, point in mounts:
         inner = PurePosixPath(path)
         if inner.is_relative_to(top) and ".." not in inner.parts:
             inner = inner.relative_to(top)
             if os.path.isdir(point / inner):  # Path.is_dir raises where a name is too long
-                return [(top / level, point / level) for level in (inner, *inner.parents)]
+                return [_Group(top / level, point / level) for level in (inner, *inner.parents)]
     return mounts
 
 
-def _mounts(root: Path, version: _Version) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yields (path of the group at its root, mount point) of every mount of the memory controller."""
+def _mounts(root: Path, version: _Version) -> Iterator[_Group]:
+    """The group at the root of each mount of the memory controller."""
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, file_system = line.partition(" - ")
         fields, facts = mount.split(), file_system.split()
         is_whole = len(fields) >= 5 and len(facts) >= 3
         if is_whole and facts[0] == version.kind and version.controller in ("", *facts[2].split(",")):
             top, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in fields[3:5])
-            yield PurePosixPath(top), root / point.lstrip("/")
+            yield _Group(PurePosixPath(top), root / point.lstrip("/"))
 
 
 def _lines(path: Path) -> list[str]:
-    with contextlib.suppress(OSError):  # a file that cannot be read limits nothing
+    with contextlib.suppress(OSError):  # a file that cannot be read sets no limit
         return path.read_text(errors="surrogateescape").splitlines()
     return []
 

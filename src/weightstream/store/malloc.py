@@ -1,4 +1,4 @@
-"""The heap of this process: memory that malloc takes from the system, and what it keeps of it."""
+"""The heap of this process: return freed memory to the system, and reserve memory in the heap."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-_BLOCK_NBYTES = 64 << 10  # smaller than whatever malloc maps by itself
+_BLOCK_NBYTES = 64 << 10  # smaller than blocks that malloc maps one by one
 
 
 def trim() -> None:
-    """Give freed memory back to the system."""
-    # glibc keeps freed tensors between small live blocks: without this, memory grew by half of what was converted
+    """Return freed memory to the system."""
+    # glibc keeps freed tensors between small live blocks: without this, memory grew by half of the converted bytes
     if trim := getattr(_library(), "malloc_trim", None):
         trim(0)
 
 
 def room(nbytes: int) -> Callable[[], None]:
-    """Have malloc find so many bytes for the calling thread without asking the system, until the result is called.
+    """Reserve `nbytes` in the calling thread's heap until the result is called; malloc asks the system for none of it.
 
-    It is to be called once. They take a page of each block now, and memory where they are used. Nobody gives them back
-    meanwhile, as the last block is in use. What malloc maps by itself, 128 KiB and more at first, is asked for as ever.
+    Call the result once. The reserve takes a page of each block now, and more memory only when it is used. The heap
+    does not shrink meanwhile, as its last block is in use. Blocks that malloc maps one by one, at first of 128 KiB and
+    more, are not served from it.
     """
     malloc, free = _library().malloc, _library().free
     *blocks, last = [malloc(_BLOCK_NBYTES) for _ in range(max(1, nbytes // _BLOCK_NBYTES))]
@@ -32,7 +33,9 @@ def room(nbytes: int) -> Callable[[], None]:
 
 @cache
 def _library() -> Any:
-    found = ctypes.CDLL(None)
-    found.malloc.argtypes, found.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-    found.free.argtypes, found.free.restype = (ctypes.c_void_p,), None
-    return found
+    library = ctypes.CDLL(None)
+    library.malloc.argtypes = (ctypes.c_size_t,)
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = (ctypes.c_void_p,)
+    library.free.restype = None
+    return library

@@ -1,13 +1,12 @@
-"""FileMapping: one file mapped copy-on-write, as bytes. It knows nothing of formats, tensors' names or devices.
+"""FileMapping: one file mapped copy-on-write, as bytes. Knows no formats, tensor names or devices.
 
-The map is private and writable: a write into a tensor that views it stays in this process and never reaches the
-file. Pages that were only read belong to the page cache, so a mapped model costs no memory of its own. A window is a
-second map of a part of the file, shared and read-only: a device can copy from its pages where they are, and pages that
-were written to in this process are not in it.
+The map is private and writable: a write into a tensor that views it stays in this process and never reaches the file.
+Pages that were only read belong to the page cache, so a mapped model takes no memory of its own. A window is a second
+map of a part of the file, shared and read-only: a device can copy directly from its pages. It does not show writes of
+this process.
 
-The kernel tells exactly which pages of a private map were written to: such a page is anonymous and no page of the file
-any more. It is asked with PAGEMAP_SCAN (Linux 6.7), which skips what nobody touched, or by reading /proc/self/pagemap,
-8 bytes per page.
+The kernel reports exactly which pages of a private map were written to: such a page is anonymous and no longer a page
+of the file. PAGEMAP_SCAN (Linux 6.7) skips untouched pages; the fallback reads /proc/self/pagemap, 8 bytes per page.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weightstream.errors import StoreError
 
-_MAP_NORESERVE = 0x4000  # Python 3.11 does not name it; without it a map larger than RAM may be refused
+_MAP_NORESERVE = 0x4000  # Python 3.11 has no name for it; without it a map larger than RAM may be refused
 _MADV_DONTNEED, _MADV_POPULATE_READ = 4, 22
 _MAP_FIXED = 0x10
 _SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg)
@@ -39,6 +38,8 @@ _CHUNK_PAGES = 1 << 18
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+Buffer = ctypes.Array[ctypes.c_ubyte]  # mapped memory, which is unmapped with its last view
+
 _LIBC = ctypes.CDLL(None, use_errno=True)  # foreign calls release the GIL, so a slow disk stalls one thread only
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -47,43 +48,43 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
-def _map(descriptor: int, nbytes: int, path: Path, flags: int, offset: int = 0, at: Any = None) -> Any:
-    # Not mmap.mmap: before Python 3.13 it keeps a descriptor per file, and folders hold thousands of files.
+def _map(descriptor: int, nbytes: int, path: Path, flags: int, offset: int = 0, at: int | None = None) -> int:
+    # Not mmap.mmap: before Python 3.13 it keeps a descriptor per file, and a folder may have thousands of files.
     protection = mmap.PROT_READ if flags & mmap.MAP_SHARED else mmap.PROT_READ | mmap.PROT_WRITE
-    address = _LIBC.mmap(at, nbytes, protection, flags | _MAP_NORESERVE, descriptor, offset)
-    if address == _MAP_FAILED:
+    address: int | None = _LIBC.mmap(at, nbytes, protection, flags | _MAP_NORESERVE, descriptor, offset)
+    if address is None or address == _MAP_FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise StoreError(f"{path}: cannot map {nbytes} bytes: {reason}; see `ulimit -v` and vm.max_map_count")
     return address
 
 
-def _buffer(address: int, nbytes: int) -> Any:
+def _buffer(address: int, nbytes: int) -> Buffer:
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Tensors hold the buffer, so the map outlives the FileMapping. Not at exit: other threads may still read.
+    # Tensors keep the buffer alive, so the map outlives the FileMapping. Not at exit: other threads may still read.
     weakref.finalize(buffer, _LIBC.munmap, address, nbytes).atexit = False
     return buffer
 
 
-def reserve(nbytes: int, path: Path) -> Any:
-    """Zeros in whole pages, which take no memory until they are written to; `path` is what an error names."""
+def reserve(nbytes: int, path: Path) -> Buffer:
+    """Reserve whole pages of zeros, which take no memory until they are written to; errors name `path`."""
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return _buffer(_map(-1, nbytes, path, _ANONYMOUS), nbytes)
 
 
-def is_touched(buffer: Any) -> bool:
-    """Whether a page of reserved memory was read or written to; a kernel that cannot tell says so of every page."""
+def is_touched(buffer: Buffer) -> bool:
+    """Whether a page of reserved memory was read or written to; True if the kernel does not know."""
     nbytes = ctypes.sizeof(buffer)
     found = np.empty(nbytes // mmap.PAGESIZE, dtype=np.uint8)
     return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, found.ctypes.data)) or bool((found & 1).any())
 
 
-def zero_pages(buffer: Any, path: Path) -> None:
-    """Make zeros of reserved memory again, which take none."""
+def zero_pages(buffer: Buffer, path: Path) -> None:
+    """Reset reserved memory to zeros, which frees it."""
     _map(-1, ctypes.sizeof(buffer), path, _ANONYMOUS | _MAP_FIXED, at=ctypes.addressof(buffer))
 
 
 def _populate(address: int, nbytes: int) -> int:
-    """Read pages of a map into memory; returns the error number, where a plain access would kill the process."""
+    """Read pages of a map into memory. Returns an error number, where a plain access would kill the process, or 0."""
     while _LIBC.madvise(address, nbytes, _MADV_POPULATE_READ):
         code = ctypes.get_errno()
         if code not in (errno.EINTR, errno.EAGAIN):
@@ -92,49 +93,49 @@ def _populate(address: int, nbytes: int) -> int:
 
 
 class Memory:
-    """Bytes at fixed addresses that may have to be brought in before they are read. `title` names them in errors."""
+    """Bytes at fixed addresses that may have to be populated before they are read. `title` names them in errors."""
 
     path: Path
     nbytes: int
-    is_filled = True  # whether reading an address gives its byte; a file's pages come in by themselves
+    is_filled = True  # whether an address can be read; the pages of a file come in by themselves
 
-    def __init__(self, title: str, buffer: Any) -> None:
+    def __init__(self, title: str, buffer: Buffer | None) -> None:
         self._title = title
         self._buffer = buffer
         self.address = ctypes.addressof(buffer) if buffer is not None else 0
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
-        """Returns bytes [begin, end) as a uint8 view, whatever they hold now; raises `StoreError` outside."""
+        """A uint8 view of bytes [begin, end), which may not be populated yet; raises `StoreError` outside."""
         self.check_range(begin, end)
         if begin == end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._buffer, dtype=torch.uint8, count=end - begin, offset=begin)
 
     def locate(self, address: int) -> int | None:
-        """Returns the offset that `address` views, or None when it lies outside."""
+        """The offset of `address` in the memory; None if it is outside."""
         return address - self.address if 0 <= address - self.address < self.nbytes else None
 
     def check(self) -> None:
-        """Raises `StoreError` when the bytes cannot be had any more."""
+        """Raise `StoreError` if the bytes are no longer available."""
         raise NotImplementedError
 
     def populate(self, begin: int, end: int) -> None:
-        """Makes bytes [begin, end) readable; raises `StoreError` where a plain access would fail."""
+        """Make bytes [begin, end) readable; raises `StoreError` where a plain access would fail."""
         raise NotImplementedError
 
     def populated(self, begin: int, end: int) -> torch.Tensor:
-        """Returns bytes [begin, end) as a uint8 view that can be read; raises as `populate` does."""
+        """A readable uint8 view of bytes [begin, end); raises as `populate` does."""
         self.populate(begin, end)
         return self.bytes(begin, end)
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Copies bytes [begin, end) into `memory` and returns the view of these; raises as `populate` does."""
+        """Copy bytes [begin, end) into `memory` and return the view of them; raises as `populate` does."""
         self.populate(begin, end)
         ctypes.memmove(memory.data_ptr(), self.address + begin, end - begin)
         return memory[: end - begin]
 
     def check_range(self, begin: int, end: int) -> None:
-        """Raises `StoreError` unless bytes [begin, end) are inside."""
+        """Raise `StoreError` unless bytes [begin, end) are inside."""
         if not 0 <= begin <= end <= self.nbytes:
             raise StoreError(f"{self._title}: bytes [{begin}, {end}) are not inside its {self.nbytes} bytes")
 
@@ -148,7 +149,7 @@ class FileIdentity(NamedTuple):
 
 
 class FileMapping(Memory):
-    """Maps the regular file at `path`; raises `StoreError` when it cannot be opened, is no regular file, or changed."""
+    """A map of the regular file at `path`; raises `StoreError` if it cannot be opened or is not a regular file."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -159,15 +160,15 @@ class FileMapping(Memory):
             super().__init__(str(path), _buffer(address, self.nbytes) if address else None)
 
     def check(self) -> None:
-        """Raises `StoreError` when the file was replaced, truncated, written or removed since it was mapped."""
+        """Raise `StoreError` if the file was replaced, truncated, written to or removed since it was mapped."""
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError as error:
             raise StoreError(f"{self.path}: mapped with {self.nbytes} bytes, now gone: {error}") from error
-        self.compare(found)
+        self.compare(status)
 
     def compare(self, status: os.stat_result) -> None:
-        """Raises `StoreError` when this is not the state of the file that was mapped."""
+        """Raise `StoreError` if this is not the status of the file that was mapped."""
         identity = _identity(status)
         if identity != self.identity:
             raise StoreError(
@@ -176,7 +177,7 @@ class FileMapping(Memory):
             )
 
     def populate(self, begin: int, end: int) -> None:
-        """Reads bytes [begin, end) into memory; raises `StoreError` where a plain access would kill the process."""
+        """Read bytes [begin, end) into memory; raises `StoreError` where a plain access would kill the process."""
         self.check()
         self.check_range(begin, end)
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
@@ -184,7 +185,7 @@ class FileMapping(Memory):
             self.raise_unread(_populate(self.address + start, end - start), begin, end)
 
     def raise_unread(self, code: int, begin: int, end: int) -> None:
-        """Raises `StoreError` for an error number of `populate`."""
+        """Raise `StoreError` for an error number of `_populate`."""
         if code:
             raise StoreError(
                 f"{self.path}: reading {end - begin} bytes at offset {begin} failed: {os.strerror(code)} "
@@ -192,22 +193,22 @@ class FileMapping(Memory):
             )
 
     def written(self) -> list[tuple[int, int]] | None:
-        """Returns the ranges of the file that this process holds bytes of its own for; None where nobody can tell."""
+        """The ranges (begin, end) that this process has written to, in whole pages; None: unknown."""
         return written_ranges(self.address, self.nbytes) if self.nbytes else []
 
     def leave(self, begin: int, end: int) -> None:
-        """Counts pages inside of [begin, end) no more as this process's, but those it wrote to; a read has them back"""
+        """Unmap the pages inside [begin, end) that this process did not write to; the next read maps them again."""
         start, stop = -(-(self.address + begin) // mmap.PAGESIZE), (self.address + end) // mmap.PAGESIZE
-        if start >= stop or (own := written_ranges(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)) is None:
+        if start >= stop or (written := written_ranges(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)) is None:
             return
         at, last = start * mmap.PAGESIZE, stop * mmap.PAGESIZE
-        for first, after in [(at + first, at + after) for first, after in own] + [(last, last)]:
+        for first, after in [(at + first, at + after) for first, after in written] + [(last, last)]:
             if at < first:
                 _LIBC.madvise(at, first - at, _MADV_DONTNEED)
             at = after
 
     def window(self, begin: int, end: int) -> Window:
-        """Maps bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
+        """Map bytes [begin, end), in whole pages, shared and read-only; raises `StoreError` if the file changed."""
         self.check_range(begin, end)
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         with opened_file(self.path) as descriptor:
@@ -217,7 +218,7 @@ class FileMapping(Memory):
 
 
 class Window:
-    """Pages of a file, shared with every process that reads it: `memory` holds the bytes from `begin` on."""
+    """Pages of a file, shared with all processes that read it: `memory` views its bytes from `begin` on."""
 
     def __init__(self, mapping: FileMapping, begin: int, memory: torch.Tensor) -> None:
         self.mapping = mapping
@@ -225,13 +226,13 @@ class Window:
         self.memory = memory
 
     def bytes(self, begin: int, end: int) -> torch.Tensor:
-        """Returns bytes [begin, end) of the file; raises `IndexError` outside of the window."""
+        """A view of bytes [begin, end) of the file; raises `IndexError` outside the window."""
         if not self.begin <= begin <= end <= self.begin + self.memory.numel():
             raise IndexError(f"[{begin}, {end}) is not in a window of {self.memory.numel()} bytes from {self.begin}")
         return self.memory[begin - self.begin : end - self.begin]
 
     def is_cached(self) -> bool:
-        """Whether the kernel has all of its pages, as far as it tells: of files of others it says so of every page."""
+        """Whether all pages are in the page cache; for files of other users the kernel always says so."""
         found = np.empty(-(-self.memory.numel() // mmap.PAGESIZE), dtype=np.uint8)
         return not _LIBC.mincore(self.memory.data_ptr(), self.memory.numel(), found.ctypes.data) and bool(
             (found & 1).all()
@@ -253,7 +254,7 @@ class FileRange(NamedTuple):
 
 
 def written_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
-    """Returns ranges of bytes, relative to `address`, that hold every written page; None where nobody can tell."""
+    """The ranges (begin, end) of written pages, in bytes relative to `address`; None: unknown."""
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         with opened_file(Path("/proc/self/pagemap")) as descriptor:
@@ -270,7 +271,7 @@ def _scan(descriptor: int, start: int, end: int) -> list[tuple[int, int]]:
     regions = (ctypes.c_uint64 * (3 * _NUM_REGIONS))()
     found: list[tuple[int, int]] = []
     while start < end:
-        # size, flags, start, end, walk end, regions, their number, most pages; then the pages wanted: not of a file,
+        # size, flags, start, end, walk end, regions, their number, most pages; then the pages to report: not of a file,
         # and present or swapped out
         words = [96, 0, start, end, 0, ctypes.addressof(regions), _NUM_REGIONS, 0]
         argument = (ctypes.c_uint64 * 12)(*words, _FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT)
@@ -293,7 +294,7 @@ def _read_entries(descriptor: int, start: int, end: int) -> list[tuple[int, int]
 
 @contextmanager
 def opened_file(path: Path, flags: int = 0) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; raises `StoreError` where that cannot be."""
+    """Open the regular file at `path` and yield its descriptor; raises `StoreError` if that is not possible."""
     try:  # O_NONBLOCK: opening a FIFO would wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except (OSError, ValueError) as error:

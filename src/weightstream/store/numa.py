@@ -1,8 +1,8 @@
-"""Near: host memory, and threads that fill it, at the memory node of the device that reads it. Knows no device.
+"""NUMA nodes: host memory, and threads that fill it, at the node of the device that copies from it. Knows no device.
 
-A node is preferred, not demanded: where it has no memory left, memory is elsewhere, and copies are slower. Torch's own
-threads touch what is copied, so it is the memory that is told, not they. Who runs the process under a policy, as
-`numactl` does, has decided.
+A node is preferred, not required: if it has no memory left, memory comes from another node, and copies are slower.
+Torch's own threads touch the memory first, so the policy is set on the memory, not on threads. A process that was
+started under a policy, as by `numactl`, keeps that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 _ROOT = Path("/")
 _DEFAULT, _PREFERRED = 0, 1  # MPOL_
-_MOST = 1024  # nodes
-_NUMBERS = MappingProxyType(  # of system calls for which the C library has no names
+_MOST = 1024  # nodes in a mask
+_NUMBERS = MappingProxyType(  # of system calls that the C library has no functions for
     {
         "x86_64": {"mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239},
         "aarch64": {"mbind": 235, "set_mempolicy": 237, "get_mempolicy": 236},
@@ -33,19 +33,19 @@ _NUMBERS = MappingProxyType(  # of system calls for which the C library has no n
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A memory node, and the processors at it."""
+    """A memory node and its processors."""
 
     index: int
     cores: frozenset[int]
 
     def hold(self, memory: torch.Tensor) -> torch.Tensor:
-        """The memory, whose pages will be here when they are first touched; it begins at a page."""
+        """Place the pages of `memory`, which begins at a page, on this node when they are first touched; returns it."""
         _call("mbind", ctypes.c_void_p(memory.data_ptr()), memory.numel(), *self._preferred, 0)
         return memory
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Inside, what the calling thread allocates is here."""
+        """Inside, memory that the calling thread touches first is placed on this node."""
         _call("set_mempolicy", *self._preferred)
         try:
             yield
@@ -53,9 +53,9 @@ class Node:
             _call("set_mempolicy", _DEFAULT, None, 0)
 
     def settle(self) -> None:
-        """From now on the calling thread runs here, where its process may, and what it allocates or reads is here."""
+        """Run the calling thread on this node's processors that its process may use, with memory of the node."""
         if cores := self.cores & os.sched_getaffinity(0):
-            with suppress(OSError):  # a system that forbids it; who waits for the thread must not wait for good
+            with suppress(OSError):  # the system may forbid it; the thread has to run all the same
                 os.sched_setaffinity(0, cores)
         _call("set_mempolicy", *self._preferred)
 
@@ -67,7 +67,7 @@ class Node:
 
 
 def on_node(job: Callable[[], None], node: Node | None) -> Callable[[], None]:
-    """What a thread is to run, at the node if there is one."""
+    """The job of a thread, run at the node if there is one."""
 
     def run() -> None:
         if node is not None:
@@ -78,9 +78,9 @@ def on_node(job: Callable[[], None], node: Node | None) -> Callable[[], None]:
 
 
 def node_of(address: str, root: Path = _ROOT) -> int | None:
-    """The memory node that a PCI device is attached to."""
+    """The memory node that a PCI device is attached to; None: unknown."""
     text = text_of(root / "sys/bus/pci/devices" / address.lower() / "numa_node")
-    return int(text) if text.isdecimal() else None  # -1: the machine has one, or does not say
+    return int(text) if text.isdecimal() else None  # -1: the machine has one node, or does not report it
 
 
 def cores_of(node: int, root: Path = _ROOT) -> frozenset[int]:
@@ -89,7 +89,7 @@ def cores_of(node: int, root: Path = _ROOT) -> frozenset[int]:
 
 
 def nearest(address: str, root: Path = _ROOT) -> Node | None:
-    """The node of a PCI device; None where all memory is as near, nobody says, or the process has a policy."""
+    """The node of a PCI device; None if the machine has one node, it is unknown, or the process has a policy."""
     node, nodes = node_of(address, root), list(root.glob("sys/devices/system/node/node[0-9]*"))
     policy = ctypes.c_int()
     is_known = node is not None and len(nodes) > 1 and _call("get_mempolicy", ctypes.byref(policy), None, 0, None, 0)
@@ -97,7 +97,7 @@ def nearest(address: str, root: Path = _ROOT) -> Node | None:
 
 
 def text_of(path: Path) -> str:
-    """What a file of the system says; nothing where it is not there."""
+    """The text of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -105,10 +105,12 @@ def text_of(path: Path) -> str:
 
 
 def _call(name: str, *arguments: Any) -> bool:
-    """Whether the system did it; without nodes it does not."""
+    """Make a system call. Returns whether it succeeded; it fails on a system without NUMA."""
     numbers = _NUMBERS.get(platform.machine())
-    given = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]  # as wide as registers
-    return numbers is not None and _library().syscall(ctypes.c_ulong(numbers[name]), *given) == 0
+    converted = [
+        ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments
+    ]  # as wide as registers
+    return numbers is not None and _library().syscall(ctypes.c_ulong(numbers[name]), *converted) == 0
 
 
 @cache

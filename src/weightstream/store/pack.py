@@ -1,6 +1,6 @@
-"""A pack: a checkpoint written again so that each unit is contiguous and aligned. Knows tensors and files, no models.
+"""A pack: a checkpoint rewritten so that each unit is contiguous and aligned. Knows tensors and files, no models.
 
-It grows in a folder beside its place, and is renamed into it once it is whole.
+It is written to a temporary folder next to its final path, and renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from weightstream.store.mapping import Memory
 
 _PAGE_NBYTES = 4096
 _PIECE_NBYTES = 16 << 20
-_LEAST_CODED = 64 << 10  # weights
+_LEAST_CODED = 64 << 10  # weights of a tensor that is compressed
 
-_BESIDE_NBYTES = 256 << 20  # no tokenizer is larger
+_OTHER_NBYTES = 256 << 20  # of a file besides weights, at most: no tokenizer is larger
 _PICKLE_NBYTES = 16 << 20
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "model", "consolidated", "adapter_model", "optimizer")
 _TEXTS = frozenset((".py", ".json", ".txt", ".jinja"))
 
-Advance = Callable[[int], None]  # told how many more bytes of tensors are done
+Advance = Callable[[int], None]  # called with the number of further bytes of tensors that are done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shard:
-    """A safetensors file to be: a header of whole pages, and the tensors that follow it without gaps.
+    """A safetensors file to be written: a header of whole pages, followed by the tensors without gaps.
 
-    Those that have a layout are coded. Their checksums are known once they are written; the header has room for them.
+    Tensors with a layout are compressed. Their checksums are known once they are written; the header reserves space.
     """
 
     name: str
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
     layouts: Mapping[str, Layout]
-    device: torch.device  # that codes
+    device: torch.device  # that compresses
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Shard:
         return {name: _stored_nbytes(name, tensor, self.layouts) for name, tensor in self.tensors.items()}
 
     def header(self, sums: Mapping[str, int]) -> bytes:
-        """The beginning of the file, as long whatever the checksums are; raises `UnsupportedError` for a dtype."""
+        """The header, whose length does not depend on the checksums; raises `UnsupportedError` for a dtype."""
         nbytes = -(-(8 + len(self._text({}))) // _PAGE_NBYTES) * _PAGE_NBYTES - 8
         return nbytes.to_bytes(8, "little") + self._text(sums).ljust(nbytes)
 
@@ -82,7 +82,7 @@ class Shard:
         return json.dumps(facts, separators=(",", ":")).encode()
 
     def write(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
-        """Writes the file; raises `OSError` where that fails, `StoreError` where a mapped file changed."""
+        """Write the file; raises `OSError` if that fails, `StoreError` if a mapped file changed."""
         sums = dict.fromkeys(self.layouts, 0)
         with open(path, "wb") as file:
             file.seek(len(self.header(sums)))
@@ -96,15 +96,15 @@ class Shard:
             file.write(self.header(sums))
 
     def pieces(self, name: str, mappings: Sequence[Memory]) -> Iterator[Any]:
-        """The bytes of a tensor in the file, in arrays."""
+        """The stored bytes of a tensor, in arrays."""
         with _readable(self.tensors[name], mappings) as data:
             layout = self.layouts.get(name)
             pieces = coding.pieces(data, layout, self.device) if layout else data.split(_PIECE_NBYTES)
             yield from (piece.numpy() for piece in pieces)
 
     def verify(self, path: Path, mappings: Sequence[Memory], advance: Advance) -> None:
-        """Reads the file again; raises `StoreError` or `CheckpointError` where it is not what the source holds."""
-        with open(path, "rb") as file:  # the disk's bytes, not the page cache's
+        """Read the file again; raises `StoreError` or `CheckpointError` if it differs from the source."""
+        with open(path, "rb") as file:  # read from the disk, not from the page cache
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         written = Checkpoint.open(path)
@@ -112,24 +112,24 @@ class Shard:
         if written.entries.keys() != self.tensors.keys() or written.metadata != {"format": "pt", **self.metadata}:
             raise StoreError(f"{path}: the header differs from the source: the disk or the memory may be failing")
         for name, tensor in self.tensors.items():
-            found = written.tensor(name)
-            homes: list[Memory] = [*written.mappings, *written.lazy.values()]
-            with _readable(tensor, mappings) as expected, _readable(found, homes) as data:
-                same = (found.dtype, found.shape) == (tensor.dtype, tensor.shape) and torch.equal(data, expected)
+            stored = written.tensor(name)
+            memories: list[Memory] = [*written.mappings, *written.lazy.values()]
+            with _readable(tensor, mappings) as expected, _readable(stored, memories) as data:
+                same = (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape) and torch.equal(data, expected)
             if not same:
                 raise StoreError(f"{path}: {name} differs from the source: the disk or the memory may be failing")
             advance(tensor.nbytes)
 
 
 def _stored_nbytes(name: str, tensor: torch.Tensor, layouts: Mapping[str, Layout]) -> int:
-    """The bytes of a tensor in a file."""
+    """Bytes of a tensor in a file, compressed or not."""
     return layouts[name].nbytes if name in layouts else tensor.nbytes
 
 
 def choose(
     tensors: Mapping[str, torch.Tensor], codec: str, mappings: Sequence[Memory], device: torch.device, advance: Advance
 ) -> dict[str, Layout]:
-    """The compressed form of each of these that are worth it; all bytes of those that can be compressed are read."""
+    """The layouts of the tensors that are worth compressing; reads all bytes of those that can be compressed."""
     layouts: dict[str, Layout] = {}
     for name, tensor in tensors.items():
         dtype = dtype_name(tensor)
@@ -144,7 +144,7 @@ def choose(
 
 @contextlib.contextmanager
 def _readable(tensor: torch.Tensor, memories: Sequence[Memory]) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor, brought in where it views one of `memories`; raises `StoreError` where that changed."""
+    """The bytes of a tensor, populated if it views one of `memories`; raises `StoreError` if a file changed."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     memory = next((m for m in memories if m.locate(data.data_ptr()) is not None), None) if data.numel() else None
     try:
@@ -154,7 +154,7 @@ def _readable(tensor: torch.Tensor, memories: Sequence[Memory]) -> Iterator[torc
         yield data
     finally:
         if isinstance(memory, LazyMemory):
-            memory.forget()  # else a model that is not in its file as it is would be in memory as a whole
+            memory.forget()  # else a model that is decoded or gathered would be in memory as a whole
 
 
 def lay_out(
@@ -162,13 +162,15 @@ def lay_out(
     metadata: Mapping[str, str],
     *,
     layouts: Mapping[str, Layout] = MappingProxyType({}),
-    device: torch.device = torch.device("cpu"),  # noqa: B008  # it cannot change
+    device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
     shard_nbytes: int = 5 * 10**9,
     stem: str = "model",
 ) -> list[Shard]:
-    """The shards of a pack: a unit that would exceed `shard_nbytes` begins a new one, and so does one that would not
-    begin a page; where tensors are coded, 512 bytes. Those that have a layout are coded on `device`. Names of files
-    begin with `stem`."""
+    """Divide units into the shards of a pack. Tensors with a layout are compressed, on `device`.
+
+    A unit that would exceed `shard_nbytes`, or would not begin at a page (of 512 bytes, if there are layouts), begins a
+    new shard. Names of files begin with `stem`.
+    """
     aligned_nbytes = CODED_ALIGN_NBYTES if layouts else _PAGE_NBYTES
     files: list[dict[str, torch.Tensor]] = []
     end = 0
@@ -181,7 +183,9 @@ def lay_out(
         steps = {name: CODED_ALIGN_NBYTES if name in layouts else tensor.itemsize for name, tensor in unit.items()}
         begins = accumulate(sizes.values(), initial=0)
         if any(begin % step for begin, step in zip(begins, steps.values(), strict=False)):
-            unit = {name: unit[name] for name in sorted(unit, key=lambda name: -steps[name])}  # else readers copy it
+            unit = {
+                name: unit[name] for name in sorted(unit, key=lambda name: -steps[name])
+            }  # sorted by alignment, else readers would copy
         files[-1] |= unit
         end += nbytes
     shards = []
@@ -195,9 +199,9 @@ def lay_out(
 
 @contextlib.contextmanager
 def growing(out: Path) -> Iterator[Path]:
-    """The folder that the pack `out` grows in, which takes its place at the end; what a killed run left goes first.
+    """Yield a temporary folder that becomes the pack `out` at the end; removes the leftovers of killed runs first.
 
-    Raises `ConfigError` where something is in its place, `StoreError` where files cannot be written.
+    Raises `ConfigError` if `out` exists, `StoreError` if files cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: name another folder, or remove it")
@@ -216,10 +220,10 @@ def growing(out: Path) -> Iterator[Path]:
 def write_pack(
     folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance, stem: str = "model"
 ) -> None:
-    """Writes the shards; raises `StoreError` where there is no room or a mapped file changed, `OSError`."""
+    """Write the shards; raises `StoreError` if space is lacking or a mapped file changed, and `OSError`."""
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
     if needed > free:
-        raise StoreError(f"{folder}: {needed} bytes to write > {free} bytes free: make room for {needed - free} more")
+        raise StoreError(f"{folder}: {needed} bytes to write > {free} bytes free: free {needed - free} more")
     for shard in shards:
         shard.write(folder / shard.name, mappings, advance)
     if len(shards) > 1:
@@ -227,16 +231,16 @@ def write_pack(
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for mapping in mappings:  # it may have changed after its last piece was read
+    for mapping in mappings:  # a file may have changed after its last piece was read
         mapping.check()
 
 
 def copy_beside(source: Path, folder: Path, *, deep: bool = False) -> None:
-    """Copies what the folder `source` holds beside weights; with `deep` code and texts of folders in it, too."""
+    """Copy the files of the folder `source` that are not weights; with `deep` also code and texts in its folders."""
     for path in source.iterdir():
         if path.name.startswith("."):
             continue
-        if path.is_file() and not _is_of_weights(path) and path.stat().st_size <= _BESIDE_NBYTES:
+        if path.is_file() and not _is_of_weights(path) and path.stat().st_size <= _OTHER_NBYTES:
             shutil.copyfile(path, folder / path.name)
         elif deep and path.is_dir():
             for text in (file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file()):
@@ -245,8 +249,8 @@ def copy_beside(source: Path, folder: Path, *, deep: bool = False) -> None:
 
 
 def _is_of_weights(path: Path) -> bool:
-    """Whether a file is of a model's weights. A small pickle with a name of its own is something else that the code of
-    a model reads, such as the voices of Qwen2.5-Omni."""
+    """Whether a file holds weights of a model. A small pickle with another name does not: the code of a model reads it,
+    such as the voices of Qwen2.5-Omni."""
     if path.suffix in (".pt", ".pth", ".bin") and path.stat().st_size <= _PICKLE_NBYTES:
         return path.name.startswith(_STEMS)
     return path.name.endswith(SUFFIXES) or ".index." in path.name

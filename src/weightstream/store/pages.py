@@ -1,9 +1,9 @@
-"""PageCache: ranges of files that are read ahead, in the order of need, and pinned where they are. Knows no model.
+"""PageCache: ranges of files, read ahead in the order of need, and pinned in the page cache. Knows no model.
 
-A device that can copy from registered read-only memory takes weights straight from the page cache: no copy of them in
-this process, and one for all processes. A thread brings the ranges in one after the other, which is how a disk reads
-fastest, while the first steps run: whoever needs a range waits for that alone. What is in the page cache already others
-map ahead of it: there is no disk to be disturbed.
+A device that can copy from registered read-only memory takes weights directly from the page cache: this process needs
+no copy of them, and all processes share one. While the first steps run, one thread reads the ranges one after another,
+which is fastest for a disk; a step waits only for the ranges that it needs. Other threads map pages that are in the
+page cache already, ahead of that thread: they need no disk.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping, FileRange, Window
 from weightstream.store.numa import Node, on_node
 
-_PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory of the system
-_PIECE_NBYTES = 64 << 20  # close() waits for one
-_PAUSE = 1 / 6  # of its time, behind it: the driver lets nobody in meanwhile, and who pins would be the first again
-_LONGEST_PAUSE_S = 0.01  # its time may be that of whoever measured the device
-_ROOM_NBYTES = 64 << 20  # a first step took 36, for kernels that were not loaded before [H100]
-_AHEAD = 4  # threads: one maps 10 to 15 GB/s in pages of 4 KiB, and what pins waits for it
+_PINNED_NBYTES = 256 << 20  # of one registration, 13 ms: meanwhile no other thread gets memory from the system
+_PIECE_NBYTES = 64 << 20  # close() waits for one such piece
+# Share of the time of a registration, after it: the driver lets no other thread in meanwhile, and without a pause the
+# pinning thread would be the first to enter again.
+_PAUSE = 1 / 6
+_LONGEST_PAUSE_S = 0.01  # a registration may have waited for a measurement of the device
+_ROOM_NBYTES = 64 << 20  # a first step took 36 MiB, for kernels that were not loaded before [H100]
+_AHEAD = 4  # threads: each maps 10 to 15 GB/s in pages of 4 KiB, and the pinning thread waits for them
 
 Show = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Pages:
-    """One range of a file, on its way into memory or there; `ranges` are those that were asked for."""
+    """One range of a file that is being read or is in memory; `ranges` are the requested ranges in it."""
 
     def __init__(self, mapping: FileMapping, begin: int, end: int) -> None:
         self.mapping = mapping
@@ -45,24 +47,24 @@ class Pages:
         self.end = end
         self.ranges: set[FileRange] = set()
         self.window: Window | None = None
-        self.view: torch.Tensor | None = None  # the window, as a device has it
+        self.view: torch.Tensor | None = None  # the window, mapped by a device
         self.done = threading.Event()
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is known not to be pinned."""
+        """Whether the range is known not to be pinned."""
         return self.done.is_set() and self.window is None
 
     def source(self, begin: int, end: int) -> torch.Tensor | None:
-        """Waits for the range; returns its bytes [begin, end) in pinned memory, or None where they are not pinned.
+        """Wait for the range; returns its bytes [begin, end) in pinned memory, or None if they are not pinned.
 
-        None, too, where they could not be read ahead: who reads them then is told why, or has more luck.
+        Also None if reading ahead failed: the caller reads the bytes itself, and gets the error if that fails, too.
         """
         self.done.wait()
         return self.window.bytes(begin, end) if self.window is not None else None
 
     def shown(self, begin: int, end: int) -> torch.Tensor | None:
-        """The same as the device has it, if it can."""
+        """The same bytes as the device addresses them; None if it cannot."""
         self.done.wait()
         if self.window is None or self.view is None:
             return None
@@ -70,10 +72,10 @@ class Pages:
 
 
 class PageCache:
-    """Holds ranges of files in memory, which its threads read to their `node`.
+    """Ranges of files that threads read into the page cache, at their NUMA `node`, and pin.
 
-    `pin` and `unpin` are the device's; without them ranges are only read ahead. `show` gives what was pinned as the
-    device has it, if it can.
+    `pin` and `unpin` are the device's; without them ranges are only read ahead. `show` maps pinned memory for the
+    device, if it can.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class PageCache:
         self._pages: list[Pages] = []
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        finalize(self, self._closed.set)  # the thread ends then, and with it the arena, which unpins
+        finalize(self, self._closed.set)  # then the thread ends, and with it the arena, which unpins
 
     @property
     def nbytes(self) -> int:
@@ -94,10 +96,10 @@ class PageCache:
         return self._arena.nbytes
 
     def hold(self, ranges: Sequence[FileRange], on_refusal: Callable[[Exception], None]) -> list[Pages]:
-        """Starts to bring in these ranges, in this order; returns the pages that each is in.
+        """Start to read these ranges, in this order; returns the pages that hold each range.
 
-        Pages that are pinned and still wanted as a whole stay where they are; what is not wanted is unpinned.
-        `on_refusal` is told when a range cannot be pinned; what comes after it is not, either.
+        Pinned pages whose ranges are all still wanted stay; others are unpinned. `on_refusal` is called with the error
+        if a range cannot be pinned; the ranges after it are only read.
         """
         self._stop()
         wanted = set(ranges)
@@ -107,19 +109,19 @@ class PageCache:
         pages = _merged([each for each in ranges if each not in held])
         self._pages = [*kept, *pages]
         for each in () if self.pins else pages:
-            each.done.set()  # no copy waits: the first read of a page brings it in
+            each.done.set()  # no copy has to wait: the first access reads a page
         self._closed.clear()
         ahead = _Ahead(pages, self._closed, self._node) if self.pins and pages else None
         arena = self._arena if ahead is not None else None
         job = partial(_bring_in, pages, arena, ahead, self._show, self._closed, on_refusal)
-        # no daemon: an interpreter that ends while one is busy with tensors may abort; it stops when the main one ends
+        # not a daemon: the interpreter may abort if it ends while a daemon uses tensors; ends with the main thread
         self._thread = threading.Thread(target=on_node(job, self._node), name="weightstream-pages", daemon=False)
         self._thread.start()
         of_range = {asked: each for each in self._pages for asked in each.ranges}
         return [of_range[asked] for asked in ranges]
 
     def close(self) -> None:
-        """Stops reading and unpins everything; nothing may copy from it any more. May be called twice."""
+        """Stop reading and unpin everything; no copy may be under way. May be called twice."""
         self._stop()
         self._pages.clear()
         self._arena.close()
@@ -144,10 +146,10 @@ class _WindowState(NamedTuple):
 
 
 class _Ahead:
-    """Threads that map pages which need no disk, ahead of the one that pins them.
+    """Threads that map pages which need no disk, ahead of the thread that pins them.
 
-    They begin when all windows are made: the kernel makes one when nobody reads pages in or pins them. So it does where
-    a heap grows: there is room in that of the calling thread, for what a first step takes.
+    They begin when all windows are made, as the kernel makes a window only while no thread populates or pins pages. A
+    heap cannot grow meanwhile, either: the calling thread's heap has a reserve for the needs of a first step.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
@@ -155,11 +157,11 @@ class _Ahead:
         self._waiting = deque[_Waiting]()
         self._closed = closed
         self._leave_room = finalize(self, malloc.room(_ROOM_NBYTES))
-        self._threads = list[threading.Thread]()  # no pool: an interpreter that ends lets one do all it was given
+        self._threads = list[threading.Thread]()  # not a pool: at exit the interpreter would wait for all its jobs
         self._node = node
 
     def begin(self) -> None:
-        """Make all windows, up to one that cannot be made, as it is told in its turn; then let the threads begin."""
+        """Make windows up to the first that fails, whose error is raised by `window`; then start the threads."""
         for each, found in self._found.items():
             if _has_ended(self._closed):
                 break
@@ -168,7 +170,7 @@ class _Ahead:
             except Exception as error:
                 found.set_exception(error)
                 break
-        with suppress(RuntimeError):  # the system has no more of them
+        with suppress(RuntimeError):  # the system has no more threads
             for _ in range(min(_AHEAD, len(self._found))):
                 thread = threading.Thread(target=on_node(self._run, self._node), name="weightstream-pages")
                 thread.start()
@@ -177,7 +179,7 @@ class _Ahead:
             self._run()
 
     def _run(self) -> None:
-        with suppress(IndexError):  # none are left
+        with suppress(IndexError):  # no window is left
             while True:
                 window, each = self._waiting.popleft()
                 found = self._found[each]
@@ -187,11 +189,11 @@ class _Ahead:
                     found.set_exception(error)
 
     def _is_there(self, window: Window, each: Pages) -> bool:
-        """Whether all of it is mapped now; not where a disk is to be read, or that is wanted no more."""
+        """Map the pages if they are in the page cache. Returns whether all are mapped; not after close()."""
         return not _has_ended(self._closed) and window.is_cached() and _populate(window, each, self._closed)
 
     def window(self, each: Pages) -> _WindowState:
-        """Waits for pages; returns their window, and whether it can be pinned, or is to be read first."""
+        """Wait for the window of pages."""
         return self._found[each].result()
 
     def close(self) -> None:
@@ -209,7 +211,7 @@ def _bring_in(
     closed: threading.Event,
     on_refusal: Callable[[Exception], None],
 ) -> None:
-    """What the thread does: it holds no PageCache, so that one that is forgotten can go."""
+    """The thread's work. It has no reference to the PageCache, so that an unused one can be collected."""
     if ahead is not None:
         ahead.begin()
     for each in pages:
@@ -226,15 +228,15 @@ def _bring_in(
                 ahead.close()
             arena = ahead = None
         finally:
-            each.done.set()  # whatever happened: somebody may wait for it
+            each.done.set()  # also after an error: a step may wait for it
         closed.wait(min(took_s * _PAUSE, _LONGEST_PAUSE_S))
     if ahead is not None:
         ahead.close()
 
 
 def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: threading.Event) -> float:
-    """The seconds in which it was pinned."""
-    if _has_ended(closed):  # then not all have a window
+    """Pin the pages. Returns the seconds that pinning took."""
+    if _has_ended(closed):  # then some pages have no window
         return 0.0
     window, is_there = ahead.window(each)
     if not is_there:
@@ -244,13 +246,13 @@ def _pin(each: Pages, arena: Arena, ahead: _Ahead, show: Show | None, closed: th
     begin = time.perf_counter()
     arena.pin(window.memory)
     each.window = window
-    with suppress(RuntimeError):  # it is pinned; where the device cannot have it so, it is copied whole
+    with suppress(RuntimeError):  # it is pinned all the same; a device that cannot map it copies from it
         each.view = None if show is None else show(window.memory)
     return time.perf_counter() - begin
 
 
 def _populate(where: FileMapping | Window, each: Pages, closed: threading.Event) -> bool:
-    """Whether all of it is there; not where that is wanted no more."""
+    """Read the pages into memory. Returns whether all are there; not after close()."""
     start = each.begin // mmap.PAGESIZE * mmap.PAGESIZE
     for begin in range(start, each.end, _PIECE_NBYTES):
         if _has_ended(closed):
@@ -264,15 +266,15 @@ def _has_ended(closed: threading.Event) -> bool:
 
 
 def _merged(ranges: Sequence[FileRange]) -> list[Pages]:
-    """Neighbours in one registration, in order of first need."""
+    """Join neighbouring ranges into one registration each, in order of first need."""
     first_need = {each: index for index, each in reversed(list(enumerate(ranges)))}
-    found: list[Pages] = []
+    joined: list[Pages] = []
     for mapping, begin, end in sorted(first_need, key=lambda each: (str(each[0].path), each[1])):
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         adjoins = last is not None and last.mapping is mapping and begin - last.end < mmap.PAGESIZE
         if last is None or not adjoins or end - last.begin > _PINNED_NBYTES:
             last = Pages(mapping, begin, end)
-            found.append(last)
+            joined.append(last)
         last.end = max(last.end, end)
         last.ranges.add(FileRange(mapping, begin, end))
-    return sorted(found, key=lambda pages: min(first_need[each] for each in pages.ranges))
+    return sorted(joined, key=lambda pages: min(first_need[each] for each in pages.ranges))

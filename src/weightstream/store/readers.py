@@ -1,8 +1,8 @@
-"""DirectFile and CachedFile: one file, read past the page cache or through it. Neither knows formats, names or devices.
+"""DirectFile and CachedFile: read one file past the page cache or through it. Knows no formats, names or devices.
 
-A direct request begins and ends at multiples of 4096 and goes to memory that does, so a read brings in a little more
-than was asked for. Each read opens the file: microseconds beside milliseconds, and no descriptor is kept of the
-thousands of files that a folder may have.
+A direct request begins and ends at multiples of 4096, in the file and in memory, so a read brings in a little more than
+was requested. Each read opens the file, which takes microseconds where the read takes milliseconds, so that no
+descriptor is kept for each of thousands of files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ logger = logging.getLogger("weightstream")
 
 
 class DirectFile:
-    """The file of a mapping, unchanged since that was made."""
+    """The file of a mapping, read directly; it must not have changed since it was mapped."""
 
     def __init__(self, mapping: FileMapping) -> None:
         self.path = mapping.path
         self._mapping = mapping
-        self.is_direct = True  # until the file system has refused it, so that reads go through the page cache
+        self.is_direct = True  # until the file system refuses: then reads go through the page cache
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Reads bytes [begin, end) into `memory` and returns the view of exactly these; several threads may call it.
+        """Read bytes [begin, end) into `memory` and return the view of exactly these; several threads may call it.
 
-        `memory`: flat uint8 at a multiple of 4096, with room for [begin, end) when both are rounded outwards to one.
-        Raises `StoreError` when the file changed or cannot be read.
+        `memory`: flat uint8 at a multiple of 4096, with room for [begin, end) rounded outwards to multiples of 4096.
+        Raises `StoreError` if the file changed or cannot be read.
         """
         self._mapping.check()
         self._mapping.check_range(begin, end)
@@ -43,7 +43,7 @@ class DirectFile:
             return memory[:0]
         start = begin // _ALIGNMENT * _ALIGNMENT
         span = -(-end // _ALIGNMENT) * _ALIGNMENT - start
-        if memory.numel() < span or memory.data_ptr() % _ALIGNMENT:  # else the page cache would be used in silence
+        if memory.numel() < span or memory.data_ptr() % _ALIGNMENT:  # else the page cache would be used silently
             raise InvariantError(
                 f"{self.path}: [{begin}, {end}) need {span} bytes at a multiple of {_ALIGNMENT}; "
                 f"got {memory.numel()} bytes at {memory.data_ptr():#x}"
@@ -55,7 +55,7 @@ class DirectFile:
         return memory[begin - start : end - start]
 
     def _fill(self, view: memoryview, start: int, end: int) -> int:
-        """Reads until `end` is reached or no more comes; returns how far. After a short read it goes on aligned."""
+        """Read until `end` or the end of the file; returns the offset reached. Continues aligned after a short read."""
         direct, reached, before = os.O_DIRECT if self.is_direct else 0, start, -1
         try:
             with opened_file(self.path, direct) as descriptor:
@@ -69,22 +69,24 @@ class DirectFile:
         except StoreError as error:
             if not direct or getattr(error.__cause__, "errno", None) != errno.EINVAL:
                 raise
-        if self.is_direct:  # said once, though several reads are refused at a time
+        if self.is_direct:  # logged once, though several reads may be refused at once
             self.is_direct = False
             logger.info("%s: no direct reads here; reading through the page cache", self.path)
         return self._fill(view, start, end)
 
 
 class CachedFile(NamedTuple):
-    """The file of a mapping, unchanged since that was made, as the page cache has it. What this process wrote to the
-    mapping is not in it; and no page is mapped, which takes longer than to copy it."""
+    """The file of a mapping, read through the page cache; it must not have changed since it was mapped.
+
+    The bytes do not include what this process wrote to the mapping. No page is mapped: that takes longer than a copy.
+    """
 
     mapping: FileMapping
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        """Reads bytes [begin, end) into `memory` and returns the view of these; several threads may call it.
+        """Read bytes [begin, end) into `memory` and return the view of them; several threads may call it.
 
-        Raises `StoreError` when the file changed or cannot be read.
+        Raises `StoreError` if the file changed or cannot be read.
         """
         path, numpy = self.mapping.path, cast(Any, memory.numpy())
         self.mapping.check_range(begin, end)
@@ -94,7 +96,7 @@ class CachedFile(NamedTuple):
             while num and reached < end:
                 num = _request(path, descriptor, view[reached - begin :], reached)
                 reached += num
-            self.mapping.compare(os.fstat(descriptor))  # not while it was read
+            self.mapping.compare(os.fstat(descriptor))  # it may have changed during the read
         _refuse_short(path, begin, end, reached)
         return memory[: end - begin]
 

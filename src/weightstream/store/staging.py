@@ -1,9 +1,9 @@
-"""Staging: a ring of equal buffers that threads fill with what is read from a source, ahead of its consumer.
+"""Staging: a ring of equal buffers that threads fill from a source, ahead of the consumer.
 
-A thread takes the next piece together with the next free buffer, under one lock: a later piece cannot hold a buffer
-that an earlier one waits for. So readings are to be consumed in the order in which they were started, or side by side.
-A piece that nobody holds any more gives its buffer back. That may happen wherever memory is allocated, so it only puts
-into a SimpleQueue, which allows it.
+A thread takes the next piece and the next free buffer under one lock, so a later piece cannot hold a buffer that an
+earlier piece waits for. Readings must be consumed in the order in which they were started, or concurrently. A piece
+without references returns its buffer from `__del__`, which may run in any allocation; so it only puts into a
+SimpleQueue, which is reentrant.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _FreeBuffer(NamedTuple):
 
 _Free = SimpleQueue[_FreeBuffer | None]  # None wakes a thread that waits, at the end
 
-_PATIENCE_S = 1.0  # that a process which ends waits for reads under way
+_PATIENCE_S = 1.0  # a process that ends waits so long for reads under way
 
 
 class StagingSource(Protocol):
-    """Bytes with positions, such as a file; several threads read at once."""
+    """Bytes with offsets, such as a file; several threads read at once."""
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor: ...
 
@@ -54,18 +54,18 @@ class SourceRange(NamedTuple):
 
 
 class MemorySource(NamedTuple):
-    """Pageable memory as a source."""
+    """Pageable host memory as a source."""
 
     memory: torch.Tensor
 
     def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-        # memmove, not Tensor.copy_: one thread, which leaves the other cores to compute; drops the GIL.
+        # memmove, not Tensor.copy_: it uses one thread, which leaves the other cores to compute, and drops the GIL.
         ctypes.memmove(memory.data_ptr(), self.memory[begin:end].data_ptr(), end - begin)
         return memory[: end - begin]
 
 
 class StagedPiece:
-    """Bytes [begin, end) of a reading in `memory`, until it is released or nobody holds it."""
+    """Bytes [begin, end) of a reading in `memory`, until the piece is released or has no references."""
 
     memory: torch.Tensor
 
@@ -79,16 +79,16 @@ class StagedPiece:
         self._begin = begin
         self._end = end
         self._free = free
-        self._lent: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
 
     def fill(self, buffer: torch.Tensor, drained: _Drained) -> None:
         try:
             if drained is not None:
                 drained()
             self.memory = self._source.read(self._begin, self._end, buffer)
-            self._lent.append(buffer)
-        except BaseException as error:  # carried to the consumer, whatever it is
-            self._free.put(_FreeBuffer(buffer, drained))  # it may be what failed
+            self._buffers.append(buffer)
+        except BaseException as error:  # any error is raised in the consumer
+            self._free.put(_FreeBuffer(buffer, drained))  # `drained` may have failed
             self.error = error
         self.done.set()
 
@@ -99,21 +99,21 @@ class StagedPiece:
             self.done.set()
 
     def release(self, drained: _Drained = None) -> None:
-        """Gives the buffer back, to be written once `drained` has returned. Only the first call counts."""
-        if self._lent:
-            self._free.put(_FreeBuffer(self._lent.pop(), drained))
+        """Return the buffer, which is written again once `drained` has returned. Only the first call counts."""
+        if self._buffers:
+            self._free.put(_FreeBuffer(self._buffers.pop(), drained))
 
     def __del__(self) -> None:
         self.release()
 
 
 class StagedReading:
-    """The pieces of one range, in order, each as soon as it was read. They can be iterated over once."""
+    """Yields the pieces of one range in order, each as soon as it is read. Iterate over it once."""
 
     def __init__(self, pieces: Sequence[StagedPiece], staging: Staging) -> None:
         self._num = len(pieces)
         self._pieces = deque(pieces)
-        self._staging = staging  # whoever reads keeps it open
+        self._staging = staging  # keeps it open
         finalize(self, _forget, self._pieces)
 
     def __iter__(self) -> Iterator[StagedPiece]:
@@ -134,27 +134,27 @@ class StagedReading:
             try:
                 raise error
             finally:
-                del error, piece  # its traceback holds this frame, which must not hold it
-        with suppress(IndexError):  # cancelled meanwhile; this one is whole all the same
+                del error, piece  # the traceback refers to this frame: break the cycle
+        with suppress(IndexError):  # cancelled meanwhile; this piece is complete all the same
             self._pieces.popleft()
         return piece
 
     def cancel(self) -> None:
-        """Drops what is not yet handed out: its buffers go back. A thread that waits for a piece gets `StoreError`."""
-        with suppress(IndexError):  # the last first: a buffer that comes back is not for those that follow
+        """Drop pieces that are not consumed, and return their buffers. A thread that waits gets `StoreError`."""
+        with suppress(IndexError):  # the last first, so that no returned buffer goes to a piece that is dropped next
             while True:
                 self._pieces.pop().drop("has ended or was cancelled")
 
 
 def _forget(pieces: deque[StagedPiece]) -> None:
-    """Nobody can wait for these. A finalizer may run in the middle of an event's own lock, so it sets no event."""
+    """No thread waits for these pieces. Sets no event: a finalizer may run while the lock of an event is held."""
     for piece in pieces:
         piece.dropped = True
     pieces.clear()
 
 
-class _Desk:
-    """Where the threads take work and buffers."""
+class _Queues:
+    """The queues from which threads take pieces and buffers."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.pieces: SimpleQueue[StagedPiece | None] = SimpleQueue()  # None: closed
@@ -174,7 +174,7 @@ class _Desk:
             pass
 
     def _serve(self) -> bool:
-        """Reads one piece; False when closed. A call of its own: a thread that waits for work holds no tensor."""
+        """Read one piece; False once closed. A function of its own, so that a waiting thread refers to no tensor."""
         with self._turn:
             piece = self.pieces.get()
             if piece is None:
@@ -191,48 +191,48 @@ class _Desk:
         return True
 
 
-def _end(desk: _Desk, reader: weakref.ref[threading.Thread]) -> None:
-    """The process ends, and a thread in torch would abort it: waits for what it reads. A read that hangs is left."""
-    desk.close()
+def _end(queues: _Queues, reader: weakref.ref[threading.Thread]) -> None:
+    """At exit, wait for reads under way: a thread inside torch would abort the process. A read that hangs is left."""
+    queues.close()
     if (thread := reader()) is not None:
         thread.join(_PATIENCE_S)
 
 
 class Staging:
-    """Reads ahead into `buffers`: flat uint8, page-aligned, of one size; never more at once than fit them."""
+    """Reads ahead into `buffers`: flat uint8, page-aligned, of one size."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], num_threads: int = 3, node: Node | None = None) -> None:
         self._step = buffers[0].numel()
-        self._desk = _Desk(buffers)
+        self._queues = _Queues(buffers)
         self._num_threads = num_threads
         self._node = node
         self._threads: list[threading.Thread] = []
         self._lock = threading.RLock()
-        self._close = finalize(self, self._desk.close)
+        self._close = finalize(self, self._queues.close)
 
     def start(self, source: StagingSource, begin: int, end: int) -> StagedReading:
-        """Begins to read bytes [begin, end) of `source` and returns at once. Consume readings in this order."""
+        """Start to read bytes [begin, end) of `source`, and return at once. Consume readings in the order of starts."""
         cuts = [begin, *range((begin // self._step + 1) * self._step, end, self._step), end]  # aligned inside
         ranges = pairwise(cuts) if begin < end else ()
-        pieces = [StagedPiece(source, begin, first, last, self._desk.free) for first, last in ranges]
+        pieces = [StagedPiece(source, begin, first, last, self._queues.free) for first, last in ranges]
         with self._lock:
-            if self._desk.is_closed:
-                raise InvariantError(f"bytes [{begin}, {end}) are asked of a staging ring that was closed")
+            if self._queues.is_closed:
+                raise InvariantError(f"bytes [{begin}, {end}) are requested from a closed staging ring")
             while len(self._threads) < self._num_threads:
-                run = on_node(self._desk.run, self._node)
+                run = on_node(self._queues.run, self._node)
                 thread = threading.Thread(target=run, name="weightstream-read", daemon=True)
                 thread.start()
-                finalize(thread, _end, self._desk, weakref.ref(thread))  # it lives as long as it runs
+                finalize(thread, _end, self._queues, weakref.ref(thread))  # a thread object lives while it runs
                 self._threads.append(thread)
             for piece in pieces:
-                self._desk.pieces.put(piece)
+                self._queues.pieces.put(piece)
         reading = StagedReading(pieces, self)
-        if self._desk.is_closed:  # since: the process ends, and no thread may have seen these pieces
+        if self._queues.is_closed:  # closed meanwhile at exit: no thread may have seen these pieces
             reading.cancel()
         return reading
 
     def close(self) -> None:
-        """Ends the threads, waiting for the requests under way; readings that are not done raise `StoreError`."""
+        """End the threads after the requests under way; unfinished readings raise `StoreError`."""
         with self._lock:
             self._close()
             threads = self._threads

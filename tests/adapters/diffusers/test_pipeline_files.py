@@ -557,7 +557,7 @@ def test_broken_folders(
         ({"device_map": "balanced"}, weightstream.ConfigError, "device_budget="),
         ({"quantization_config": object()}, weightstream.ConfigError, "files are loaded as they are"),
         ({"use_safetensors": False}, weightstream.ConfigError, "takes no use_safetensors"),
-        ({"example_inputs": ["a cat"]}, weightstream.ConfigError, "keywords of a call.*not list"),
+        ({"example_inputs": ["a cat"]}, weightstream.ConfigError, "keyword arguments of a call.*not list"),
         ({"base": "."}, weightstream.ConfigError, "goes with a single file"),
         ({"host_budget": "1GiB"}, weightstream.ConfigError, "device_budget"),
         ({"device_budget": "1KiB"}, weightstream.PlanError, "device budget"),
@@ -599,7 +599,7 @@ def test_pipelines_and_models_are_not_interchangeable(saved: Callable[[str], Pat
         weightstream.from_pretrained(saved("flux"), device="cpu")
     with pytest.raises(weightstream.CheckpointError, match=r"its model_index\.json"):
         weightstream.pipeline_from_pretrained(saved("flux") / "text_encoder", device="cpu")
-    with pytest.raises(weightstream.ConfigError, match="no pipeline"):
+    with pytest.raises(weightstream.ConfigError, match="is not a diffusers pipeline"):
         weightstream.plan_model(saved("flux") / "text_encoder", device="cpu", device_budget="1MiB", variant="fp16")
     with pytest.raises(weightstream.CheckpointError, match="no such file"):
         weightstream.pipeline_from_pretrained("./nowhere", device="cpu")

@@ -61,7 +61,7 @@ def test_modular_pipelines_have_a_prompt(caplog: pytest.LogCaptureFixture) -> No
         weightstream.offload_pipeline(pipe, device="cpu", device_budget="4MiB")
         plan = pipe.weightstream.plan(steps=2, height=32, width=32)
         assert {"text_encoder", "unet", "vae"} <= {turn.component for turn in plan.turns}
-        with pytest.raises(OffloadError, match=r"cannot be told before it runs: .*Give the keywords"):
+        with pytest.raises(OffloadError, match=r"are not known before it runs: .*Give the keyword arguments"):
             pipe.weightstream.plan(prompt=5)
     finally:
         log.removeHandler(caplog.handler)

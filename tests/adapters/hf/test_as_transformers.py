@@ -471,7 +471,7 @@ CASES = {
     # index
     "sharded": Case(build=lambda folder: llama(folder, max_shard_size="20KB") and None),
     "overlaid, the last one": Case(
-        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not of model-0000"
+        build=overlaid("model-overlay.safetensors"), says=r"1 tensors are in several files.*not from model-0000"
     ),
     "overlaid, the first one": Case(build=overlaid("a.safetensors"), says="though the index lists it in a.safetensors"),
     "stale": Case(
@@ -641,7 +641,7 @@ def test_transformers_reads_a_pack_as_its_folder(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_is_not_packed(name: str, tmp_path: Path) -> None:
     where = built(CASES[name], tmp_path / "model")
-    with pytest.raises(UnsupportedError, match=r"adapter_config\.json is of an adapter, .*merge_and_unload"):
+    with pytest.raises(UnsupportedError, match=r"adapter_config\.json belongs to an adapter, .*merge_and_unload"):
         pack.pack(str(where), tmp_path / "pack")
     assert not (tmp_path / "pack").exists()
 

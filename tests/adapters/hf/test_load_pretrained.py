@@ -719,7 +719,7 @@ def test_a_stored_exception_keeps_no_weights(llama: Path, caplog: pytest.LogCapt
 
     options = {"device": "cpu", "device_budget": "300KiB", "progress": False}
     with weightstream.from_pretrained(llama, model_class=Keeping, **options).weightstream:
-        assert "are also shown by" not in caplog.text
+        assert "is also used by" not in caplog.text
     assert kept
 
 

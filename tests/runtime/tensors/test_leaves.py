@@ -613,7 +613,7 @@ def test_who_else_holds_the_memory_of_a_weight_is_warned_of(name: str, caplog: p
     model = chain(Classed)
     held = HOLDERS[name](model)
     (message,) = warnings_of(model, caplog)
-    assert message.startswith("2.weight are also shown by")
+    assert message.startswith("the memory of 2.weight is also used by")
     assert held is not None
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weightstream.adapters.hf import private
-from weightstream.store.checkpoint import Checkpoint
+from weightstream.store.checkpoint import Checkpoint, Columns
 from weightstream.store.header import torch_dtype
 
 _WIDTH = 3  # tokens of a row: odd, so that half a row has no valid tokens
@@ -82,7 +82,7 @@ class Gathered:
             columns = cut(torch.arange(width).expand(self.shape))
             first, width = int(columns.flatten()[0]), columns.shape[-1]
         parts = self._rows((rows if is_flat else rows[..., 0]).flatten(), nbytes)
-        of_row = (first * self.dtype.itemsize, (first + width) * self.dtype.itemsize, nbytes) if is_cut else None
+        of_row = Columns(first * self.dtype.itemsize, (first + width) * self.dtype.itemsize, nbytes) if is_cut else None
         return self._of(parts, of_row).view(rows.shape if is_flat else (*rows.shape[:-1], width))
 
     def _rows(self, numbers: torch.Tensor, nbytes: int) -> list[TensorRange]:
@@ -100,7 +100,7 @@ class Gathered:
                 row = to
         return found
 
-    def _of(self, ranges: Sequence[TensorRange], columns: tuple[int, int, int] | None = None) -> torch.Tensor:
+    def _of(self, ranges: Sequence[TensorRange], columns: Columns | None = None) -> torch.Tensor:
         return self._checkpoint.gather(self._name, ranges, columns).view(self.dtype)
 
 

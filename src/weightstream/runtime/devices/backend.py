@@ -1,7 +1,7 @@
-"""The protocol of a device: memory, streams beside the compute stream, and events that order them.
+"""The protocol of a device: memory, streams besides the compute stream, and events that order them.
 
-An event carries the meaning it has on CUDA: `record` marks a point in a stream, `wait` orders a stream after the
-point that was recorded last at the time of the call; recording again does not disturb earlier waits.
+Events behave as on CUDA: `record` marks a point in a stream, `wait` orders a stream after the point that was recorded
+last at the time of the call; recording again does not change earlier waits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import ALIGN_NBYTES
 from weightstream.store.staging import SourceRange
 
-Event = Any  # made by a backend and understood by that backend alone
-Stamp = Any  # likewise
+Event = Any  # each backend has a type of its own, and takes only its own
+Stamp = Any  # as above
+
+
+class Graph(Protocol):
+    """Captured work, such as a `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None: ...
 
 
 def owners(storage: torch.UntypedStorage) -> int:
-    """How many tensors show a storage, and one more: the handle that is asked with."""
+    """The number of tensors that view a storage, plus one for the handle `storage`."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 class Side(Enum):
-    """The streams of a device: that of the caller, that of copies, and one for kernels that run beside the former."""
+    """The streams of a device: the caller's, the copy stream, and one for kernels that run concurrently with both."""
 
     COMPUTE = "compute"
     COPY = "copy"
@@ -37,12 +43,12 @@ class Side(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Bytes to move: `src` on the host into `dst` on the device, both uint8 of one size and flat; but `src` may be rows
-    that lie apart, `[num_rows, width]`.
+    """Bytes to copy from `src` on the host to `dst` on the device: both uint8, of one size and flat. `src` may also be
+    strided rows, of shape `(num_rows, width)`.
 
-    `prepare` runs before the source is read, and raises `StoreError` if it cannot be. A source that is not `pinned`
-    goes through a staging ring. With `read`, a source and a range in it, the bytes are read from there, and `src` only
-    tells which they are.
+    `prepare` runs before the source is read, and raises `StoreError` if the source cannot be read. A source that is not
+    `pinned` goes through a staging ring. With `read`, bytes are read from that range of a source, and `src` only
+    identifies them.
     """
 
     dst: torch.Tensor
@@ -52,7 +58,7 @@ class Copy:
     read: SourceRange | None = None
 
     def joined(self, other: Copy) -> Copy | None:
-        """One copy for two that are neighbours at both ends, the alignment gap between them included."""
+        """One copy for two that are adjacent in source and target, alignment gap included; None if they are not."""
         if not (self.pinned and other.pinned and self.prepare == other.prepare):
             return None
         if self.src.dim() > 1 or other.src.dim() > 1:
@@ -69,81 +75,81 @@ class Copy:
 
 
 class Backend(Protocol):
-    """What the engine asks of a device."""
+    """The operations that the engine needs of a device."""
 
     device: torch.device
     profile: Profile
 
     @property
     def pinning(self) -> AbstractContextManager[object]:
-        """Held while host memory is pinned, and while that would disturb what is timed."""
+        """A lock held while host memory is pinned, and while pinning would disturb a measurement."""
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         """Flat uint8 memory on the device."""
 
     def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Bytes [begin, end) of `memory`, which they keep alive, as a storage of their own that `owners` can count."""
+        """Bytes [begin, end) of `memory` as a separate storage, which `owners` can count; it keeps `memory` alive."""
 
     def event(self) -> Event:
-        """A new event that nothing waits for. Recorded inside a capture it works outside too, and the reverse."""
+        """A new event. Recorded inside a capture it can be waited for outside, and the reverse."""
 
     def edge(self) -> Event:
-        """An event that orders two streams inside one capture."""
+        """A new event that orders two streams inside one capture."""
 
     def capturing(self) -> bool:
-        """Whether the work queued now becomes part of a graph."""
+        """Whether work that is queued now becomes part of a graph."""
 
     def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
-        """Before a graph is captured, or launched: what was queued so far is on the device's streams then. Raises
-        `OffloadError` where a graph cannot make these copies."""
+        """Call before a graph is captured or launched: puts all work queued so far on the device's streams. Raises
+        `OffloadError` if a graph cannot make these `copies`."""
 
-    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
-        """Work queued inside becomes the graph; where a capture is under way already, part of that."""
+    def capture(self, graph: Graph, **options: Any) -> AbstractContextManager[None]:
+        """Capture work queued inside as the graph; if a capture is under way already, as a part of that."""
 
-    def joined(self, graph: Any) -> AbstractContextManager[None]:
-        """Inside, what is queued on this device is part of `graph`, which another device captures: whoever calls orders
-        the compute streams of both, at the begin and at the end. Its memory lives as long as the graph."""
+    def joined(self, graph: Graph) -> AbstractContextManager[None]:
+        """Inside, work queued on this device is part of `graph`, which another device captures. The caller orders the
+        compute streams of both devices, at the begin and at the end. Memory allocated inside lives as long as the
+        graph."""
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """Pinned host memory as kernels of the device can read it, if they can."""
+        """A view of pinned host memory that kernels of the device can read; None if they cannot."""
 
     def record(self, side: Side, event: Event) -> None:
         """Mark the present end of a stream."""
 
     def wait(self, side: Side, event: Event) -> None:
-        """Order all later work of a stream after the event; raises the error of the copy that failed before it."""
+        """Order all later work of a stream after the event; raises the error of a copy that failed before it."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Queue copies on the copy stream."""
 
     def bring(self, copies: Sequence[Copy]) -> None:
-        """Make copies now, into memory that nothing else reads or writes, and wait for them."""
+        """Make copies now, and wait for them. Nothing else may use their targets."""
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Queue a kernel on the compute stream: `kernel` queues it, or is it."""
+        """Queue a kernel on the compute stream: calling `kernel` queues it, or runs it."""
 
     def aside(self) -> AbstractContextManager[object]:
-        """Inside, kernels are queued on the stream that runs beside compute."""
+        """Inside, kernels are queued on the stream that runs concurrently with compute (`Side.AHEAD`)."""
 
     def stamp(self, side: Side) -> Stamp:
-        """The time at which the device will have passed the present end of a stream; not inside of a capture."""
+        """A stamp of the time when the device passes the present end of a stream; not inside a capture."""
 
     def seconds(self, begin: Stamp, end: Stamp) -> float | None:
-        """From one to the other; None while the device has not passed both. Does not wait."""
+        """Seconds between two stamps; None until the device has passed both. Does not wait."""
 
     def drain(self, event: Event) -> None:
-        """Block until compute has passed the event and all copies are made that were queued. Captures of other threads
-        go on."""
+        """Block until compute has passed the event and all queued copies are made. Captures of other threads go on."""
 
     def synchronize(self) -> None:
-        """Block until both streams are idle."""
+        """Block until all streams are idle."""
 
     def close(self) -> None:
-        """End threads and free what the backend holds; may be called twice."""
+        """End threads and free memory; may be called twice."""
 
 
 class StepEnd:
-    """The end of the last step, which the next one runs behind, and whoever writes to what copies may still read."""
+    """The end of the last step: the next step runs after it, and so do writes to memory that copies may still read."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -151,17 +157,17 @@ class StepEnd:
         self._num_marked = self._num_passed = 0
 
     def mark(self) -> None:
-        """It is here."""
+        """Mark the present end of compute as the end of the step."""
         self._backend.record(Side.COMPUTE, self._event)
         self._num_marked += 1
 
     def follow(self) -> None:
-        """The next step may run on another stream."""
+        """Order the present compute stream after the last step, which may have run on another stream."""
         self._backend.wait(Side.COMPUTE, self._event)
 
     def wait(self) -> None:
-        """Block until the device is there, and has made all copies."""
-        num_marked = self._num_marked  # another thread may run a step meanwhile
+        """Block until the device has passed the end of the step and made all copies."""
+        num_marked = self._num_marked  # another thread may mark another end meanwhile
         if self._num_passed != num_marked and not self._backend.capturing():
             self._backend.drain(self._event)
             self._num_passed = num_marked

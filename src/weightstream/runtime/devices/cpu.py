@@ -13,14 +13,14 @@ import torch
 
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Profile
-from weightstream.runtime.devices.backend import Copy, Event, Side
+from weightstream.runtime.devices.backend import Copy, Event, Graph, Side
 from weightstream.runtime.devices.host_stream import STAGING_BUFFERS, STAGING_NBYTES, Move, Point, Worker, move, staging
 from weightstream.store.arena import Arena
 from weightstream.store.ending import finalize
 from weightstream.store.limits import available_nbytes
 from weightstream.store.staging import Staging
 
-# Measured with two cores: one thread's memmove beside a bf16 matrix-vector product.
+# Measured with two cores: memmove in one thread, concurrently with a bf16 matrix-vector product.
 CPU_PROFILE = Profile(
     link_bytes_per_s=6e9,
     copy_latency_s=20e-6,
@@ -38,12 +38,12 @@ CPU_PROFILE = Profile(
 
 
 def free_nbytes() -> int:
-    """Host memory to plan with when no budget was given: 80 % of what this process may still take, less staging."""
+    """Host memory to plan with if no budget is set: 80 % of what this process may still take, less staging."""
     return max(0, available_nbytes() * 4 // 5 - STAGING_BUFFERS * STAGING_NBYTES)
 
 
 class CpuEvent:
-    """Holds the last recorded point; an event that was never recorded is complete, as on CUDA."""
+    """The last recorded point; an event that was never recorded is complete, as on CUDA."""
 
     __slots__ = ("point",)
 
@@ -77,7 +77,7 @@ class CpuBackend:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        if begin == end:  # of no bytes no buffer can be made
+        if begin == end:  # frombuffer refuses an empty buffer
             return self.alloc(0)
         return torch.frombuffer(memory.numpy(), dtype=torch.uint8, count=end - begin, offset=begin)
 
@@ -92,17 +92,19 @@ class CpuBackend:
     def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
         pass
 
-    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[None]:
-        raise UnsupportedError("a graph can be captured on a CUDA device only, and this model computes on the CPU")
+    def capture(self, graph: Graph, **options: Any) -> AbstractContextManager[None]:
+        raise UnsupportedError("graphs can be captured on a CUDA device only, and this model computes on the CPU")
 
-    def joined(self, graph: Any) -> AbstractContextManager[None]:
+    def joined(self, graph: Graph) -> AbstractContextManager[None]:
         return self.capture(graph)
 
     def device_view(self, memory: torch.Tensor) -> torch.Tensor | None:
         return memory
 
     def record(self, side: Side, event: Event) -> None:
-        event.point = self._copies.point() if side is Side.COPY else None  # compute runs inline: it is there
+        event.point = (
+            self._copies.point() if side is Side.COPY else None
+        )  # compute runs inline: it has passed this point
 
     def wait(self, side: Side, event: Event) -> None:
         if (point := event.point) is None:
@@ -130,7 +132,7 @@ class CpuBackend:
         kernel()
 
     def aside(self) -> AbstractContextManager[object]:
-        return nullcontext()  # inline, as compute
+        return nullcontext()  # runs inline, as compute does
 
     def stamp(self, side: Side) -> CpuStamp:
         stamp = CpuStamp()
@@ -157,7 +159,7 @@ class CpuBackend:
 
 
 def _put(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """memmove, not `Tensor.copy_`: one thread, so that copying leaves the other cores to compute; drops the GIL."""
+    """memmove, not `Tensor.copy_`: it uses one thread, which leaves the other cores to compute, and drops the GIL."""
     if src.dim() > 1:
         dst.view(src.shape).copy_(src)
         return

@@ -28,7 +28,7 @@ from weightstream.store.staging import MemorySource, SourceRange, StagedReading,
 
 logger = logging.getLogger("weightstream")
 
-CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 MiB
+CUDA_PROFILE = Profile(  # the workspace is that of an H200; older GPUs take 8 MiB
     copy_latency_s=3e-6,
     overhead_s=60e-6,
     fill_s=40e-6,
@@ -41,13 +41,13 @@ CUDA_PROFILE = Profile(  # the workspace is an H200's, where older GPUs take 8 M
 is_available = torch.cuda.is_available
 allocated_nbytes = torch.cuda.memory_allocated
 new_graph: Any = torch.cuda.CUDAGraph
-_READ_ONLY = 8  # of pages that nobody may write, such as those of a file
-_ALLOCATED = "allocated_bytes.all.allocated"  # since the process began
-_PORTABLE = 1  # pinned for every device, not for the current one alone
+_READ_ONLY = 8  # flag of cudaHostRegister: read-only pages, such as those of a file
+_ALLOCATED = "allocated_bytes.all.allocated"  # counts from the start of the process
+_PORTABLE = 1  # flag of cudaHostRegister: pinned for all devices, not only for the current one
 _FED = (
     "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
-    "loaded from a file: a captured graph cannot. Run it eager; or raise host_budget or the limits on pinning, or "
-    "save the updated model and load that"
+    "loaded from a file: a captured graph cannot copy these. Run it eagerly; or raise host_budget or the limits on "
+    "pinning, or save the updated model and load that"
 )
 
 
@@ -62,25 +62,25 @@ def memory(device: torch.device) -> DeviceMemory:
 
 
 def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
-    """Bytes that running it takes from the allocator beside its result, all of them at most at once.
+    """Bytes that `work` allocates besides its result: the sum, an upper bound of its peak.
 
-    Told by counters that only grow: the peaks of the process belong to the user.
+    Uses counters that only grow: resetting the peaks of the process would disturb the user.
     """
     before = torch.cuda.memory_stats(device).get(_ALLOCATED, 0)
-    made = work()
+    result = work()
     taken = torch.cuda.memory_stats(device).get(_ALLOCATED, 0) - before
-    kept = {t.untyped_storage()._cdata: aligned(t.untyped_storage().nbytes()) for t in tensors_in(made)}
+    kept = {t.untyped_storage()._cdata: aligned(t.untyped_storage().nbytes()) for t in tensors_in(result)}
     return max(0, int(taken) - sum(kept.values()))
 
 
 def multiplies_groups(device: torch.device) -> bool:
-    """Whether torch has a kernel for products of groups of bfloat16 there; elsewhere it asks for their sizes."""
+    """Whether torch has a grouped matrix product for bfloat16 on the device; else it reads group sizes on the host."""
     is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     return is_new and not torch.is_autocast_enabled("cuda")
 
 
 def product_settings() -> tuple[object, ...]:
-    """What products in bfloat16 are chosen by, beside shapes."""
+    """The settings, besides shapes, by which kernels of bfloat16 products are chosen."""
     matmul = torch.backends.cuda.matmul
     reduced, library = matmul.allow_bf16_reduced_precision_reduction, torch.backends.cuda.preferred_blas_library()
     return reduced, str(library), torch.are_deterministic_algorithms_enabled()
@@ -88,28 +88,29 @@ def product_settings() -> tuple[object, ...]:
 
 @cache
 def _captures(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)  # PyTorch's own, for all captures, is on the device that it first captured on
+    return torch.cuda.Stream(index)  # PyTorch's own capture stream is on the device of its first capture
 
 
 @contextmanager
 def recording(graph: Any, device: torch.device | None = None, **options: Any) -> Iterator[None]:
-    """Work queued inside, on this device or the current one, becomes the graph. Other threads may go on using it.
+    """Capture work queued inside, on `device` or the current one, as the graph. Other threads may use the device.
 
-    PyTorch leaves stream, allocator and random state in the middle of a capture that became invalid: put right here.
+    After a capture that became invalid, PyTorch leaves stream, allocator and random state as they were inside it; they
+    are restored here.
     """
     stream = torch.cuda.current_stream(device)
-    own: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
-    options = {"capture_error_mode": "thread_local"} | own | options
+    defaults: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
+    options = {"capture_error_mode": "thread_local"} | defaults | options
     with torch.cuda.device(stream.device):
         try:
             with torch.cuda.graph(graph, **options):
                 yield
         except BaseException:
             torch.cuda.set_stream(stream)
-            with suppress(RuntimeError):  # it ended
+            with suppress(RuntimeError):  # it has ended already
                 torch._C._cuda_endAllocateToPool(stream.device_index, options["pool"])
-            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=own["stream"]):
-                torch.zeros(1, device=stream.device)  # ends what the random state began
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=defaults["stream"]):
+                torch.zeros(1, device=stream.device)  # ends the capture of the random state
             raise
 
 
@@ -119,7 +120,7 @@ def pin_in_place(memory: torch.Tensor, device: torch.device | None = None, *, re
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         code: object = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags)
         if number := int(getattr(code, "value", code)):  # type: ignore[call-overload]
-            with suppress(RuntimeError):  # the error is handled here: the next kernel's check must not report it
+            with suppress(RuntimeError):  # clears the error, which the check of the next kernel would report
                 torch.zeros(1, device="cuda")
             raise StoreError(
                 f"the system refused to pin {memory.numel()} bytes of host memory (CUDA error {number}; "
@@ -133,7 +134,7 @@ def unregister(memory: torch.Tensor) -> None:
 
 
 class _Addresses:
-    """Bytes at an address of the device, in `memory`; a tensor made of them keeps that alive."""
+    """Bytes at a device address in `memory`; a tensor made of them keeps `memory` alive."""
 
     def __init__(self, memory: torch.Tensor, pointer: int, nbytes: int) -> None:
         self.memory = memory
@@ -141,7 +142,7 @@ class _Addresses:
 
 
 class CudaStamp:
-    """An event that knows its time. One that is not recorded yet, as the feeder has not come to it, seems complete."""
+    """A timing event. CUDA reports an event that the feeder has not recorded yet as complete, so this is tracked."""
 
     __slots__ = ("_is_passed", "_is_recorded", "event")
 
@@ -159,33 +160,33 @@ class CudaStamp:
 
 
 class CudaBackend:
-    """One GPU: compute runs on the caller's current stream, copies and what looks ahead on streams of their own."""
+    """One GPU: compute runs on the caller's current stream, copies and `Side.AHEAD` on streams of their own."""
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(f"device {device}: this torch ({torch.__version__}) sees no CUDA GPU; use device='cpu'")
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0")
         self.device = torch.device("cuda", index)
         self.profile = CUDA_PROFILE
         self.pinning = Lock()
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
-        self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make one of these
-        # Queues copies whose bytes are not there yet, so that nobody else waits; gone where all of them are made.
+        self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make a Stream
+        # Queues copies whose bytes are not in pinned memory yet, so the caller need not wait; None: no such copies.
         self._feeder: Worker | None = None
         self._was_fed = False
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        # The allocator may hand out bytes that work queued on this stream still uses; copies come from the other.
+        # The allocator may reuse bytes that work queued on this stream still uses, and copies run on another stream.
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
-        memory.record_stream(self._copies)  # and back to the allocator only when copies into it are done
+        memory.record_stream(self._copies)  # the allocator reuses it only after copies into it are done
         return memory
 
     def part(self, memory: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        if begin == end:  # no bytes are at no address
+        if begin == end:  # an empty tensor has no address
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.as_tensor(_Addresses(memory, memory.data_ptr() + begin, end - begin), device=self.device)
 
@@ -211,7 +212,7 @@ class CudaBackend:
     @contextmanager
     def joined(self, graph: Any) -> Iterator[None]:
         pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
-        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` frees at once, inside of any capture
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` would free at once, also inside a capture
         weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
         try:
             with torch.cuda.stream(_captures(self.device.index)), here:
@@ -235,14 +236,14 @@ class CudaBackend:
         return found
 
     def _current(self) -> AbstractContextManager[object]:
-        """Inside, this device is the current one. It nearly always is, and to ask takes a tenth."""
+        """Inside, this device is the current one. It nearly always is: checking takes a tenth of setting it."""
         return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
         if side is not Side.COPY or self._feeder is None:
             event.record(self._stream(side))
             if self._was_fed:
-                event.point = None  # of a feeder that has queued it before
+                event.point = None  # a feeder may have recorded it before
         elif self.capturing():
             raise OffloadError(_FED)
         else:
@@ -251,12 +252,12 @@ class CudaBackend:
 
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY and self._feeder is not None:
-            if self.capturing():  # the thread knows nothing of it
+            if self.capturing():  # the feeder's work is not captured
                 raise OffloadError(_FED)
             self._feeder.submit(lambda: self._copies.wait_event(event))
             return
         if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
-            point.wait()  # what the feeder queued before it is then ahead of whoever waits
+            point.wait()  # then the feeder has queued the work before it
         self._stream(side).wait_event(event)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -274,9 +275,9 @@ class CudaBackend:
         self._feeder.submit(lambda: self._move(moves))
 
     def _stop_feeding(self) -> None:
-        """All that was queued is on the copy stream, and whoever comes next queues there."""
+        """Put all queued copies on the copy stream; later copies are queued there directly."""
         if (feeder := self._feeder) is not None:
-            feeder.join()  # may be cut short, and repeated: nothing may overtake what is queued there
+            feeder.join()  # first, as it may be interrupted: later copies must not overtake the feeder's
             self._feeder = None
             self._stop()
 
@@ -292,25 +293,25 @@ class CudaBackend:
             move(moves, self._put, self._drained)
 
     def _put(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy by PyTorch, which keeps memory until it is made; but rows that lie apart it would gather first.
-        What lies apart is pinned: all else comes from the staging ring."""
+        """Queue a copy by PyTorch, which keeps the source alive until it is made. PyTorch would gather strided rows
+        first, so the driver copies them: they are always pinned, unlike other sources."""
         if src.dim() > 1:
             self._queue(dst, src)
         else:
             dst.copy_(src, non_blocking=True)
 
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy of pinned bytes: by the driver, as PyTorch takes the host three times as long. Whoever frees
-        memory of PyTorch's own pinned allocator waits for it, as nothing tells that of the copy."""
+        """Queue a copy of pinned bytes by the driver: PyTorch takes the host three times as long. PyTorch's pinned
+        allocator does not know of the copy, so the owner of such memory waits for the copy before it frees it."""
         if not cuda_driver.copy(dst, src, self._copies.cuda_stream):
-            with torch.cuda.stream(self._copies):  # which says what is wrong
+            with torch.cuda.stream(self._copies):  # PyTorch raises the error
                 dst.view(src.shape).copy_(src, non_blocking=True)
 
     def _drained(self) -> Callable[[], None]:
         return self._copies.record_event().synchronize  # type: ignore[no-any-return]
 
     def _read(self, copy: Copy) -> StagedReading:
-        """Starts to read now, not when the copy's turn comes: the disk works ahead, as far as the staging ring goes."""
+        """Start to read now, not in the turn of the copy: the disk works ahead, as far as the staging ring allows."""
         return self._staging.start(*(copy.read or SourceRange(MemorySource(copy.src), 0, copy.src.numel())))
 
     @cached_property
@@ -321,8 +322,8 @@ class CudaBackend:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         except RuntimeError as error:
-            told = "%s (%s): the staging ring is not pinned, so copies do not overlap."
-            logger.warning(told, error, describe_limits())
+            text = "%s (%s): the staging ring is not pinned, so copies do not overlap with compute."
+            logger.warning(text, error, describe_limits())
             return Arena().take(nbytes)
 
     def launch(self, kernel: Callable[[], None]) -> None:
@@ -355,7 +356,7 @@ class CudaBackend:
     def synchronize(self) -> None:
         if self._feeder is not None:
             self._feeder.join()
-        torch.cuda.synchronize(self.device)  # all streams: a step may have run on another than the caller's
+        torch.cuda.synchronize(self.device)  # all streams: a step may have run on a stream that is not the caller's
 
     def close(self) -> None:
         self._stop_feeding()
@@ -366,7 +367,7 @@ class CudaBackend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the driver says about a device; `driver` is the newest CUDA that it can run."""
+    """Facts about a device from its driver; `driver` is the newest CUDA version that it supports."""
 
     name: str
     uuid: str
@@ -377,36 +378,36 @@ class Facts:
 
 
 def facts(device: torch.device) -> Facts:
-    found: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return Facts(
-        name=found.name,
-        uuid=str(found.uuid),
-        pci=f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0",
-        capability=f"{found.major}.{found.minor}",
+        name=properties.name,
+        uuid=str(properties.uuid),
+        pci=f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0",
+        capability=f"{properties.major}.{properties.minor}",
         driver=cuda_driver.version(),
-        total_nbytes=found.total_memory,
+        total_nbytes=properties.total_memory,
     )
 
 
 def node(device: torch.device) -> Node | None:
-    """The memory node that it is attached to, where others are farther."""
+    """The memory node that the device is attached to; None if no other node is farther."""
     return nearest(facts(device).pci)
 
 
 def allocatable_nbytes(device: torch.device) -> int:
-    """What a tensor can be made of now: free memory, and what the allocator keeps for reuse."""
+    """Bytes that can be allocated now: free memory, and what the allocator caches for reuse."""
     return memory(device).free_nbytes + torch.cuda.memory_reserved(device) - allocated_nbytes(device)
 
 
 def peers(device: torch.device, others: Sequence[torch.device]) -> list[bool]:
-    """Whether each of the others is reached directly, not through host memory."""
+    """For each of the others, whether the device copies to it directly, not through host memory."""
     return [torch.cuda.can_device_access_peer(device, other) for other in others]
 
 
 def give_back(*, workspaces: bool) -> None:
-    """Return what the allocator keeps of the current device to the driver; `workspaces`: of cuBLAS too.
+    """Return the allocator's cached memory of the current device to the driver; with `workspaces` also cuBLAS's.
 
-    These only while no captured graph is alive: it would go on using its own.
+    Pass `workspaces` only while no captured graph is alive: a graph goes on using the workspaces of its capture.
     """
     if workspaces:
         torch._C._cuda_clearCublasWorkspaces()

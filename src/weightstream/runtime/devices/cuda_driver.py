@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: what PyTorch has no call for, or takes longer for. It knows addresses alone."""
+"""The CUDA driver through ctypes: calls that PyTorch lacks, or that take longer in PyTorch. Knows only addresses."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class _Rows(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    found = ctypes.CDLL("libcuda.so.1")
-    found.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-    found.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return found
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    library.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library
 
 
 def copy(dst: torch.Tensor, src: torch.Tensor, stream: int) -> bool:
-    """Queue a copy of pinned host memory, flat or rows that lie apart, into flat memory of the current device. False
-    where the driver refuses."""
+    """Queue a copy of pinned host memory, flat or strided rows, into flat memory of the current device. False if the
+    driver refuses."""
     if src.dim() == 1:
         return not _driver().cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel(), stream)
     height, width = src.shape
@@ -51,21 +51,21 @@ def copy(dst: torch.Tensor, src: torch.Tensor, stream: int) -> bool:
 
 
 def device_address(memory: torch.Tensor) -> int | None:
-    """The address at which the device reads pinned host memory, if it can."""
+    """The address at which the device reads pinned host memory; None if it cannot."""
     pointer = ctypes.c_uint64()
     code = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(pointer), ctypes.c_void_p(memory.data_ptr()), 0)
     return None if code else pointer.value
 
 
 def pins_read_only(index: int) -> bool:
-    """Whether a device takes pages that nobody may write."""
-    found = ctypes.c_int()
-    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), _READ_ONLY_SUPPORTED, index)
-    return code == 0 and found.value == 1
+    """Whether read-only pages can be pinned for a device."""
+    value = ctypes.c_int()
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, index)
+    return code == 0 and value.value == 1
 
 
 def version() -> str:
-    """The newest CUDA that the driver can run."""
-    found = ctypes.c_int()
-    _driver().cuDriverGetVersion(ctypes.byref(found))
-    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+    """The newest CUDA version that the driver supports."""
+    number = ctypes.c_int()
+    _driver().cuDriverGetVersion(ctypes.byref(number))
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"

@@ -1,4 +1,4 @@
-"""Streams of the host: a thread that runs jobs in order, points in it, and copies that it makes. Knows no device."""
+"""Streams of the host: a thread that runs jobs in order, recorded points, and copies. Knows no device."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Move(NamedTuple):
 
 
 class Point:
-    """One recorded point of a stream: reached once, with the error of what ran before it."""
+    """A recorded point of a stream: reached once, with the error of the jobs before it."""
 
     __slots__ = ("_ahead", "error")
 
     def __init__(self) -> None:
-        self._ahead = threading.Lock()  # held until then; a threading.Event takes five times as many calls
+        self._ahead = threading.Lock()  # held until the point is reached; an Event takes five times as many calls
         self._ahead.acquire()
         self.error: BaseException | None = None
 
@@ -41,18 +41,18 @@ class Point:
         self._ahead.release()
 
     def block(self) -> None:
-        """Block until the stream is here."""
-        with self._ahead: pass  # fmt: skip # noqa: E701 - an error between two lines would leave it locked for good
+        """Block until the stream has reached the point."""
+        with self._ahead: pass  # fmt: skip # noqa: E701 - an interrupt between two lines would leave it locked
 
     def wait(self) -> None:
-        """Block until the stream is here, and raise what failed before."""
+        """Block until the stream has reached the point, and raise the error of an earlier job."""
         with self._ahead: pass  # fmt: skip # noqa: E701 - as above
         if self.error is not None:
             raise self.error
 
 
 class Worker:
-    """A stream: a thread that runs jobs in order. The first error stays until a recorded point carries it away."""
+    """A stream: a thread that runs jobs in order. The first error is kept until a recorded point takes it over."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -64,15 +64,15 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # carried to the thread that waits, whatever it is
+            except BaseException as error:  # any error is raised in the waiting thread
                 self._error = self._error or error
-            del job  # the closure holds tensors; an idle thread must not
+            del job  # it refers to tensors, which an idle thread must not keep
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def point(self) -> Point:
-        """The present end of the stream."""
+        """Record the present end of the stream."""
         point = Point()
 
         def reach() -> None:
@@ -84,7 +84,7 @@ class Worker:
         return point
 
     def join(self) -> None:
-        """Block until every job so far has run; not in one of these, where a finalizer may call it."""
+        """Block until all jobs so far have run. Returns at once in a job, where a finalizer may call it."""
         if threading.current_thread() is not self._thread:
             self.point().block()
 
@@ -95,7 +95,7 @@ class Worker:
 
 
 def staging(take: Callable[[int], torch.Tensor], node: Node | None = None) -> Staging:
-    """The staging ring of a device, in memory from `take`, it and its threads at a node."""
+    """The staging ring of a device, in memory from `take`; memory and threads are at `node` if there is one."""
     with nullcontext() if node is None else node.first():
         memory = take(STAGING_BUFFERS * STAGING_NBYTES)
     num_threads = min(max(_MIN_THREADS, len(os.sched_getaffinity(0)) // 2), _MAX_THREADS)
@@ -107,7 +107,7 @@ def move(
     put: Callable[[torch.Tensor, torch.Tensor], object],
     drained: Callable[[], Callable[[], None]] | None = None,
 ) -> None:
-    """Make copies with `put`. Where it only queues them, what `drained` gives blocks until a buffer is free again."""
+    """Make copies with `put`. If `put` only queues them, `drained` returns a call that blocks until they are made."""
     try:
         for copy, reading in moves:
             if copy.prepare is not None:
@@ -118,10 +118,10 @@ def move(
             for piece in reading:
                 try:
                     put(copy.dst[piece.begin : piece.end], piece.memory)
-                finally:  # else whoever holds the error holds the buffer
+                finally:  # else the error's traceback would keep the buffer
                     piece.release(None if drained is None else drained())
     except BaseException:
-        for _, reading in moves:  # else whoever holds the error holds their buffers, and all wait
+        for _, reading in moves:  # else the traceback would keep their buffers, and all readings wait
             if reading is not None:
                 reading.cancel()
         raise

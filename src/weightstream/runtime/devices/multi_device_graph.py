@@ -1,4 +1,4 @@
-"""One graph of several devices: what the others do is ordered with the first, which captures and launches it."""
+"""One graph of several devices: the first captures and launches it, and the others are ordered with the first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from weightstream.runtime.devices.backend import Backend, Side
+from weightstream.runtime.devices.backend import Backend, Graph, Side
 
 
 @contextmanager
-def captured(backends: Sequence[Backend], graph: Any, **options: Any) -> Iterator[None]:
-    """Inside, what is queued on any of these devices becomes the graph."""
+def captured(backends: Sequence[Backend], graph: Graph, **options: Any) -> Iterator[None]:
+    """Capture work queued inside on any of these devices as the graph."""
     first, *others = backends
     with first.capture(graph, **options), ExitStack() as stack:
         for other in others:
@@ -21,8 +21,8 @@ def captured(backends: Sequence[Backend], graph: Any, **options: Any) -> Iterato
         yield
 
 
-def launch(backends: Sequence[Backend], graph: Any) -> None:
-    """Launch it behind what all of these devices compute, and before what they will."""
+def launch(backends: Sequence[Backend], graph: Graph) -> None:
+    """Launch the graph after all work queued to compute on these devices, and before all later work."""
     first, *others = backends
     for other in others:
         _follow(first, other)
@@ -32,7 +32,7 @@ def launch(backends: Sequence[Backend], graph: Any) -> None:
 
 
 def _follow(one: Backend, other: Backend) -> None:
-    """What is queued to compute on one device from now on runs behind what was on the other."""
+    """Order later compute work of `one` device after the present compute work of the `other`."""
     edge = other.edge()
     other.record(Side.COMPUTE, edge)
     one.wait(Side.COMPUTE, edge)

@@ -1,4 +1,4 @@
-"""A device by its name: its backend, and the host memory that it copies from. What is loaded is loaded in here."""
+"""Backends by the names of devices, and the host memory that devices copy from."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from weightstream.settings.config import OffloadConfig
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
 
-_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of models that are in use, or garbage
+_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of live models, and of models not yet collected
 
 
 @contextmanager
 def opened_backend(
     device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False
 ) -> Iterator[Backend]:
-    """A backend, outside of inference mode; closed where the block fails.
+    """Yield a backend, outside inference mode; it is closed if the block fails.
 
-    `loads`: a model is loaded inside. One that was let go of, which is a cycle with its streamer, makes room first.
+    `loads`: a model is loaded inside. Unused models, which are cycles with their streamers, are collected first to free
+    their memory.
     """
     if loads and _LEFT:
         gc.collect()
@@ -47,8 +48,8 @@ def opened_backend(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Nobody looks for garbage inside: hardly any is made, and among all that is loaded a look takes a quarter of a
-    second. What was made counts as old then, so that none of the next looks is at it."""
+    """Switch the cycle collector off inside: loading makes hardly any garbage, and a collection over all that is loaded
+    takes a quarter of a second. Afterwards new objects are in the oldest generation, which is collected rarely."""
     if not gc.isenabled():
         yield
         return
@@ -66,7 +67,7 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
     try:
         device = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
     except RuntimeError as error:
-        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists what it knows
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists all its devices
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":
@@ -82,8 +83,8 @@ class HostPlaces(NamedTuple):
 
 
 def pinned(backend: Backend, config: OffloadConfig) -> HostPlaces:
-    """Memory that the device copies from, where pinning is allowed, and the page cache: pinned where it is, or, where
-    nothing is pinned, read ahead."""
+    """The host memory that the device copies from: an arena if pinning is allowed, and the page cache, whose pages are
+    pinned in place, or only read ahead if nothing is pinned."""
     if backend.device.type != "cuda" or not config.pin_memory:
         return HostPlaces(None, PageCache())
     node, index = cuda.node(backend.device), backend.device.index

@@ -1,9 +1,9 @@
-"""Kernels that a first call would wait for, loaded while a model is made: that takes the host, and these the device.
+"""Warmup: load kernels that a first call would wait for, while the host builds a model and the device is idle.
 
 A GPU loads a kernel when it is first launched, and a library with its first product. For `generate` these are some
-hundred megabytes, which take a second, or three beside a thread that pins memory: to load one, the driver asks the
-system for memory, piece by piece. What is launched here is what nearly all language models launch, in bfloat16. What it
-leaves out is loaded when it is needed.
+hundred megabytes, which take a second, or three while another thread pins memory, as the driver asks the system for
+memory piece by piece. The operators launched here are those of nearly all language models, in bfloat16. Other kernels
+are loaded when they are needed.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch.nn import functional
 
 _TOKENS, _HEADS, _WIDTH, _CHOSEN = 64, 4, 256, 8
-_HALF, _SINGLE = torch.bfloat16, torch.float32  # all are named: a load changes the default of the process
+_HALF, _SINGLE = torch.bfloat16, torch.float32  # dtypes are explicit: a load changes the default dtype of the process
 
 
 @contextmanager
 def preloading(device: torch.device, *, generates: bool) -> Iterator[None]:
-    """Meanwhile a thread loads kernels, and is through at the end: the library of products, and what `generate` asks
-    for where the model may be one that does."""
+    """Load kernels in a thread while the block runs; it has ended when the block does. Loads the library of products,
+    and the kernels of `generate` if the model may generate."""
     if device.type != "cuda":
         yield
         return
     failed = Event()
     with ThreadPoolExecutor(1, "weightstream-preload") as pool:
-        # what it fails with, such as no memory, the first call will tell
+        # an error, such as no memory, is ignored here: the first call raises it
         pool.submit(_launch, device, failed, generates=generates)
         try:
             yield
@@ -42,7 +42,7 @@ def preloading(device: torch.device, *, generates: bool) -> Iterator[None]:
 def _launch(device: torch.device, failed: Event, *, generates: bool) -> None:
     weight = torch.zeros(_WIDTH, _WIDTH, dtype=_HALF, device=device)
     functional.linear(weight, weight)  # first, as it takes longest
-    if not generates or torch.are_deterministic_algorithms_enabled():  # then some raise, or warn
+    if not generates or torch.are_deterministic_algorithms_enabled():  # then some of these operators raise or warn
         return
     ids = torch.arange(_TOKENS, device=device)[None]
     hidden = functional.embedding(ids, weight)
@@ -55,7 +55,7 @@ def _launch(device: torch.device, failed: Event, *, generates: bool) -> None:
 
 
 def _inputs(ids: torch.Tensor) -> torch.Tensor:
-    """What `generate` makes of ids: which of them are padding, and their positions."""
+    """The operators that `generate` runs on ids: the padding mask, and positions."""
     padding, ones = torch.zeros((), dtype=ids.dtype, device=ids.device), torch.ones_like(ids)
     is_padded = torch.isin(ids, padding).any() * ~torch.isin(padding, padding).any()
     mask = ids.ne(padding).long() * is_padded + ones * ~is_padded
@@ -83,9 +83,9 @@ def _attention(hidden: torch.Tensor, weight: torch.Tensor, positions: torch.Tens
     places += 0
     cache = torch.zeros_like(heads).index_copy_(2, places, heads)
     mask = (places[:, None] >= places) & torch.ones(1, _TOKENS, dtype=torch.bool, device=hidden.device)
-    found = functional.scaled_dot_product_attention(heads, cache, cache, attn_mask=mask[None, None])
-    found = found + functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    return functional.linear(found.transpose(1, 2).reshape(1, _TOKENS, -1), weight)
+    attended = functional.scaled_dot_product_attention(heads, cache, cache, attn_mask=mask[None, None])
+    attended = attended + functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    return functional.linear(attended.transpose(1, 2).reshape(1, _TOKENS, -1), weight)
 
 
 def _experts(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _experts(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _token(ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """What `generate` makes of logits."""
+    """The operators that `generate` runs on logits."""
     going = torch.ones(1, dtype=ids.dtype, device=ids.device)
     token = logits.argmax(-1) * going + 0 * (1 - going)
     torch.cat((ids, token[:, None]), dim=-1)

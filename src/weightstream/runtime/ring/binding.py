@@ -86,7 +86,9 @@ class Binding:
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
-        self.faces = [face for unit in self.units for face in unit.faces.faces]  # a tied tensor's once per unit
+        self.tensors = [
+            streamed for unit in self.units for streamed in unit.views.tensors
+        ]  # a tied tensor's once per unit
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
@@ -102,24 +104,24 @@ class Binding:
         self._homes.unguard()
         self._step_end.follow()
         self._leave_written()
-        found = self._see(self.faces)
+        found = self._see(self.tensors)
         # these may have been written to without a change of version
-        self._leave({face.alias for face in found if face.is_past_file()})
-        self._forget({face.alias for face in found})
-        for face in found:
-            face.member.touched = False
-        for face in self.faces:
-            face.member.unguard()
-            if face.is_lazy:
-                face.guard_unread()
+        self._leave({streamed.alias for streamed in found if streamed.is_past_file()})
+        self._forget({streamed.alias for streamed in found})
+        for streamed in found:
+            streamed.member.touched = False
+        for streamed in self.tensors:
+            streamed.member.unguard()
+            if streamed.is_lazy:
+                streamed.guard_unread()
 
     @unseen
     def rest(self) -> None:
         """End a step: users may read and update weights until the next one, which may run on another stream."""
         self._step_end.mark()
         self._homes.guard()
-        for face in self.faces:
-            face.member.guard(face.on_access)
+        for streamed in self.tensors:
+            streamed.member.guard(streamed.on_access)
         self.is_awake = False
 
     @unseen
@@ -131,7 +133,7 @@ class Binding:
         """
         for unit in self.units:
             if unit.opened or unit.borrowed is not None:
-                shown = unit.borrowed or unit.faces
+                shown = unit.borrowed or unit.views
                 # assigned data that does not fit, or a file that is gone: the weight stays as it was
                 with suppress(OffloadError, StoreError):
                     self._stale(shown.updated(unit.has_buffers and trains(unit.index)))
@@ -139,20 +141,20 @@ class Binding:
             unit.opened, unit.borrowed = 0, None
         self.open_units.clear()
         self.withdraw()
-        lost = [face for face in self.faces if self._is_ours(face.tensor) and face.changed()]
+        lost = [streamed for streamed in self.tensors if self._is_ours(streamed.tensor) and streamed.changed()]
         self._show_homes()
         self.abandon()
         if lost:
             self.engine.forget(self.engine.held())
         self.rest()
-        return sorted({face.member.names[0] for face in lost})
+        return sorted({streamed.member.names[0] for streamed in lost})
 
     def _show_homes(self) -> None:
         """Show the homes of all tensors that show the ring or the buffer."""
-        for face in self.faces:
-            if self._is_ours(face.tensor):
-                face.member.show(face.home)
-                face.agree()
+        for streamed in self.tensors:
+            if self._is_ours(streamed.tensor):
+                streamed.member.show(streamed.home)
+                streamed.agree()
 
     def _is_ours(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shows memory of the ring, the buffer or slots."""
@@ -170,18 +172,18 @@ class Binding:
         try:
             if unit.opened == 1:  # else the unit calls itself, and its bytes are there
                 self._bring(unit)
-            (unit.borrowed or unit.faces).to_ring()
+            (unit.borrowed or unit.views).to_ring()
         except BaseException:  # an interrupt may come anywhere
             self._forget_opening(unit)
             if not unit.opened:
-                (unit.borrowed or unit.faces).to_home()
+                (unit.borrowed or unit.views).to_home()
                 unit.borrowed = None
                 if self.engine.fences[index].state is State.IN_USE:
                     self.engine.release(index)
             raise
 
     def _bring(self, unit: BoundUnit) -> None:
-        self._see(unit.faces.faces)  # a unit that ran before may have updated weights that were filled ahead
+        self._see(unit.views.tensors)  # a unit that ran before may have updated weights that were filled ahead
         if self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
             return
@@ -212,19 +214,19 @@ class Binding:
                 self._forget_opening(unit)
             return False
         borrowed = unit.borrowed
-        shown = borrowed or unit.faces
+        shown = borrowed or unit.views
         has_views = False
         try:
             try:
                 if updated := shown.updated(training):
-                    self.updated |= {face.member.names[0] for face in updated}
+                    self.updated |= {streamed.member.names[0] for streamed in updated}
                     self._stale(updated)
             finally:
                 shown.to_home()
             unit.borrowed = None
             # before the release: the outputs' new memory is copied from the ring before the next fill
             has_views = borrowed is not None or unit.num_views() > 0
-            return has_views and shown.own(output)
+            return has_views and shown.clone_views(output)
         finally:
             if has_views and borrowed is None and not watched:
                 self.look_for_kept(unit)
@@ -234,17 +236,17 @@ class Binding:
             if unit.opening.following is not None and (following := unit.opening.then()) is not None:
                 self.units[following].opening.find_early()
 
-    def serve(self, face: StreamedTensor, view: torch.Tensor) -> None:
+    def serve(self, streamed: StreamedTensor, view: torch.Tensor) -> None:
         """Show the true bytes until `withdraw`, for a read outside of the tensor's unit."""
-        self._served.append(face)
-        face.member.show(view)
+        self._served.append(streamed)
+        streamed.member.show(view)
 
     def withdraw(self) -> None:
         """Show the homes of all served tensors again; updates that the model made meanwhile are taken over."""
-        for face in self._served:
-            if face.changed():
-                face.take()
-            face.member.show(face.home)
+        for streamed in self._served:
+            if streamed.changed():
+                streamed.take()
+            streamed.member.show(streamed.home)
         self._served.clear()
 
     def look_for_kept(self, unit: BoundUnit) -> None:
@@ -262,7 +264,7 @@ class Binding:
         return [unit.index for unit in self.units if unit.is_kept]
 
     def is_shown_by_open_unit(self, tensor: torch.Tensor) -> bool:
-        return any(face.member.tensor is tensor for unit in self.open_units for face in unit.faces.faces)
+        return any(streamed.member.tensor is tensor for unit in self.open_units for streamed in unit.views.tensors)
 
     @unseen
     def picked(self, index: int, call: ForwardCall, eager: bool) -> Callable[..., Any] | None:
@@ -272,7 +274,7 @@ class Binding:
         """
         unit = self.units[index]
         if eager:
-            self._see(unit.faces.faces)  # a unit that ran before may have updated them
+            self._see(unit.views.tensors)  # a unit that ran before may have updated them
         rows = None if self._is_blocked(unit) else unit.rows
         found = None if rows is None else self.ahead.reach(index, call, rows)
         unit.is_picked = found is not None
@@ -292,16 +294,18 @@ class Binding:
         for unit in self.units:
             unit.opening.find()  # now: it waits for pages, allocates and may raise, and a capture may follow
         for unit in self.units:
-            unit.faces.to_ring()
+            unit.views.to_ring()
 
     @unseen
     def unfix(self) -> None:
         """Show the homes again. Raises `OffloadError` if a weight was updated meanwhile, as the update is lost."""
         self.abandon()
-        updated = sorted({face.member.names[0] for face in self.faces if face.changed() or not face.in_ring()})
-        for face in self.faces:
-            face.member.show(face.home)
-            face.agree()
+        updated = sorted(
+            {streamed.member.names[0] for streamed in self.tensors if streamed.changed() or not streamed.in_ring()}
+        )
+        for streamed in self.tensors:
+            streamed.member.show(streamed.home)
+            streamed.agree()
         self.rest()
         if updated:
             self.engine.forget(self.engine.held())
@@ -349,11 +353,11 @@ class Binding:
         if self.units[index].streams:
             self.engine.release(index)
 
-    def own_outputs(self, index: int, output: object) -> None:
+    def clone_views(self, index: int, output: object) -> None:
         """Give outputs that are views of the unit's weights memory of their own: the next fill overwrites these."""
         unit = self.units[index]
-        if unit.num_views() > len(unit.faces.faces):
-            unit.faces.own(output)
+        if unit.num_views() > len(unit.views.tensors):
+            unit.views.clone_views(output)
 
     def abandon(self) -> None:
         """Release all units that an error has left in use."""
@@ -367,13 +371,13 @@ class Binding:
         """Drop the ring and every tensor object."""
         self._show_homes()
         self._homes.unguard()
-        for face in self.faces:
-            face.member.unguard()
+        for streamed in self.tensors:
+            streamed.member.unguard()
         self.engine.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)
         self.units.clear()
-        self.faces.clear()
+        self.tensors.clear()
 
     # -- making units ------------------------------------------------------------------------------------------------
 
@@ -381,27 +385,29 @@ class Binding:
         plan, ring, buffer = self.plan, self.memory.ring, self.memory.buffer
         extent = plan.extents[index]
         coded = frozenset(plan.decoded(index))
-        faces = self._unit_faces(
+        views = self._unit_views(
             index,
             self._backend.part(ring, extent.offset, extent.offset + extent.nbytes),
             self._backend.part(buffer, 0, buffer.numel()) if coded else buffer[:0],
         )
-        storages = {face.ring.untyped_storage().data_ptr(): face.ring.untyped_storage() for face in faces.faces}
+        storages = {
+            streamed.ring.untyped_storage().data_ptr(): streamed.ring.untyped_storage() for streamed in views.tensors
+        }
         return BoundUnit(
             index=index,
             streams=plan.streams(index),
-            faces=faces,
+            views=views,
             storages=tuple(CountedStorage(storage, owners(storage)) for storage in storages.values()),
             coded=coded,
             opening=Opening(
                 BufferedUnit(plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend)
             ),
-            has_buffers=any(face.member.role is not Role.PARAMETER for face in faces.faces),
+            has_buffers=any(streamed.member.role is not Role.PARAMETER for streamed in views.tensors),
         )
 
-    def _unit_faces(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitTensors:
+    def _unit_views(self, index: int, streamed: torch.Tensor, decoded: torch.Tensor) -> UnitTensors:
         """The views of a unit: of its bytes in the ring, and of the buffer that its weights are decoded into."""
-        faces: list[StreamedTensor] = []
+        tensors: list[StreamedTensor] = []
         mine = {spec.name for spec in self.plan.manifest.units[index].tensors}
         in_buffer = self.plan.decoded(index)
         places = {alias: (streamed, at) for alias, at in self.plan.streamed(index).items() if alias not in in_buffer}
@@ -410,8 +416,8 @@ class Binding:
             home = self._homes.homes[alias]
             for member in home.group.members:
                 if member.spec.name in mine:
-                    faces.append(StreamedTensor.of(member, home, index, member.view(memory, offset), self._step_end))
-        return UnitTensors(faces)
+                    tensors.append(StreamedTensor.of(member, home, index, member.view(memory, offset), self._step_end))
+        return UnitTensors(tensors)
 
     def _borrow(self, unit: BoundUnit) -> UnitTensors:
         """Views of memory of their own, filled now: a unit in use holds this unit's bytes of the ring."""
@@ -425,7 +431,7 @@ class Binding:
                 home, target = self._homes.homes[alias], buffer if alias in decoded else memory
                 home.source.plain_into(target[offset : offset + home.group.nbytes])
             self.engine.counters.count(plan.unit_nbytes[index], planned=False)
-            return self._unit_faces(index, memory, buffer)
+            return self._unit_views(index, memory, buffer)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -442,26 +448,28 @@ class Binding:
     def _leave_written(self) -> None:
         """Find pages that were written to without a change of version: these groups are copied from memory now."""
         if left := self._homes.written():
-            for face in self.faces:  # for good: the holder of the memory may write to it again at any time
-                face.member.lent |= face.alias in left and not face.changed()
+            for streamed in self.tensors:  # for good: the holder of the memory may write to it again at any time
+                streamed.member.lent |= streamed.alias in left and not streamed.changed()
             self._leave(left)
 
-    def _see(self, faces: list[StreamedTensor]) -> list[StreamedTensor]:
+    def _see(self, tensors: list[StreamedTensor]) -> list[StreamedTensor]:
         """Take in updates of the homes of these tensors; returns the tensors that may have been updated.
 
         Raises `InvariantError` for a tensor that shows the ring outside of an open unit: these bytes are no weight.
         """
-        if found := noticed(faces):
-            shown = [face for face in found if self._is_ours(face.tensor)]
-            if lost := [face.member.names[0] for face in shown if not self.is_shown_by_open_unit(face.tensor)]:
+        if found := noticed(tensors):
+            shown = [streamed for streamed in found if self._is_ours(streamed.tensor)]
+            if lost := [
+                streamed.member.names[0] for streamed in shown if not self.is_shown_by_open_unit(streamed.tensor)
+            ]:
                 raise InvariantError(
                     f"{', '.join(sorted(set(lost)))} show memory that weights are streamed through, outside of the "
                     "forward that they are there for: data that a forward saw was assigned to them, or a step was cut. "
                     "What is there now belongs to other weights"
                 )
             # a tensor that shows the ring in another open unit shows no assigned data
-            found = [face for face in found if face not in shown or face.changed()]
-            self._stale([face for face in found if face.is_assigned() or face.changed()])
+            found = [streamed for streamed in found if streamed not in shown or streamed.changed()]
+            self._stale([streamed for streamed in found if streamed.is_assigned() or streamed.changed()])
         return found
 
     def _stale(self, updated: list[StreamedTensor]) -> None:
@@ -469,20 +477,20 @@ class Binding:
         copies of their homes elsewhere count as stale first, and the versions agree last."""
         if not updated:
             return
-        aliases = {face.alias for face in updated}
+        aliases = {streamed.alias for streamed in updated}
         self._leave(aliases)
         self._forget(aliases)
-        for face in updated:
-            face.take()
-        for face in self.faces:
-            if face.alias in aliases:
-                face.agree()
+        for streamed in updated:
+            streamed.take()
+        for streamed in self.tensors:
+            if streamed.alias in aliases:
+                streamed.agree()
 
     def _forget(self, aliases: set[str]) -> None:
         """The bytes of these alias groups in the ring are stale, in every unit."""
         if aliases:  # most steps update nothing
             self.ahead.join()
-            self.engine.forget({face.unit for face in self.faces if face.alias in aliases})
+            self.engine.forget({streamed.unit for streamed in self.tensors if streamed.alias in aliases})
             for unit in self.units:
                 if unit.coded & aliases and unit.opening.found_rows is not None:
                     unit.opening.found_rows.forget()

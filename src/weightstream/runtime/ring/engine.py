@@ -75,7 +75,7 @@ class Fence:
 
 @dataclass(kw_only=True, slots=True)
 class Counters:
-    """Counts of what the engines of a model have done since it was offloaded, under all plans."""
+    """Counts of a model's steps and fills since it was offloaded, under all plans."""
 
     steps: int = 0
     fills: int = 0
@@ -208,7 +208,7 @@ class Engine:
             self._fill_due(due)
 
     def abandon(self) -> None:
-        """Release what an error kept from being released."""
+        """Release all units that an error has left in use."""
         for unit, fence in enumerate(self.fences):
             if fence.state is State.IN_USE:
                 fence.uses = 1

@@ -15,11 +15,11 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.recording import Recording
 from weightstream.runtime.ring.timeline import Kind
 
-CAPTURED = "this model is being captured by torch.cuda.graph alone: use model.weightstream.capture(graph) in its place"
+CAPTURED = "this model is being captured by torch.cuda.graph only: use model.weightstream.capture(graph) instead"
 
 
 class GraphMode(Enum):
-    """How units run now, and who launches graphs."""
+    """How units run now, and whether launches of graphs are announced."""
 
     IDLE = "idle"  # units run eager; launches are announced, so the engine knows the contents of the ring
     CAPTURING = "capturing"  # inside of `capture`

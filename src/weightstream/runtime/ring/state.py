@@ -14,7 +14,7 @@ from weightstream.runtime.ring.turn import StepTurn
 
 
 class StepState(Enum):
-    """What a streamer is doing. Weights have fixed addresses in STEP, HELD and FORWARD."""
+    """The state of a streamer. Weights have fixed addresses in STEP, HELD and FORWARD."""
 
     IDLE = "between steps"
     LEARNING = "in a watched step"

@@ -189,42 +189,42 @@ def _before(member: Member, home: Home, step_end: StepEnd, access: Access) -> No
 class UnitTensors:
     """The streamed tensors of one unit."""
 
-    def __init__(self, faces: list[StreamedTensor]) -> None:
-        self.faces = faces
-        self._shells: list[Shell] = list({id(shell): shell for f in faces for shell in f.member.shells}.values())
+    def __init__(self, tensors: list[StreamedTensor]) -> None:
+        self.tensors = tensors
+        self._shells: list[Shell] = list({id(shell): shell for f in tensors for shell in f.member.shells}.values())
 
     def to_ring(self) -> None:
-        for face in self.faces:
-            if face.is_lazy:  # all others are plain in a step
-                face.member.unguard()
-            _DATA.__set__(face.tensor, face.ring)
+        for streamed in self.tensors:
+            if streamed.is_lazy:  # all others are plain in a step
+                streamed.member.unguard()
+            _DATA.__set__(streamed.tensor, streamed.ring)
         for shell in self._shells:
             shell.follow()
 
     def updated(self, training: bool) -> list[StreamedTensor]:
         """The tensors that a forward has changed; they are to be taken over before the homes are shown."""
         found = []
-        for face in self.faces:  # calls nothing for an unchanged parameter
-            tensor, member = face.tensor, face.member
+        for streamed in self.tensors:  # calls nothing for an unchanged parameter
+            tensor, member = streamed.tensor, streamed.member
             version = member.version if member.blind else tensor._version
-            is_in_ring = (tensor.data_ptr(), tensor.stride()) == face.ring_at
-            if is_in_ring and version == face.version and member.role is Role.PARAMETER:
+            is_in_ring = (tensor.data_ptr(), tensor.stride()) == streamed.ring_at
+            if is_in_ring and version == streamed.version and member.role is Role.PARAMETER:
                 continue
-            if face.has_update(training):
-                found.append(face)
+            if streamed.has_update(training):
+                found.append(streamed)
         return found
 
     def to_home(self) -> None:
-        for face in self.faces:
-            _DATA.__set__(face.tensor, face.home)
-            if face.is_lazy:
-                face.guard_unread()
+        for streamed in self.tensors:
+            _DATA.__set__(streamed.tensor, streamed.home)
+            if streamed.is_lazy:
+                streamed.guard_unread()
         for shell in self._shells:
             shell.follow()
 
-    def own(self, output: object) -> bool:
+    def clone_views(self, output: object) -> bool:
         """Give outputs that are views of these weights memory of their own; returns whether there were any."""
-        ours, found = {face.ring.untyped_storage().data_ptr() for face in self.faces}, False
+        ours, found = {streamed.ring.untyped_storage().data_ptr() for streamed in self.tensors}, False
         for tensor in tensors_in(output):
             with suppress(RuntimeError, NotImplementedError):  # wrappers of functorch have no storage
                 if tensor.untyped_storage().data_ptr() in ours:
@@ -233,23 +233,23 @@ class UnitTensors:
         return found
 
 
-def noticed(faces: Iterable[StreamedTensor]) -> list[StreamedTensor]:
+def noticed(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
     """The tensors whose homes may have been written to since the versions agreed, or that show assigned data."""
     found = []
-    for face in faces:
-        tensor, member = face.tensor, face.member
+    for streamed in tensors:
+        tensor, member = streamed.tensor, streamed.member
         version = member.version if member.blind else tensor._version
-        if member.touched or member.lent or version != face.version or tensor.data_ptr() != face.home_at:
-            found.append(face)
+        if member.touched or member.lent or version != streamed.version or tensor.data_ptr() != streamed.home_at:
+            found.append(streamed)
     return found
 
 
-def moving(faces: Sequence[StreamedTensor]) -> list[str]:
+def moving(tensors: Sequence[StreamedTensor]) -> list[str]:
     """Tensors without a fixed address: several units hold them, each in its own extent."""
     places: dict[int, set[int]] = {}
-    for face in faces:
-        places.setdefault(id(face.member.tensor), set()).add(face.ring.data_ptr())
-    return sorted({face.member.names[0] for face in faces if len(places[id(face.member.tensor)]) > 1})
+    for streamed in tensors:
+        places.setdefault(id(streamed.member.tensor), set()).add(streamed.ring.data_ptr())
+    return sorted({streamed.member.names[0] for streamed in tensors if len(places[id(streamed.member.tensor)]) > 1})
 
 
 class CountedStorage(NamedTuple):
@@ -261,11 +261,11 @@ class CountedStorage(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BoundUnit:
-    """A unit bound to memory, and what of it is open."""
+    """A unit bound to memory, and whether it is open."""
 
     index: int
     streams: bool  # it has bytes of the ring
-    faces: UnitTensors
+    views: UnitTensors
     storages: tuple[CountedStorage, ...]  # its own, over its bytes in the ring and the buffer
     coded: frozenset[str]  # alias groups that are decoded or copied into the buffer
     opening: Opening

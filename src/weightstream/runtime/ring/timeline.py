@@ -137,7 +137,7 @@ class TimedStep:
         for mark, begin_s, end_s in units:
             found[mark.kind, mark.unit].append(end_s - begin_s)
         waits = [(mark.unit, begin_s, end_s) for mark, begin_s, end_s in units if mark.kind == "wait"]
-        # The order goes round: what comes before the first unit is computed between the last one and it.
+        # The order is cyclic: compute before the first unit counts for the last one.
         ends = [begin_s for _, begin_s, _ in waits[1:]] + [step_s + begin_s for _, begin_s, _ in waits[:1]]
         for (unit, _, resumed_s), next_s in zip(waits, ends, strict=True):
             found["unit", unit].append(next_s - resumed_s)

@@ -1,4 +1,4 @@
-"""The modules of an offloaded model: what runs in place of their forwards, and what tells that they changed."""
+"""The modules of an offloaded model: replaces their forwards, and detects changes of their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all streamers share: of a model, of a model over several devices, of a pipeline. Knows no plan and no ring."""
+"""The base of all streamers: of a model, of a model over several devices, of a pipeline. Knows no plan and no ring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightstream.runtime.trace import Trace
 
 
 class BaseStreamer(ABC):
-    """A context manager that ends with `remove()`. Copies and pickles of what it streams have None in its place."""
+    """A context manager that ends with `remove()`. Copies and pickles of its model have None instead."""
 
     @property
     @abstractmethod
@@ -58,7 +58,7 @@ class StreamerGroup(BaseStreamer):
 
     @abstractmethod
     def _title(self) -> str:
-        """What the trace of all is of; raises `OffloadError` after `remove`."""
+        """The name of the trace of all; raises `OffloadError` after `remove`."""
 
     @abstractmethod
     def _add_trace(self, whole: Trace, name: str, part: Trace) -> None:

@@ -1,4 +1,4 @@
-"""Patches of an offloaded model: what runs around its forwards, what it refuses, and what copies of it do not inherit.
+"""Patches of an offloaded model: calls around its forwards, refused methods, and attributes that copies do not inherit.
 
 Knows no plan and no device.
 """

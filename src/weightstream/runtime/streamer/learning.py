@@ -92,28 +92,28 @@ class Learning:
     def watched(self) -> Iterator[None]:
         """Find reads of streamed tensors outside of open units: these show their true bytes until the step ends."""
         binding, modules = self._installed.binding, self._installed.modules
-        streamed = {id(face.tensor): face for face in binding.faces}
+        by_id = {id(streamed.tensor): streamed for streamed in binding.tensors}
         shown: set[int] = set()
 
         def on_read(tensor: torch.Tensor) -> None:
-            face = streamed[id(tensor)]
+            streamed = by_id[id(tensor)]
             if id(tensor) in shown or binding.is_shown_by_open_unit(tensor):
                 return
-            alias = face.alias
+            alias = streamed.alias
             self.outside.setdefault(modules.reader(), set()).add(alias)
             shown.add(id(tensor))
-            binding.serve(face, self._installed.homes.read(alias, face.member))
-            self._installed.counters.count(face.home.nbytes, planned=False)
+            binding.serve(streamed, self._installed.homes.read(alias, streamed.member))
+            self._installed.counters.count(streamed.home.nbytes, planned=False)
 
         def on_early() -> None:
             for unit in binding.open_units[-1:]:
                 modules.hide(unit.index)
 
         # reads of earlier steps may come again: a prompt runs other code than a token
-        streaming = {face.alias for face in binding.faces}
+        streaming = {tensor.alias for tensor in binding.tensors}
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
-            with ReadWatch([face.tensor for face in streamed.values()], modules.tensors(), on_read, on_early):
+            with ReadWatch([streamed.tensor for streamed in by_id.values()], modules.tensors(), on_read, on_early):
                 yield
         finally:
             binding.withdraw()
@@ -140,7 +140,7 @@ class Learning:
             return "the order of the weights is not known yet; call the model once first"
         if updated := sorted(installed.binding.updated):
             return f"{', '.join(updated)} are updated by the model's own forward"
-        if moving := tensor_views.moving(installed.binding.faces):
+        if moving := tensor_views.moving(installed.binding.tensors):
             return f"{', '.join(moving)} stand in several units; raise the budget, or name them in zero_copy_params"
         units = enumerate(installed.modules.units)
         writing = (unit for i, unit in units if installed.binding.units[i].has_buffers and installed.modules.trains(i))

@@ -30,7 +30,7 @@ class OperatorMode(TorchDispatchMode):
 
 class ReadWatch(OperatorMode):
     """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
-    computes with these and other `weights` alone: a compiler would be free to run it before the weights are there.
+    computes with these and other `weights` only: a compiler would be free to run it before their fill.
 
     A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
     """

@@ -15,7 +15,7 @@ from weightstream.runtime.trace import ExpertTraffic, total
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stats:
-    """What a streamer has done since the model was offloaded, and what it holds now.
+    """Counters of a streamer since the model was offloaded, the bytes that it holds now, and times.
 
     Times are of the device's clock, from the steps that were timed: the 2nd to the 5th of a kind in a row, and one in
     17. Steps are of one kind if their first tensors have as many elements, or if they launch the same graph.
@@ -38,8 +38,8 @@ class Stats:
 
     held_nbytes: dict[str, int]
     """Bytes of weights by tier, compressed ones as they are held: "device" (residents, the ring, the decode buffer,
-    slots of experts, and what was added to the model since), "host" (RAM, pages of mapped files included) and "disk"
-    (read in every step)."""
+    slots of experts, and tensors that were added to the model since), "host" (RAM, pages of mapped files included) and
+    "disk" (read in every step)."""
 
     model_nbytes: int
     """Bytes of the weights, uncompressed, each once."""
@@ -62,7 +62,7 @@ class Stats:
 
 
 def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:
-    """What the cache of a plan did for so many tokens; None where there is none."""
+    """The numbers of a plan's cache of experts over so many tokens; None where the plan has no cache."""
     if not plan.cached:
         return None
     num_rows = experts.found + experts.fetched

@@ -463,7 +463,7 @@ class Streamer(BaseStreamer):
     def _fix(self, mode: StepState) -> None:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
-            if self._homes.sources_changed or any(face.relaid for face in self._binding.faces):
+            if self._homes.sources_changed or any(tensor.relaid for tensor in self._binding.tensors):
                 self.graphs.clear()
                 self._homes.sources_changed = False
             self._binding.engine.prime()  # now: a capture by the user may be under way later
@@ -513,7 +513,7 @@ class Streamer(BaseStreamer):
                 return output
             except BaseException:
                 self._gate.turn.end(self._gate.end_forward, has_failed=True)
-                self._binding.abandon()  # compiled code does not release what an error leaves in use
+                self._binding.abandon()  # compiled code does not release units that an error leaves in use
                 raise
 
     def wait_unit(self, unit: int) -> None:
@@ -526,7 +526,7 @@ class Streamer(BaseStreamer):
         """The operator `weightstream::release`: the unit's last kernel is queued."""
         with self._gate.lock:
             if output is not None:
-                self._installed.binding.own_outputs(unit, output)
+                self._installed.binding.clone_views(unit, output)
             self.graphs.release(unit)
 
     @contextmanager

@@ -39,7 +39,7 @@ def unseen(method: _Method) -> _Method:
 
 
 class ThreadState:
-    """Grad mode, hooks of saved tensors, modes of operators and functions, and whether autocast keeps what it casts, of
+    """Grad mode, hooks of saved tensors, modes of operators and functions, and whether autocast caches its casts, of
     the calling thread.
 
     With `device`, an accelerator, also which device and which of its streams are current.

@@ -10,7 +10,7 @@ good, and is in the private map only. So a source that reads the file (`reads_fi
 to the tensors, and `after_write` gives the source that is right from then on. On a device that cannot pin pages of a
 file, or on the CPU, where nothing is pinned, a `PageWindow` has no window, and its copies are those of `Mapped`.
 
-[Note: who may write a weight]
+[Note: writes to a weight]
 Between steps any code may write to the tensors of a group, that is, to `view`. Three facts show it: versions of the
 tensors and the mark of memory that was handed out, which the binding reads before each step; and the kernel's record of
 every page of a private map that was written to in any way. No copy may start from a file after that. Pinned memory, the
