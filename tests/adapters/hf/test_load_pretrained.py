@@ -257,7 +257,7 @@ def test_unexpected_and_missing_keys(llama: Path) -> None:
         ({"code_revision": "dev"}, "code_revision: code is loaded from the revision of the weights"),
         ({"adapter_name": "x"}, r"adapter_name: load the model without it, then call model\.load_adapter"),
         ({"dtype": "float16", "torch_dtype": "float16"}, "are the same setting"),
-        ({"config": 3}, "config is a int: an OffloadConfig is taken here"),
+        ({"config": 3}, "config is a int, not an OffloadConfig"),
     ],
 )
 def test_unknown_keywords(keywords: dict[str, Any], text: str, llama: Path) -> None:
@@ -283,7 +283,7 @@ def test_keywords_of_the_config(llama: Path) -> None:
         assert config.num_hidden_layers == (2 if keywords else 1), "the caller's config does not change"
     planned = weightstream.plan_model(llama, device="cpu", device_budget="1MiB", config=config)
     assert sum("layers.1." in tensor.name for tensor in planned.manifest.tensors()) == 0
-    with pytest.raises(ConfigError, match="config is a LlamaConfig: an OffloadConfig is taken here"):
+    with pytest.raises(ConfigError, match="config is a LlamaConfig, not an OffloadConfig"):
         weightstream.offload(reference, config=config)
 
 
