@@ -32,7 +32,7 @@ ROW_NBYTES = 2 * 3 * 64 * 64  # bfloat16, of up, gate and down
 
 
 def steps(model: Any, num: int, first: int = 0) -> None:
-    """Of one token each, all of them different."""
+    """Logits of steps of one token each, all different."""
     with torch.no_grad():
         for token in range(first, first + num):
             model(torch.tensor([[3 + 7 * token % 120]]))
@@ -47,17 +47,17 @@ def traffic(streamer: weightstream.Streamer) -> tuple[int, int, int]:
 # -- the stats of a streamer -----------------------------------------------------------------------------------------
 
 
-def test_stats_are_those_of_the_caches() -> None:
+def test_stats_equal_the_counters_of_the_caches() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
         found, fetched, nbytes = traffic(streamer)
         assert (found, fetched) == counts(streamer)
-        assert found + fetched == 6 * NUM_LAYERS * TOP_K, "the first, watched step reads single rows, too"
+        assert found + fetched == 6 * NUM_LAYERS * TOP_K, "the first, watched step also reads single rows"
         assert nbytes == fetched * ROW_NBYTES > 0
 
 
-def test_what_was_counted_outlives_a_plan_and_the_streamer() -> None:
+def test_counts_outlive_a_plan_and_the_streamer() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
@@ -83,8 +83,8 @@ def test_without_a_cache_nothing_is_counted() -> None:
         assert of_cache(streamer.plan, streamer.stats().experts, 6) is None
 
 
-class Told:
-    """Slots with these counts."""
+class FixedCounts:
+    """Slots with fixed counts."""
 
     def __init__(self) -> None:
         self.now: tuple[int, ...] = (0, 0)
@@ -93,26 +93,26 @@ class Told:
         return Found(*self.now)
 
 
-def test_counts_begin_where_slots_are_full() -> None:
-    """Rows that are fetched into empty slots say nothing of the steps that follow."""
-    slots: list[Any] = [Told(), Told()]
+def test_counts_begin_when_slots_are_full() -> None:
+    """Rows that are fetched into empty slots predict nothing about later steps."""
+    slots: list[Any] = [FixedCounts(), FixedCounts()]
     found = Tally(lambda: [Cache(f"{k}", each, 4, 10.0) for k, each in enumerate(slots)])
     for now in ((0, 0), (10, 12), (20, 12), (21, 13)):
-        slots[0].now = now  # of 32 ids the third is the first look
+        slots[0].now = now  # of 32 ids; the third is the first count that is used
         assert found.counts() == (None if now != (21, 13) else Counts(4, 1, 1))
     slots[1].now = (100, 30)
     assert found.counts() == Counts(4, 1, 1)
     slots[1].now = (107, 33)
     assert found.counts() == Counts(4, 8, 4)
     slots[1].now = (110, 33, 5, 2)
-    assert found.counts() == Counts(4, 9, 6, ahead=5, used=2), "two of those found were fetched as a guess"
+    assert found.counts() == Counts(4, 9, 6, ahead=5, used=2), "two of the hits were prefetched"
     slots[1].now = (107, 33)
     assert found.read() == {"0": ExpertTraffic(21, 13, 130), "1": ExpertTraffic(107, 33, 330)}
-    slots[1] = Told()  # the stacks lie elsewhere now
+    slots[1] = FixedCounts()  # the stacks have moved
     assert found.counts() == Counts(4, 1, 1)
 
 
-# -- what the plan makes of them ---------------------------------------------------------------------------------------
+# -- their effect on the plan ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def warm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("warm_at_once")
 @pytest.mark.parametrize("num_slots", [2, 6])
-def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
+def test_the_plan_follows_the_counts(num_slots: int) -> None:
     model = built()
     with held(model, "cached", num_slots) as streamer:
         by_law = streamer._installed.replanning.inputs.planners[0].priced(streamer.plan)
@@ -146,7 +146,7 @@ def test_the_plan_follows_what_is_counted(num_slots: int) -> None:
 
 @pytest.mark.stress
 @pytest.mark.usefixtures("warm_at_once")
-def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_read_rarely_and_used_when_they_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = built(), [0]
     counts_of = Tally.counts
 
@@ -166,7 +166,7 @@ def test_counts_are_read_in_few_steps_and_taken_over_when_they_have_doubled(monk
 
 
 @pytest.mark.usefixtures("warm_at_once")
-def test_another_budget_is_planned_by_what_was_counted() -> None:
+def test_another_budget_is_planned_with_the_counts() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 68)
@@ -175,13 +175,13 @@ def test_another_budget_is_planned_by_what_was_counted() -> None:
         streamer.rebudget(model_nbytes(model))
         assert {planner.counts for planner in streamer._installed.replanning.inputs.planners} == {known}
         steps(model, 70)
-        assert streamer._installed.replanning.inputs.planners[0].counts == known, "what streams counts nothing"
+        assert streamer._installed.replanning.inputs.planners[0].counts == known, "streamed experts have no counts"
 
 
-# -- what a trace shows ------------------------------------------------------------------------------------------------
+# -- traces ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_has_what_was_counted_while_it_was_recorded(tmp_path: Path) -> None:
+def test_a_trace_has_the_counts_of_its_time(tmp_path: Path) -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
@@ -211,7 +211,7 @@ def test_a_trace_has_what_was_counted_while_it_was_recorded(tmp_path: Path) -> N
     assert plan.cached
 
 
-def test_a_trace_goes_on_through_a_change_of_plan_and_ends_with_the_streamer() -> None:
+def test_a_trace_continues_through_a_change_of_plan_and_ends_with_the_streamer() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         steps(model, 6)
@@ -233,7 +233,7 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
     assert "experts" not in (tmp_path / "trace.json").read_text()
 
 
-# -- what commands tell ------------------------------------------------------------------------------------------------
+# -- output of commands ------------------------------------------------------------------------------------------------
 
 
 def test_a_comparison_reports_hits_and_fetched_bytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +247,7 @@ def test_a_comparison_reports_hits_and_fetched_bytes(capsys: pytest.CaptureFixtu
     assert found["equal"] is True
     assert found["experts"]["num_slots"] == found["num_slots"] == MOST
     share, once = found["experts"]["found_share"], NUM_LAYERS * TOP_K * ROW_NBYTES
-    assert 0.3 < share < 0.9, "its steps are of other tokens each"
+    assert 0.3 < share < 0.9, "each of its steps has other tokens"
     assert found["experts"]["fetched_nbytes_per_token"] == pytest.approx((1 - share) * once)
     importlib.import_module("weightstream.cli.bench").show_bench(plan, {"model": "mixture", **found})
     assert f"experts: {expert_line(found['experts'])}"[:60] in capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_a_run_reports_hits_and_fetched_bytes(form: str) -> None:
     assert lines["experts"] == expert_line(report["experts"])
 
 
-def test_what_a_cache_did_in_words() -> None:
+def test_the_counts_in_words() -> None:
     model = built()
     with held(model, "cached", MOST) as streamer:
         plan = streamer.plan

@@ -1,4 +1,5 @@
-"""Experts whose rows are picked give the plain model's bits: coded on the device, coded in the ring, or in a cache."""
+"""Experts whose rows are picked give the plain model's bits: compressed on the device, compressed in the ring, or
+cached."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_foreseen"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft reads it
 ]
 
 __all__ = ["selected"]
@@ -60,7 +61,7 @@ MOST = 4  # slots: two tokens of two experts
 
 
 def from_files(folder: Path, codec: str = "none") -> tuple[Any, Any]:
-    """A mixture from a checkpoint, in which experts are one by one: streamed, and plain."""
+    """A mixture from a checkpoint that stores experts one by one: the streamed model, and the plain one."""
     options = {"experts_implementation": "batched_mm", "dtype": torch.bfloat16}
     built().save_pretrained(folder, max_shard_size="200KB")
     model = weightstream.from_pretrained(
@@ -81,7 +82,7 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
     num = NUM_PICKING.get(name, NUM_LAYERS)
     with held(model, form, MOST) as streamer:
         assert_equal(model, plain, 2, 12, num=8)
-        assert len(selected) >= 2 * 7 * num  # each token but, maybe, the first
+        assert len(selected) >= 2 * 7 * num  # each token, except possibly the first
         if form == "cached":
             assert len(caches(streamer)) == num
             assert min(counts(streamer)) > 0
@@ -91,7 +92,7 @@ def test_tokens_and_logits_are_equal(name: str, form: str, selected: Selected) -
 
 @pytest.mark.few(1)
 @forms
-def test_few_tokens_select_more_place_and_long_prompts_read_whole_stacks(form: str, selected: Selected) -> None:
+def test_few_tokens_select_more_are_placed_and_long_prompts_read_whole_stacks(form: str, selected: Selected) -> None:
     model, plain = built(), built()
     most = MOST if form == "cached" else NUM_EXPERTS  # ids
     with held(model, form, MOST), torch.no_grad():
@@ -101,7 +102,7 @@ def test_few_tokens_select_more_place_and_long_prompts_read_whole_stacks(form: s
             num_ids = num * TOP_K
             way = "select" if num_ids <= most else "place" if num_ids <= 2 * NUM_EXPERTS else ""
             if form == "cached" and num_ids > max(most, before):
-                way = ""  # a prompt leaves the slots as they are
+                way = ""  # a prompt does not change the slots
             before = num_ids
             selected.clear()
             selected.ways.clear()
@@ -133,7 +134,7 @@ def test_other_ways_to_generate(call: str, form: str, selected: Selected) -> Non
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("implementation", "form"), thinned(["eager", "grouped_mm"], FORMS))
 def test_other_implementations(implementation: str, form: str, selected: Selected) -> None:
-    """What loops over experts may read all; what multiplies in groups reads those that are used."""
+    """Loops over experts may read all; grouped products read the experts that are used."""
     model, plain = built("qwen3_moe", implementation), built("qwen3_moe", implementation)
     with held(model, form, MOST):
         assert_equal(model, plain, 2, 5, 12)
@@ -146,7 +147,7 @@ def test_other_implementations(implementation: str, form: str, selected: Selecte
 
 @pytest.mark.few(1)
 @forms
-def test_rows_that_are_no_whole_tiles_are_not_picked(form: str, selected: Selected) -> None:
+def test_rows_that_are_not_whole_tiles_are_not_picked(form: str, selected: Selected) -> None:
     model, plain = (built("qwen3_moe", moe_intermediate_size=80) for _ in range(2))
     with held(model, form) as streamer:
         assert_equal(model, plain)
@@ -170,8 +171,8 @@ def test_steps_at_fixed_addresses(form: str, selected: Selected) -> None:
 @pytest.mark.few(1)
 @forms
 @torch.no_grad()
-def test_experts_that_are_called_alone(form: str, selected: Selected) -> None:
-    """Outside of a step, by name, with ids of another type, and with none."""
+def test_experts_called_on_their_own(form: str, selected: Selected) -> None:
+    """Outside of a step, by keyword, with ids of another dtype, and without ids."""
     model, plain = built(), built()
     generator = torch.Generator().manual_seed(4)
     x, weights = (
@@ -189,7 +190,7 @@ def test_experts_that_are_called_alone(form: str, selected: Selected) -> None:
         assert selected == [4, 4, 4, 0]
 
 
-# -- what users do to the model ----------------------------------------------------------------------------------------
+# -- changes by users --------------------------------------------------------------------------------------------------
 
 
 def doubled(model: Any) -> None:
@@ -246,7 +247,7 @@ def test_updates_between_steps_are_seen(update: Callable[[Any], None], form: str
 
 @pytest.mark.few(1)
 @forms
-def test_what_is_saved_is_the_plain_model(form: str, tmp_path: Path) -> None:
+def test_the_saved_model_is_the_plain_one(form: str, tmp_path: Path) -> None:
     model, plain = built(), built()
     with held(model, form):
         assert_equal(model, plain)
@@ -260,8 +261,8 @@ def test_what_is_saved_is_the_plain_model(form: str, tmp_path: Path) -> None:
         assert_equal(model, plain)
 
 
-def test_a_prompt_leaves_the_slots_as_they_are(selected: Selected) -> None:
-    """More ids than slots pass through these only behind a call with as many: of a batch, whose prompt has more."""
+def test_a_prompt_does_not_change_the_slots(selected: Selected) -> None:
+    """More ids than slots use them only after a call with as many ids: in a batch, whose prompt has more."""
     model, plain = built(), built()
 
     def steps(length: int, batch: int = 1) -> list[str]:
@@ -280,7 +281,7 @@ def test_a_prompt_leaves_the_slots_as_they_are(selected: Selected) -> None:
 
 
 class Turns:
-    """When what opens a unit is found out, and when it comes to its turn."""
+    """Records when the decoder of a unit is built, and when the unit is decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
@@ -301,7 +302,7 @@ class Turns:
         monkeypatch.setattr(Binding, "decode", decoded)
 
     def late(self) -> list[int]:
-        """Units that were found out in their turn, in order; each was once."""
+        """Units whose decoder was built only when they were decoded, in order. Each decoder is built once."""
         units = list(dict.fromkeys(index for what, index in self.events if what == "turn"))
         assert len(units) >= NUM_LAYERS
         assert all(self.events.count(("found", index)) == 1 for index in units)
@@ -311,8 +312,9 @@ class Turns:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
 @forms
-def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the device is busy with the one before, which in a first prompt would be idle; in the order of a step."""
+def test_the_decoder_of_a_unit_is_built_before_its_turn(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is built while the device computes the previous unit, which would otherwise idle in a first prompt, in
+    order."""
     model, plain, ids, turns = built(name), built(name), prompt(64), Turns(monkeypatch)
     with held(model, form) as streamer, torch.no_grad():
         coded = [unit.index for unit in streamer._binding.units if unit.coded]
@@ -325,13 +327,13 @@ def test_a_unit_is_found_out_before_its_turn(form: str, name: str, monkeypatch: 
 
 @pytest.mark.few(1)
 @forms
-def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
+def test_an_update_and_an_error_of_another_unit_affect_no_other_decoder(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain, ids, turns = built(), built(), prompt(64), Turns(monkeypatch)
     with held(model, form), torch.no_grad():
         turns.events.clear()
-        for each in (model, plain):  # before anything is found out: what opens this unit is another then
+        for each in (model, plain):  # before any decoder is built: the update changes that of this unit
             experts_of(each)[1].down_proj.data[0] *= -1
         assert torch.equal(model(ids).logits, plain(ids).logits)
         assert len(turns.late()) == 1
@@ -343,7 +345,7 @@ def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
         with pytest.raises(torch.OutOfMemoryError):
             model(ids)
         assert [what for what, index in turns.events if index == last] == ["found", "turn", "found"], (
-            "raised when the unit opens"
+            "the error is raised when the unit opens"
         )
         turns.fails.clear()
         assert torch.equal(model(ids).logits, plain(ids).logits)
@@ -351,14 +353,14 @@ def test_an_update_and_an_error_of_another_unit_change_nothing_for_one(
 
 @pytest.mark.usefixtures("no_loading_bars")
 @pytest.mark.parametrize("comes", [True, False])
-def test_what_waits_for_pages_is_not_found_out_early(
+def test_decoders_that_wait_for_pages_are_not_built_early(
     comes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let, looks = threading.Event(), Installation.without_cache
     monkeypatch.setattr(
         builder, "pinned", lambda *args: (None, PageCache(lambda memory: let.wait(30) and None, lambda memory: None))
     )
-    monkeypatch.setattr(Installation, "without_cache", lambda self: let.set() or looks(self))  # once the step has ended
+    monkeypatch.setattr(Installation, "without_cache", lambda self: let.set() or looks(self))  # at the end of the step
     model, plain = from_files(tmp_path)
     ids, turns = prompt(64), Turns(monkeypatch)
     with model.weightstream as streamer, torch.no_grad():
@@ -373,7 +375,7 @@ def test_what_waits_for_pages_is_not_found_out_early(
 
 @pytest.mark.few(1)
 @forms
-def test_a_forward_of_the_users_is_not_bypassed(form: str, selected: Selected) -> None:
+def test_a_users_forward_is_not_bypassed(form: str, selected: Selected) -> None:
     model, plain = built(), built()
 
     def negated(experts: Any) -> Callable[..., torch.Tensor]:
@@ -415,7 +417,7 @@ def peft(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def adapted(peft: Any, model: Any, **targets: Any) -> Any:
-    """With adapters of random weights, so that they change what the model gives."""
+    """A model with adapters of random weights, so that they change its output."""
     found = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, **targets)).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -438,7 +440,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "name"), thinned(FORMS, TARGETS, every=3))
 def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
-    """Stacks that an adapter computes are not picked; those of a model whose attention has one are."""
+    """Stacks that an adapter computes are not picked. Those of a model with an adapter only in its attention are."""
     targets = TARGETS[name]
     model, plain = built(), adapted(peft, built(), **targets)
     with held(model, form):
@@ -455,14 +457,14 @@ def test_adapters(form: str, name: str, peft: Any, selected: Selected) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.usefixtures("no_loading_bars")
-def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
+def test_a_cache_of_experts_stored_one_by_one(
     codec: str, tmp_path: Path, selected: Selected, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, plain = from_files(tmp_path / "model", codec)
     with model.weightstream as streamer:
         streamer.switch(plan_of(streamer, "cached" if codec == "none" else "coded, streams", MOST))
         assert_equal(model, plain)
-        assert bool(selected) is (codec == "compressed")  # a CPU fetches no rows from files: it plans without a cache
+        assert bool(selected) is (codec == "compressed")  # a CPU fetches no rows from files: its plan has no cache
         assert not streamer.plan.cached
         (fetches,) = {planner.machine.fetches_rows for planner in streamer._installed.replanning.inputs.planners}
         assert fetches is (codec == "compressed")
@@ -476,7 +478,7 @@ def test_a_cache_of_what_a_checkpoint_holds_one_by_one(
 
 
 @pytest.mark.usefixtures("no_loading_bars")
-def test_a_cache_waits_for_no_pages_and_ends_where_they_cannot_be_pinned(
+def test_a_cache_does_not_wait_for_pages_and_ends_if_they_cannot_be_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     let = threading.Event()
@@ -511,7 +513,7 @@ class Negates:
 
 @pytest.mark.few(1)
 @forms
-def test_an_update_inside_of_a_step_is_seen(form: str) -> None:
+def test_an_update_inside_a_step_is_seen(form: str) -> None:
     """An earlier layer changes the experts of a later one."""
     model, plain = built(), built()
     for each in (model, plain):
@@ -521,7 +523,7 @@ def test_an_update_inside_of_a_step_is_seen(form: str) -> None:
     assert not same(generated(plain, prompt(1), 6), generated(built(), prompt(1), 6))
 
 
-def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with whole stacks
+def test_the_cpu_chooses_no_cache() -> None:  # on the CPU, transformers decodes with whole stacks
     model = built("qwen3_moe", num_experts=32, num_hidden_layers=6)
     with weightstream.offload(
         model, device="cpu", device_budget=int(0.5 * model_nbytes(model)), codec="none"
@@ -529,13 +531,13 @@ def test_the_cpu_chooses_no_cache() -> None:  # there transformers decodes with 
         assert not streamer.plan.cached
 
 
-# -- what would be wrong is seen ---------------------------------------------------------------------------------------
+# -- errors that the tests detect --------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)
 @forms
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_memory_is_not_read(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring, the buffer and slots begin as NaN."""
     allocate, allocated = PlanMemory.allocate, list[PlanMemory]()
 
@@ -551,7 +553,7 @@ def test_memory_that_held_nothing_is_not_read(name: str, form: str, monkeypatch:
 
 
 def of_the_same_step(table: Lru, rows: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """As `Lru.resolve`, but each row that is missed takes the stalest slot, whatever this step uses."""
+    """Like `Lru.resolve`, but each missed row takes the stalest slot, even if this step uses it."""
     slots, missed = [], []
     for row in rows:
         if row not in table._owners:
@@ -564,14 +566,14 @@ def of_the_same_step(table: Lru, rows: list[int]) -> tuple[list[int], list[tuple
     return slots, missed
 
 
-def test_a_victim_of_the_same_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicting_a_row_of_the_same_step_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = built(), built()
     monkeypatch.setattr(Lru, "resolve", of_the_same_step)
     with held(model, "cached", MOST):
         assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
 
 
-def test_a_row_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_fetch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = built(), built()
     resolve = Lru.resolve
 
@@ -584,7 +586,7 @@ def test_a_row_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
 
 
-def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_slots_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = built(), built()
     with held(model, "cached", 8), torch.no_grad():
         assert_equal(model, plain)
@@ -594,11 +596,11 @@ def test_slots_that_are_not_forgotten_are_seen(monkeypatch: pytest.MonkeyPatch) 
         assert not same(generated(model, prompt(2)), generated(plain, prompt(2)))
 
 
-# -- beside the stacks, and in place of the copies ---------------------------------------------------------------------
+# -- biases, and grouped products instead of copies --------------------------------------------------------------------
 
 
 @pytest.mark.stress
-def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
+def test_a_compressed_bias_is_decoded_whole_besides_rows(selected: Selected) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 1024}
     model, plain = (built("gpt_oss", **sizes) for _ in range(2))
     with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model), codec="compressed") as streamer:
@@ -614,8 +616,9 @@ def test_a_coded_bias_comes_whole_beside_rows(selected: Selected) -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The implementations that experts ran in, on a device that multiplies in groups as some GPUs do; what was found
-    equal before is forgotten."""
+    """The implementations that experts ran in, on a device with grouped products, as some GPUs have. Earlier results
+    of the
+    trial are cleared."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     found: list[str] = []
@@ -639,13 +642,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.few(1)
 @forms
 @torch.no_grad()
-def test_several_tokens_are_multiplied_in_groups_where_a_trial_gave_the_same_bits(
-    form: str, selected: Selected, ran: list[str]
-) -> None:
+def test_grouped_products_are_used_if_a_trial_gave_the_same_bits(form: str, selected: Selected, ran: list[str]) -> None:
     model, plain = built(), built()
     wanted = {num: plain(prompt(num)).logits for num in (1, 2, 3)}
     with held(model, form, MOST):
-        for _ in range(2):  # is watched; names as many
+        for _ in range(2):  # the first step is watched; it chooses as many
             model(prompt(4))
         ran.clear()
         for num, first in ((3, True), (3, False), (2, True), (2, False), (1, False)):
@@ -658,7 +659,7 @@ def test_several_tokens_are_multiplied_in_groups_where_a_trial_gave_the_same_bit
 
 
 def rarely(found: torch.Tensor, call: int) -> None:
-    """One bit of one element, in one call of some."""
+    """Flips one bit of one element, in some calls."""
     if call % 7 == 6:
         found.view(torch.int16).flatten()[-1] ^= 1
 
@@ -674,7 +675,7 @@ def zeros(found: torch.Tensor, _: int) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("damage", "form"), thinned([rarely, raising, zeros], FORMS, every=3))
 @torch.no_grad()
-def test_other_bits_are_not_taken(
+def test_grouped_products_with_other_bits_are_rejected(
     damage: Callable[..., None], form: str, selected: Selected, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -1,4 +1,4 @@
-"""Look-ahead: rows that the next layer's router would name are fetched before it does, and change no bit."""
+"""Prefetch: rows that the next layer's router is predicted to choose are fetched early, and change no bit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from weightstream.runtime.experts.slot_cache import Lru
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
-SLOTS, NEW = 5, 24  # of 8 experts, of which a token takes two
+SLOTS, NEW = 5, 24  # of 8 experts, of which a token uses two
 ROW_NBYTES = 2 * 3 * 64 * 64  # bfloat16, of up, gate and down
 
 
 @torch.no_grad()
 def alike(name: str) -> Any:
-    """A mixture whose tokens differ in what they use, and whose layers hardly do: all route by one matrix, and add
+    """A mixture whose tokens use different experts, and whose layers use nearly the same: all route by one matrix,
+    and add
     little to the states."""
     model = built(name)
     scale = torch.randn(NUM_EXPERTS, 64, generator=torch.Generator().manual_seed(1))
@@ -63,13 +64,13 @@ def alike(name: str) -> Any:
 
 
 def guessing(model: Any) -> list[bool]:
-    """Of each unit that picks rows, whether its block guessed the ids of a call."""
+    """For each unit that picks rows, whether its block prefetched the ids of a call."""
     return [unit.picks.guesses for unit in model.weightstream._modules.units if unit.picks is not None]
 
 
 @torch.no_grad()
 def decoded(model: Any, num: int = 40) -> list[torch.Tensor]:
-    """The logits of tokens one by one, each another."""
+    """The logits of different tokens, one by one."""
     caching = {cache_name(model): transformers.DynamicCache(config=model.config), "use_cache": True}
     found = []
     for token in range(num):
@@ -80,7 +81,7 @@ def decoded(model: Any, num: int = 40) -> list[torch.Tensor]:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bits_are_the_plain_ones_and_some_guesses_are_right(name: str) -> None:
+def test_bits_equal_the_plain_ones_and_some_predictions_are_right(name: str) -> None:
     model, num = alike(name), NUM_PICKING.get(name, NUM_LAYERS)
     wanted = decoded(model)
     with held(model, "cached", SLOTS, ahead=2) as streamer:
@@ -95,7 +96,7 @@ def test_bits_are_the_plain_ones_and_some_guesses_are_right(name: str) -> None:
         assert [cache.counts().ahead > 0 for cache in caches(streamer)] == [False, *[True] * (num - 1)]
 
 
-def test_batches_that_are_placed_look_ahead_too() -> None:
+def test_batches_in_waves_prefetch_too() -> None:
     model, ids = built(), prompt(3, 4)
     wanted = generated(model, ids, NEW)
     with held(model, "cached", SLOTS, ahead=3) as streamer:
@@ -104,7 +105,7 @@ def test_batches_that_are_placed_look_ahead_too() -> None:
 
 
 @torch.no_grad()
-def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
+def test_a_prediction_is_the_next_routers_choice_for_the_current_states() -> None:
     model = built()
     blocks = [layer.mlp for layer in model.model.layers]
     states = torch.randn(3, 64, dtype=torch.bfloat16)
@@ -122,7 +123,7 @@ def test_a_guess_is_what_the_next_router_names_for_the_present_states() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The operators that are seen."""
+    """Records the operators that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +134,9 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_mode_that_watches_a_step_sees_no_guess_and_no_wait() -> None:
-    """Who captures steps looks for what waits for the device: the trial of a guess does, once."""
+def test_a_mode_that_watches_a_step_sees_no_prefetch_and_no_wait() -> None:
+    """Code that captures steps looks for operators that wait for the device. The trial of a prediction does so,
+    once."""
     model, counted = built(), []
     with held(model, "cached", SLOTS, ahead=2):
         decoded(model, 1)
@@ -148,7 +150,7 @@ def test_a_mode_that_watches_a_step_sees_no_guess_and_no_wait() -> None:
         assert sum("topk" in name for name in names) == NUM_LAYERS
 
 
-def test_hooks_of_the_router_see_no_guess() -> None:
+def test_hooks_of_the_router_see_no_prediction() -> None:
     model, calls = built(), [0]
 
     def count(*_: Any) -> None:
@@ -167,7 +169,7 @@ def other_ids(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return hidden, (ids + 1) % 8, scores
 
 
-def test_experts_that_are_given_other_ids_than_their_block_names_are_not_guessed() -> None:
+def test_experts_that_get_other_ids_than_their_block_chooses_are_not_prefetched() -> None:
     model = built()
     for experts in experts_of(model)[1:]:
         experts.register_forward_pre_hook(other_ids)
@@ -178,7 +180,7 @@ def test_experts_that_are_given_other_ids_than_their_block_names_are_not_guessed
         assert streamer.stats().experts.ahead == 0
 
 
-def test_a_block_that_does_not_run_without_its_experts_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_run_without_its_experts_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built()
     block = type(model.model.layers[0].mlp)
     forward = block.forward
@@ -211,8 +213,8 @@ def test_a_plan_sets_the_number_of_prefetched_rows(ahead: int, monkeypatch: pyte
     assert len(numbers) >= ahead * (NUM_LAYERS - 1) * (NEW - 3)
 
 
-def test_a_written_expert_is_not_used_as_it_was_fetched_ahead() -> None:
-    """An update between the guess for a layer and its forward."""
+def test_an_expert_written_after_its_prefetch_is_fetched_again() -> None:
+    """The update comes between the prediction for a layer and its forward."""
     model, other = built(), built()
 
     def write(_: Any, args: Any) -> None:
@@ -233,8 +235,8 @@ def test_a_written_expert_is_not_used_as_it_was_fetched_ahead() -> None:
         assert streamer.stats().experts.ahead > 0
 
 
-def test_a_block_in_training_is_not_asked() -> None:
-    """Those of Mixtral, MiniMax and Phi-MoE multiply the states that they are given by noise then."""
+def test_a_block_in_training_predicts_nothing() -> None:
+    """In training, blocks of Mixtral, MiniMax and Phi-MoE multiply their input states by noise."""
     model, ids = built("mixtral", router_jitter_noise=0.25).train(), prompt(2)
     torch.manual_seed(1)
     wanted = decoded(model, 8)
@@ -248,8 +250,8 @@ def test_a_block_in_training_is_not_asked() -> None:
         assert streamer.stats().experts.ahead > 0
 
 
-def test_under_autocast_nothing_is_guessed() -> None:
-    """What a router is cast to is kept, and the router itself would take it before it is there."""
+def test_under_autocast_nothing_is_prefetched() -> None:
+    """Autocast caches the cast of a router, and the router itself would use the cached cast before it is computed."""
     model = alike("qwen3_moe")
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         decoded(model, 4)
@@ -261,7 +263,7 @@ def test_under_autocast_nothing_is_guessed() -> None:
         assert streamer.stats().experts.ahead > before
 
 
-def test_the_first_step_after_a_change_of_plan_looks_ahead_too() -> None:
+def test_the_first_step_after_a_change_of_plan_prefetches_too() -> None:
     model = alike("qwen3_moe")
     with held(model, "cached", SLOTS, ahead=2) as streamer:
         decoded(model, 8)
@@ -276,7 +278,7 @@ def test_the_first_step_after_a_change_of_plan_looks_ahead_too() -> None:
         assert streamer.stats().experts.ahead >= before
 
 
-def test_nothing_of_a_guess_is_kept_alive() -> None:
+def test_no_state_of_a_prediction_is_kept_alive() -> None:
     block = built().model.layers[0].mlp
     picks = adapter.picks_of(block.experts, block)
     assert picks is not None
@@ -296,7 +298,7 @@ def test_nothing_of_a_guess_is_kept_alive() -> None:
 
 
 class Graph:
-    """What a capture is for."""
+    """Arguments of a capture."""
 
 
 @torch.no_grad()
@@ -320,7 +322,7 @@ def test_a_capture_that_ends_between_two_layers_is_joined(monkeypatch: pytest.Mo
                 places = model.model.rotary_emb(states, torch.zeros(1, 1, dtype=torch.long))
                 model.model.layers[0](states, position_embeddings=places)
                 assert ahead._running is not None
-                assert ahead._running[1].shape == (1, 64), "the states are kept until then"
+                assert ahead._running[1].shape == (1, 64), "the states are kept until the join"
             assert ahead._running is None
 
 
@@ -356,7 +358,7 @@ class Log(CpuBackend):
 
 
 class Picking:
-    """A unit that picks rows, and names those of its argument."""
+    """A unit that picks rows, with ids from its argument."""
 
     guesses = True
 
@@ -375,7 +377,7 @@ class Picking:
         self.log.log.append((f"fetch {most}", ids.tolist()))
 
 
-def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
+def test_compute_waits_when_the_next_unit_requests_rows() -> None:
     log = Log()
     units: list[Any] = [Picking(log) for _ in range(3)]
     ahead = Ahead(log, 2, {2 * index: unit for index, unit in enumerate(units)}, lambda index: units[index // 2])
@@ -399,11 +401,11 @@ def test_compute_waits_where_the_next_unit_asks_for_rows() -> None:
     log.log.clear()
     reach(4)
     units[2].look_ahead(torch.tensor([[3, 1]]))
-    assert log.log == [("forward", None)], "no unit follows the last"
+    assert log.log == [("forward", None)], "no unit follows the last one"
     reach(0)
     units[0].look_ahead(torch.tensor([[3, 1]]))
     ahead.join()
-    assert log.log[-1] == ("compute waits", 4), "a capture ends joined"
+    assert log.log[-1] == ("compute waits", 4), "the capture joins the copies at its end"
     log.log.clear()
     units[0].look_ahead(torch.tensor([[3, 1]]))
     ahead.drop()

@@ -1,4 +1,5 @@
-"""A cache of rows: the stalest go first, rows of one step never; the kernels do what the lists do, byte for byte.
+"""A cache of rows: the stalest are evicted first, and rows of the current step never. The kernels equal the lists, byte
+for byte.
 
 Without a GPU the kernels run in Triton's interpreter, which takes tenths of a second for a step.
 """
@@ -23,7 +24,8 @@ POISON = 77
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter gives `range` arrays of one number, which numpy from 2.4 on does not take for one."""
+    """In Triton's interpreter `range` gets arrays of one number, which numpy from 2.4 on does not accept as a
+    number."""
 
     def over(*ends: Any) -> range:
         return range(*(int(end.handle.data.item()) if hasattr(end, "handle") else int(end) for end in ends))
@@ -33,7 +35,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model:
-    """What a cache is, in other words: a row at a time."""
+    """A simple model of the cache, one row at a time."""
 
     def __init__(self, num_slots: int) -> None:
         self.slot_of: dict[int, int] = {}
@@ -41,7 +43,7 @@ class Model:
         self.used_at = [-1] * num_slots
         self.guessed: list[int] = []
         self.step = self.hits = self.misses = self.ahead = self.used = 0
-        self.late = [0, 0]  # of the guesses of late: all, and those that were right
+        self.late = [0, 0]  # recent predictions: all, and the right ones
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         named = set(rows) - {-1}
@@ -71,8 +73,10 @@ class Model:
         self.slot_of, self.guessed = {}, []
 
     def guess(self, rows: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """In free slots, of which this may not take one in the first step, or in those of rows that were not named
-        in the last. What was guessed since then was wrong."""
+        """Prefetch into free slots (none before the first step), or into slots of rows that the last step did not use.
+
+        Earlier predictions that were not used count as wrong.
+        """
         fetched: list[tuple[int, int]] = []
         self.judge(set())
         all_late, right_late = self.late
@@ -117,15 +121,17 @@ class Model:
 
 
 def guesses(rows: Sequence[int], num_rows: int, rng: random.Random) -> list[int]:
-    """Before a step of these rows: many of them and some others, or for a time others alone; some twice, some none."""
+    """Predictions before a step of these rows: most of them and some others, or for a time only others; duplicates,
+    or none."""
     others = rng.choices(range(-1, num_rows), k=3)
     right = [row for row in rows if rng.random() < 0.7]
     return rng.sample(found := right + others, len(found)) if rng.random() < 0.9 else others
 
 
 def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list[int]]:
-    """Rows of steps: some are used far more often than others, some in a step again, some steps use all slots, and some
-    name more rows than there are slots, with places between that name none."""
+    """Rows of steps. Some rows are used far more often than others, some are repeated in a step, some steps use all
+    slots, and
+    some have more rows than slots, with gaps between."""
     rng, rows = random.Random(seed), list(range(num_rows))
     for index in range(count):
         if index % 50 == 0:
@@ -146,7 +152,7 @@ def steps(num_rows: int, num_slots: int, count: int, seed: int) -> Iterator[list
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (16, 1), (40, 13), (8, 8), (128, 32)])
-def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
+def test_lru_equals_a_simple_model(num_rows: int, num_slots: int) -> None:
     table, model = Lru(num_slots), Model(num_slots)
     kinds = set()
     for rows in steps(num_rows, num_slots, 2000, seed=num_slots):
@@ -155,7 +161,7 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
         assert (table.hits, table.misses) == (model.hits, model.misses)
         there = {(row, slot) for row, slot in zip(rows, found, strict=True) if slot >= 0}
         named = set(rows) - {-1}
-        assert len(there) == len({slot for _, slot in there}) == min(len(named), num_slots), "a slot of two rows"
+        assert len(there) == len({slot for _, slot in there}) == min(len(named), num_slots), "two rows share a slot"
         kinds.add((len(missed) > 0, len(named) >= num_slots, len(set(rows)) < len(rows)))
     assert {misses for misses, _, _ in kinds} == {again for *_, again in kinds} == {False, True}
     assert {full for _, full, _ in kinds} == {False, True}
@@ -165,7 +171,9 @@ def test_lru_is_what_a_simple_model_is(num_rows: int, num_slots: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recall", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(16, 4), (40, 13), (8, 8), (128, 32)])
-def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int, num_slots: int, recall: float) -> None:
+def test_predicted_rows_are_prefetched_while_predictions_are_right(
+    num_rows: int, num_slots: int, recall: float
+) -> None:
     table, model, rng = Lru(num_slots), Model(num_slots), random.Random(num_slots)
     numbers, off = set(), 0
     for step, rows in enumerate(steps(num_rows, num_slots, 2000, seed=num_slots)):
@@ -175,7 +183,7 @@ def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int,
             last = {row for row, slot in model.slot_of.items() if model.used_at[slot] == model.step - 1}
             fetched = table.guess(guess, most)
             assert fetched == model.guess(guess, most)
-            assert last <= model.slot_of.keys(), "a row of the last step is gone"
+            assert last <= model.slot_of.keys(), "a row of the last step was evicted"
             assert len(fetched) <= most
             numbers.add(len(fetched))
             off += not fetched
@@ -185,36 +193,36 @@ def test_what_is_guessed_is_fetched_ahead_while_guesses_are_right(num_rows: int,
     if recall == 0.9 and num_rows == 128:
         assert table.used > 0.5 * table.ahead > 500
     if recall == 0.0 and num_rows == 128:
-        assert off > 1000, "wrong guesses go on"
-        assert table.ahead > 100, "and they are not tried again"
+        assert off > 1000, "wrong predictions continue"
+        assert table.ahead > 100, "predictions are not tried again"
 
 
-def test_a_wrong_guess_is_the_next_to_go_and_takes_nothing_from_the_last_step() -> None:
+def test_a_wrong_prediction_is_evicted_next_and_evicts_nothing_of_the_last_step() -> None:
     table = Lru(4)
     assert table.guess([1, 2], 2) == [], "nothing is known yet"
     table.resolve([0, 1])
     table.resolve([2, 3])
-    assert table.guess([0, 9, 8, 7], 3) == [(9, 1)], "0 is guessed, 2 and 3 are of the last step"
-    assert table.resolve([2, 4]) == ([2, 0], [(4, 0)]), "0 and 9 are as old, and 0 has the first slot"
-    assert table.resolve([2, 5]) == ([2, 1], [(5, 1)]), "9 goes, 3 and 4 were used since"
+    assert table.guess([0, 9, 8, 7], 3) == [(9, 1)], "0 is predicted, 2 and 3 belong to the last step"
+    assert table.resolve([2, 4]) == ([2, 0], [(4, 0)]), "0 and 9 have the same age, and 0 has the first slot"
+    assert table.resolve([2, 5]) == ([2, 1], [(5, 1)]), "9 is evicted; 3 and 4 were used since"
     assert table.guess([3, 7, 7, -1, 6], 2) == [(7, 0)]
     assert table.resolve([7, 2]) == ([0, 2], [])
     assert table.counts() == (4, 6, 2, 1)
 
 
-def test_the_stalest_go_first_and_of_these_the_first_slots() -> None:
+def test_the_stalest_rows_are_evicted_in_the_order_of_slots() -> None:
     table = Lru(4)
     assert table.resolve([5, 6, 5, 7]) == ([0, 1, 0, 2], [(5, 0), (6, 1), (7, 2)])
     assert table.resolve([7, 8]) == ([2, 3], [(8, 3)])
-    assert table.resolve([1]) == ([0], [(1, 0)]), "5 and 6 are as old: the first slot"
+    assert table.resolve([1]) == ([0], [(1, 0)]), "5 and 6 have the same age: the first slot"
     assert table.resolve([2, 8]) == ([1, 3], [(2, 1)])
-    assert table.resolve([3, 7]) == ([0, 2], [(3, 0)]), "7 is the stalest, and of this step"
-    assert table.resolve([9, 4, 9, 0]) == ([1, 3, 1, 0], [(9, 1), (4, 3), (0, 0)]), "3 and 7 are as old"
+    assert table.resolve([3, 7]) == ([0, 2], [(3, 0)]), "7 is the stalest, but belongs to this step"
+    assert table.resolve([9, 4, 9, 0]) == ([1, 3, 1, 0], [(9, 1), (4, 3), (0, 0)]), "3 and 7 have the same age"
     assert (table.hits, table.misses) == (3, 10)
 
 
-def test_what_finds_no_slot_is_for_the_next_call() -> None:
-    """Each row once, however few the slots."""
+def test_rows_without_a_slot_are_left_for_the_next_call() -> None:
+    """Each row is fetched once, however few slots there are."""
     table, rows, calls = Lru(3), [4, -1, 0, 1, 2, 3], []
     while set(rows) != {-1}:
         found, _ = table.resolve(rows)
@@ -225,7 +233,7 @@ def test_what_finds_no_slot_is_for_the_next_call() -> None:
     assert table.resolve([3, 1, 5, 6]) == ([1, 2, 0, -1], [(5, 0)]), "1 was not overwritten, 4 was, then 0"
 
 
-def test_what_is_forgotten_is_fetched_again() -> None:
+def test_forgotten_rows_are_fetched_again() -> None:
     table = Lru(4)
     table.resolve([1, 2, 3])
     table.forget()
@@ -239,9 +247,9 @@ LENGTHS = [0, 8, 64, 8184, 8192, 8200, 2 * 8192, 20_000]
 
 
 class Rig:
-    """Two stacks: one of two pieces, the second of a length that differs from row to row, and one of a single piece.
+    """Two stacks: one of two parts, the second of which has rows of different lengths, and one of a single part.
 
-    Memory is poisoned, before, between and behind the pieces too.
+    Memory is poisoned, including before, between and after the parts.
     """
 
     def __init__(self, num_rows: int, num_slots: int, seed: int = 0) -> None:
@@ -261,7 +269,7 @@ class Rig:
         self._targets = [parts[0], parts[1, :, : 2 * 1024]]
 
     def fetched(self, missed: Sequence[tuple[int, int]]) -> None:
-        """What memory should be then."""
+        """The expected content of memory."""
         for row, slot in missed:
             for target, (_, pieces) in zip(self._targets, self.stacks, strict=True):
                 for piece in pieces:
@@ -275,7 +283,7 @@ def on_device(rows: Sequence[int]) -> torch.Tensor:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
 @pytest.mark.parametrize(("num_rows", "num_slots"), [(12, 4), (7, 5), (5, 1)])
-def test_slots_hold_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
+def test_slots_have_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
     slots = _OnDevice(rig.stacks, num_rows) if kernels else SlotCache(rig.stacks, num_rows)
     numbers, rng = set(), random.Random(num_slots)
@@ -328,8 +336,8 @@ SIZES = [(9, 1), (9, 3), (9, 4), (16, 7), (5, 8), (1, 2)]  # rows, and slots
     ("num_rows", "num_slots"),
     [pytest.param(*size, marks=[pytest.mark.stress] * (size not in ((9, 3), (5, 8)))) for size in SIZES],
 )
-def test_the_tables_of_the_kernels_are_those_of_the_lists(num_rows: int, num_slots: int) -> None:
-    """Calls and guesses in any order, ids that are none, and rows that are forgotten in between."""
+def test_the_tables_of_the_kernels_equal_those_of_the_lists(num_rows: int, num_slots: int) -> None:
+    """Calls and predictions in any order, invalid ids, and rows that are forgotten in between."""
     rig, table, rng = Rig(num_rows, num_slots), Lru(num_slots), random.Random(4)
     slots, kinds = _OnDevice(rig.stacks, num_rows), []
     for _ in range(28):
@@ -355,7 +363,7 @@ def test_the_tables_of_the_kernels_are_those_of_the_lists(num_rows: int, num_slo
     assert "guess guess" in " ".join(kinds)
 
 
-def test_what_was_guessed_and_forgotten_was_not_found() -> None:
+def test_forgotten_predictions_are_not_hits() -> None:
     table = Lru(4)
     for row in range(4):
         table.resolve([row])
@@ -365,8 +373,8 @@ def test_what_was_guessed_and_forgotten_was_not_found() -> None:
     assert table.counts() == (0, 6, 2, 0)
 
 
-def test_guesses_for_what_is_never_called_end() -> None:
-    """The first layer of a second tower comes behind the last of the first one, and may not run."""
+def test_predictions_for_a_layer_that_is_never_called_end() -> None:
+    """The first layer of a second tower follows the last of the first one in the order, and may not run."""
     table, rng = Lru(8), random.Random(0)
     for row in range(8):
         table.resolve([row])
@@ -375,7 +383,7 @@ def test_guesses_for_what_is_never_called_end() -> None:
     assert table.ahead < 100
 
 
-def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
+def test_no_more_rows_are_predicted_than_the_table_can_hold() -> None:
     rig = Rig(40, 20)
     slots = _OnDevice(rig.stacks, 40)
     whole = torch.full((64,), POISON, dtype=torch.int32, device=DEVICE)
@@ -387,8 +395,8 @@ def test_no_more_are_guessed_than_there_is_room_to_tell() -> None:
     assert set(whole[2 * MAX_PREFETCHED_ROWS :].tolist()) == {POISON}
 
 
-def test_an_id_that_is_none_reaches_nothing_outside() -> None:
-    """As coded rows do: a damaged router must not."""
+def test_an_invalid_id_has_no_access_outside() -> None:
+    """Compressed rows behave like this too: a damaged router must do no harm."""
     rig = Rig(9, 4)
     slots = _OnDevice(rig.stacks, 9)
     assert slots.resolve(on_device([-(2**40), 3, 2**40])).tolist() == [-1, 0, 1]
@@ -400,7 +408,7 @@ def test_an_id_that_is_none_reaches_nothing_outside() -> None:
 
 @pytest.mark.parametrize("nbytes", [8, 8192, 70_000])
 @pytest.mark.parametrize("kernels", [False, True], ids=["slices", "kernels"])
-def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) -> None:
+def test_rows_are_copied_to_their_place_in_the_stack(kernels: bool, nbytes: int) -> None:
     stride, found, places = nbytes + 64, on_device([2, -1, 0, -1, 2]), on_device([4, 0, 0, -1, 2])
     whole = torch.full((7, nbytes // 4), POISON, dtype=torch.int32, device=DEVICE)
     slots, target = (
@@ -419,7 +427,7 @@ def test_rows_are_put_where_they_are_in_the_stack(kernels: bool, nbytes: int) ->
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["lists", "kernels"])
-def test_rows_that_changed_are_fetched_once_they_are_forgotten(kernels: bool) -> None:
+def test_changed_rows_are_fetched_after_they_are_forgotten(kernels: bool) -> None:
     rig = Rig(9, 4)
     slots = _OnDevice(rig.stacks, 9) if kernels else SlotCache(rig.stacks, 9)
     slots.resolve(on_device([1, 2, 3]))
@@ -436,8 +444,8 @@ def test_rows_that_changed_are_fetched_once_they_are_forgotten(kernels: bool) ->
     assert slots.counts() == (1, 5, 0, 0)
 
 
-def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks above do fail where one piece is left out."""
+def test_a_slot_that_is_not_fetched_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above fail if one part is not fetched."""
     rig = Rig(9, 4)
     slots = _OnDevice(rig.stacks, 9)
     chunks = slots._tables.chunks
@@ -447,7 +455,7 @@ def test_a_slot_that_is_not_fetched_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.equal(rig.whole, rig.wanted)
 
 
-def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
+def test_the_lists_rate_predictions_with_the_numbers_of_the_kernels() -> None:
     lists = slots._RECENT, slots._FEW, slots._PROBES, MAX_PREFETCHED_ROWS
     assert 1 / slots._FEW == LEAST_USED
     kernels = slot_kernels._RECENT, slot_kernels._FEW, slot_kernels._PROBES, slot_kernels.MOST_AHEAD
@@ -455,7 +463,7 @@ def test_the_lists_judge_guesses_by_the_numbers_of_the_kernels() -> None:
 
 
 @pytest.mark.stress
-def test_guesses_of_no_use_end_on_the_device_too() -> None:
+def test_useless_predictions_end_on_the_device_too() -> None:
     rig, table = Rig(12, 4), Lru(4)
     device = _OnDevice(rig.stacks, 12)
     fetched = []

@@ -1,4 +1,4 @@
-"""Where rows of stacks lie: wherever segments, files and windows end, a slot gets the bytes of its row."""
+"""The places of rows of stacks: wherever segments, files and windows end, a slot gets the bytes of its row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORD = 8
 
 
 def fetched(pieces: Sequence[RowPiece], nbytes: int = ROW) -> torch.Tensor:
-    """All rows, as a cache brings them."""
+    """All rows, as a cache fetches them."""
     memory = torch.full((NUM_ROWS, nbytes + 64), 77, dtype=torch.uint8)
     slots = SlotCache([SlotStack(memory, pieces)], NUM_ROWS).resolve(torch.arange(NUM_ROWS))
     assert (memory[:, nbytes:] == 77).all()
@@ -69,12 +69,12 @@ def test_rows_are_found_in_segments_of_any_length(seed: int) -> None:
     assert torch.equal(fetched(pieces_of_rows(segments, NUM_ROWS, ROW)), data.view(NUM_ROWS, ROW))
 
 
-def test_rows_that_are_cut_inside_of_a_word_are_not_fetched() -> None:
+def test_rows_cut_inside_a_word_are_not_fetched() -> None:
     data = data_of()
     assert pieces_of_rows([data[: ROW + 4], data[ROW + 4 :]], NUM_ROWS, ROW) == []
 
 
-def test_segments_of_other_bytes_than_the_rows_are_an_error() -> None:
+def test_segments_with_other_bytes_than_the_rows_are_an_error() -> None:
     with pytest.raises(InvariantError, match="6 rows of 8192 bytes"):
         pieces_of_rows([data_of()[:-8]], NUM_ROWS, ROW)
 
@@ -83,7 +83,7 @@ def test_segments_of_other_bytes_than_the_rows_are_an_error() -> None:
 
 
 class Device:
-    """A device in whose eyes memory is where it is, and which counts how often it is asked."""
+    """A device with memory at its own address. It counts the questions about addresses."""
 
     device = torch.device("cuda")
 
@@ -108,7 +108,7 @@ def cache(device: Device) -> Iterator[PageCache]:
 
 
 def stack_in(extents: Sequence[FileSlice], cache: PageCache) -> Stack:
-    """A stack whose bytes are these, in windows that are pinned."""
+    """A stack with these bytes, in pinned windows."""
     memory = LazyMemory.of_extents("w", extents)
     tensor = memory.bytes(0, memory.nbytes).view(torch.bfloat16).view(NUM_ROWS, 64, 64)
     module = torch.nn.Module()
@@ -123,7 +123,7 @@ def stack_in(extents: Sequence[FileSlice], cache: PageCache) -> Stack:
 
 
 def shards(folder: Path, data: torch.Tensor, num: int, before: int = 4096) -> list[FileSlice]:
-    """Halves of rows in so many files, those of one file one after another with other bytes between."""
+    """Halves of rows in a number of files. Those of one file follow each other, with other bytes between them."""
     halves, files = data.view(-1, ROW // 2), [bytearray(before) for _ in range(num)]
     places = []
     for index, half in enumerate(halves):
@@ -172,7 +172,7 @@ def test_rows_that_do_not_begin_at_a_word_are_refused(tmp_path: Path, cache: Pag
     assert re.search(r"rows of w .* in .*/0 it does not begin and end at multiples of 8 bytes", reason(stack))
 
 
-def test_a_row_that_is_cut_inside_a_word_is_refused(tmp_path: Path, cache: PageCache) -> None:
+def test_a_row_cut_inside_a_word_is_refused(tmp_path: Path, cache: PageCache) -> None:
     path, data = tmp_path / "0", data_of()
     path.write_bytes(data[:-4].numpy().tobytes() + bytes(12) + data[-4:].numpy().tobytes())
     mapping, cut = FileMapping(path), len(data) - 4
@@ -183,7 +183,7 @@ def test_a_row_that_is_cut_inside_a_word_is_refused(tmp_path: Path, cache: PageC
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_pages_that_are_not_pinned_are_refused(num: int, tmp_path: Path) -> None:
-    """Of the first window, or from the third on."""
+    """Pages of the first window, or from the third window on."""
     windows: list[torch.Tensor] = []
 
     def refuse(memory: torch.Tensor) -> None:
@@ -199,10 +199,9 @@ def test_pages_that_are_not_pinned_are_refused(num: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("refused", [None, 1, 3])
-def test_without_waits_there_is_no_wait_for_pages_and_no_question_to_the_device(
-    refused: int | None, tmp_path: Path
-) -> None:
-    """But for who pins: each question to the driver would wait for that, and of 400 windows that takes seconds."""
+def test_without_waits_nothing_waits_for_pages_and_the_device_is_not_asked(refused: int | None, tmp_path: Path) -> None:
+    """Only the pinning thread asks. Each question to the driver waits for a pin, which takes seconds for 400
+    windows."""
     let, windows, asking = threading.Event(), list[torch.Tensor](), set[str]()
 
     def pin(memory: torch.Tensor) -> None:
@@ -217,7 +216,7 @@ def test_without_waits_there_is_no_wait_for_pages_and_no_question_to_the_device(
 
     cache, device = PageCache(pin, lambda memory: None, show=show), Device()
     stack = stack_in(shards(tmp_path, data_of(), 3), cache)
-    assert reason(stack, device, waits=False) == "", "they are on their way"
+    assert reason(stack, device, waits=False) == "", "the pages are being pinned"
     let.set()
     for each in stack.home.source.pages:
         assert each.done.wait(30)
@@ -245,7 +244,7 @@ def test_a_stack_on_disk_is_refused(tmp_path: Path, cache: PageCache) -> None:
     assert "disk memory that the device cannot read" in reason(stack)
 
 
-def test_a_weight_that_is_no_stack_is_refused() -> None:
+def test_a_weight_that_is_not_a_stack_is_refused() -> None:
     (group,) = groups(torch.nn.Linear(64, 64, bias=False)).values()
     home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
     assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")
