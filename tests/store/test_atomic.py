@@ -1,4 +1,4 @@
-"""Atomic writes: whole or not at all, on the disk before they are in their place, and nothing left beside."""
+"""Atomic writes: whole or not at all, flushed before the rename, and without leftovers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightstream.store.atomic import remove_leftovers, replacing
 
 
 @pytest.mark.parametrize("before", ["nothing", "file"])
-def test_a_file_takes_its_place_whole(before: str, tmp_path: Path) -> None:
+def test_a_file_appears_whole(before: str, tmp_path: Path) -> None:
     path = tmp_path / "f"
     if before == "file":
         path.write_text("old")
@@ -24,7 +24,7 @@ def test_a_file_takes_its_place_whole(before: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
-def test_an_error_leaves_what_was_there(kind: str, tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_text("old")
 
@@ -42,7 +42,7 @@ def test_an_error_leaves_what_was_there(kind: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_two_at_once_do_not_meet(tmp_path: Path) -> None:
+def test_two_concurrent_writes_do_not_mix(tmp_path: Path) -> None:
     with replacing(tmp_path / "f") as first, replacing(tmp_path / "f") as second:
         assert first != second
         first.write_text("first")
@@ -50,7 +50,7 @@ def test_two_at_once_do_not_meet(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "first"
 
 
-def test_it_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -72,7 +72,7 @@ def test_it_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch
     assert events[3:] == ["replaced", str(tmp_path)]
 
 
-def test_what_killed_processes_left_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed_and_nothing_else(tmp_path: Path) -> None:
     dead = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
     with replacing(tmp_path / "out[1]") as mine:
         kept = [mine, tmp_path / f".out2.{dead}.ab.partial", tmp_path / f"out[1].{dead}.ab.partial"]

@@ -1,4 +1,4 @@
-"""Mapped files and safetensors checkpoints: what is right is viewed, what lies is refused by our own errors."""
+"""Mapped files and safetensors checkpoints: valid files are viewed, false headers are refused by our own errors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_ranges_outside_the_file_are_refused(tmp_path: Path, span: tuple[int, in
             method(*span)
 
 
-def test_truncated_replaced_or_removed_files_are_seen(tmp_path: Path) -> None:
+def test_truncated_replaced_or_removed_files_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 9000)
     mapping = FileMapping(path)
@@ -147,7 +147,7 @@ def test_interrupted_advice_is_repeated(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(mapping_module, "_LIBC", type("Libc", (), {"madvise": staticmethod(madvise)}))
     mapping.populate(0, 10)
     assert codes == [errno.EINVAL, errno.EIO]
-    mapping.populate(0, 10)  # a kernel that does not know the advice
+    mapping.populate(0, 10)  # a kernel without this advice
     with pytest.raises(StoreError, match="EIO"):
         mapping.populate(0, 10)
     assert codes == []
@@ -164,7 +164,7 @@ def test_only_regular_files_are_mapped(tmp_path: Path) -> None:
             FileMapping(path)
 
 
-# Checkpoint: what is right
+# Checkpoint: valid files
 
 
 def test_every_dtype_reads_as_the_library_does(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_opening_reads_headers_only(tmp_path: Path) -> None:
     assert _rss_file_kib() - before < 1024
 
 
-# Checkpoint: what lies
+# Checkpoint: invalid files
 
 GOOD = entry("F32", [2], 0, 8)
 LIBRARY = "truncated, damaged or not safetensors: "
@@ -299,8 +299,8 @@ def test_truncated_files_are_refused(tmp_path: Path, keep: int) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_a_file_that_changes_between_the_looks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library opens the path anew: what it finds must be what is mapped."""
+def test_a_file_that_changes_between_checks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library opens the path again: it must find the file that is mapped."""
     save_file({"a": torch.zeros(4)}, tmp_path / "a.safetensors")
     save_file({"a": torch.zeros(4)}, tmp_path / "b.safetensors")
 
@@ -387,7 +387,7 @@ def test_a_hub_cache_may_be_on_another_disk(layout: str, component: str, tmp_pat
         if layout == f"{name} is a link":
             (disk / name).mkdir()
             (repo / name).symlink_to(disk / name)
-            if name == "snapshots":  # what is in it leads to blobs beside it
+            if name == "snapshots":  # its entries link to blobs next to it
                 (disk / "blobs").symlink_to(repo / "blobs")
         else:
             (repo / name).mkdir()
@@ -411,9 +411,9 @@ def test_a_hub_cache_may_be_on_another_disk(layout: str, component: str, tmp_pat
         Checkpoint.open(snapshot)
 
 
-def test_of_two_tensors_of_a_name_the_last_files_counts(tmp_path: Path) -> None:
-    """As in transformers, whatever the index says; it is told."""
-    for listed, told in (("x", r", though the index lists it in x\.safetensors"), ("y", "")):
+def test_of_two_tensors_with_one_name_that_of_the_last_file_is_used(tmp_path: Path) -> None:
+    """As in transformers, whatever the index says. A note reports it."""
+    for listed, addition in (("x", r", though the index lists it in x\.safetensors"), ("y", "")):
         folder = tmp_path / listed
         weight_map = {"a": f"{listed}.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
         shards(
@@ -423,11 +423,12 @@ def test_of_two_tensors_of_a_name_the_last_files_counts(tmp_path: Path) -> None:
         assert checkpoint.tensor("a").tolist() == [1, 1]
         (note,) = checkpoint.notes
         assert re.search(
-            rf"1 tensors are in several files.*: 'a' is read from y\.safetensors, not from x\.safetensors{told}$", note
+            rf"1 tensors are in several files.*: 'a' is read from y\.safetensors, not from x\.safetensors{addition}$",
+            note,
         )
 
 
-def test_a_stale_index_is_told(tmp_path: Path) -> None:
+def test_a_stale_index_is_reported(tmp_path: Path) -> None:
     weight_map = {"a": "y.safetensors", "gone": "x.safetensors", "b": "x.safetensors"}
     checkpoint = Checkpoint.open(shards(tmp_path, weight_map, x={"a": torch.zeros(1), "b": torch.ones(1)}, y={}))
     assert checkpoint.entries.keys() == {"a", "b"}
@@ -435,7 +436,7 @@ def test_a_stale_index_is_told(tmp_path: Path) -> None:
     assert re.search(r"stale: 2 tensors are not where.* 'a' in y\.safetensors: it is in x\.safetensors$", note)
 
 
-def test_named_files_and_more_of_them(tmp_path: Path) -> None:
+def test_named_files_and_additional_ones(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("model", "in/other", "head"):
         save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
@@ -450,7 +451,7 @@ def test_named_files_and_more_of_them(tmp_path: Path) -> None:
             Checkpoint.open(tmp_path, name)
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"is an adapter, and there are no weights.*load_adapter"):
         Checkpoint.open(tmp_path)
@@ -473,7 +474,7 @@ def test_bad_indexes_are_refused(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_a_missing_shard_stops_before_any_is_opened(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_before_any_is_opened(tmp_path: Path) -> None:
     shards(tmp_path, {"a": "x.safetensors", "b": "gone.safetensors"}, x={"a": torch.zeros(1)})
     OPENED.clear()
     with pytest.raises(CheckpointError, match="gone"):

@@ -1,4 +1,4 @@
-"""Coded packs: the same weights bit for bit in fewer bytes, and damage that is told before it is believed."""
+"""Compressed packs: the same weights bit for bit in fewer bytes, and damage that is detected before use."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def packs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pack(packs: Path, tmp_path: Path) -> Path:
-    """A pack to be spoiled."""
+    """A pack to damage."""
     return Path(shutil.copytree(packs / "auto", tmp_path / "auto"))
 
 
@@ -90,7 +90,7 @@ def refused(model: Path, out: Path, *flags: str) -> str:
 
 
 def read(path: Path) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Where the data begins, the header, and what it tells of coded tensors."""
+    """The offset of the data, the header, and its entries about compressed tensors."""
     begin, header = header_of(path)
     return begin, header, json.loads(header["__metadata__"].get("weightstream", "{}"))
 
@@ -134,17 +134,17 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], codec: str = "auto", *
 @pytest.mark.parametrize("codec", ["none", "auto", "compressed"])
 def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     out = tmp_path / "out"
-    told = packed(source, out, "--codec", codec, "--verify")
+    output = packed(source, out, "--codec", codec, "--verify")
     entries = Checkpoint.open(out).entries
     large = {name for name, tensor in load_file(source / "model.safetensors").items() if tensor.dim() == 2}
     coded = {name for name, entry in entries.items() if entry.layout is not None}
     ratio = (out / "model.safetensors").stat().st_size / (source / "model.safetensors").stat().st_size
     if codec == "none":
-        assert (coded, " of " in told) == (set(), False)
+        assert (coded, " of " in output) == (set(), False)
     else:
         assert coded == large
         assert ratio < 0.69
-        assert f", {ratio:.2f} of 2.4MiB, in a file" in told
+        assert f", {ratio:.2f} of 2.4MiB, in a file" in output
     expected = transformers.LlamaForCausalLM.from_pretrained(source)
     loaded = load_pretrained(out, decode=lambda dtypes: True, offload_folder=tmp_path / "offload")
     assert_same(loaded, expected)
@@ -165,7 +165,7 @@ def test_a_pack_is_the_same_model(codec: str, source: Path, tmp_path: Path, capl
     assert_same(loaded, expected)
 
 
-def test_others_see_bytes_with_their_checksums_in_streaming_order(packs: Path, source: Path) -> None:
+def test_other_readers_see_bytes_with_checksums_in_streaming_order(packs: Path, source: Path) -> None:
     path = packs / "auto" / "model.safetensors"
     data_begin, header, record = read(path)
     assert record["codec"] == 1
@@ -195,7 +195,7 @@ def test_others_see_bytes_with_their_checksums_in_streaming_order(packs: Path, s
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("count", [64 << 10, (64 << 10) + 4097])
-def test_every_kind_beside_plain_tensors(count: int, sharded: bool, tmp_path: Path) -> None:
+def test_every_dtype_next_to_plain_tensors(count: int, sharded: bool, tmp_path: Path) -> None:
     tensors = {
         "bf16": weights(count),
         "f16": weights(count, dtype="float16", seed=1),
@@ -226,8 +226,8 @@ def test_every_kind_beside_plain_tensors(count: int, sharded: bool, tmp_path: Pa
     assert_same_state(found, tensors)
 
 
-def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
-    """Of exponents that are far apart little is saved, and then nothing."""
+def test_compression_must_save_enough(tmp_path: Path) -> None:
+    """Spread exponents save little, and then nothing."""
 
     def chosen(codec: str) -> bool:
         return bool(choose({"w": values}, codec, [], torch.device("cpu"), lambda nbytes: None))
@@ -246,7 +246,7 @@ def test_a_code_must_be_worth_it(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, TILE, 64 * TILE, 64 * TILE + 1, 150 * TILE - 7])
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_chunks_are_the_reference(count: int, dtype: str) -> None:
+def test_chunks_equal_the_reference(count: int, dtype: str) -> None:
     data = bits(weights(count, dtype=dtype))
     layout, expected = reference.encode(data, dtype)
     assert coding.counted_layout(data, dtype) == layout
@@ -256,7 +256,7 @@ def test_chunks_are_the_reference(count: int, dtype: str) -> None:
     assert torch.equal(out, data)
 
 
-def test_weights_that_change_while_they_are_coded() -> None:
+def test_weights_that_change_during_encoding() -> None:
     data = bits(weights(TILE))
     layout = coding.counted_layout(data, "bfloat16")
     data[: TILE // 2] = torch.randint(0, 256, (TILE // 2,), dtype=torch.uint8)
@@ -271,7 +271,7 @@ def test_memory_stays_flat() -> None:
     assert sizes == [64 * layout.tile_nbytes] * 3 + [8 * layout.tile_nbytes, layout.nbytes - layout.starts_at]
 
 
-# Verifying
+# Verification
 
 
 def test_shards_of_a_coded_pack(source: Path, packs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ SECTIONS = ["tiles", "starts", "bases", "escapes"]
 
 
 def flip(pack: Path, section: str, name: str = UP) -> None:
-    """One bit in the middle of a section."""
+    """Flip one bit in the middle of a section."""
     entry = Checkpoint.open(pack).entries[name]
     layout = entry.layout
     assert layout is not None
@@ -322,8 +322,10 @@ def flip(pack: Path, section: str, name: str = UP) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("section", [*SECTIONS, "checksum", "plain", "other weights"])
-def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bytes that have another checksum, and of a sound code of other weights."""
+def test_verify_reports_differences(
+    section: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes with another checksum, and valid compressed bytes of other weights."""
     verify = Shard.verify
 
     def damaged(self: Shard, path: Path, *rest: Any) -> None:
@@ -356,7 +358,7 @@ def test_verify_tells_what_differs(section: str, source: Path, tmp_path: Path, m
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(section: str, pack: Path, tmp_path: Path) -> None:
     flip(pack, section)
     message = rf"model\.safetensors: tensor '{re.escape(UP)}', bytes \[\d+, \d+\): checksum [0-9a-f]{{8}}, was"
     with pytest.raises(
@@ -372,7 +374,7 @@ def test_a_flipped_bit_is_told(section: str, pack: Path, tmp_path: Path) -> None
         assert torch.equal(bits(tensor), bits(original.model.state_dict()[name]))
 
 
-def test_whatever_the_bytes_are_decoding_stays_inside(tmp_path: Path) -> None:
+def test_decoding_any_bytes_stays_inside(tmp_path: Path) -> None:
     write(tmp_path, {"w": weights(70 * TILE + 5)})
     memory = memory_of(Checkpoint.open(tmp_path), "w")
     layout, generator = memory.layout, torch.Generator().manual_seed(0)
@@ -384,14 +386,14 @@ def test_whatever_the_bytes_are_decoding_stays_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 512, 10**6])
-def test_truncation_is_told(cut: int, pack: Path) -> None:
+def test_truncation_is_detected(cut: int, pack: Path) -> None:
     path = pack / "model.safetensors"
     os.truncate(path, path.stat().st_size - cut)
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
         load_pretrained(pack)
 
 
-def test_a_file_that_is_cut_while_it_is_open(pack: Path) -> None:
+def test_a_file_truncated_while_it_is_open(pack: Path) -> None:
     checkpoint = Checkpoint.open(pack)
     memory = memory_of(checkpoint, UP)
     os.truncate(pack / "model.safetensors", 5000)
@@ -404,7 +406,7 @@ def test_a_file_that_is_cut_while_it_is_open(pack: Path) -> None:
 
 
 def respell(pack: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Writes the record again, and with `change`'s result in its place where that is a text."""
+    """Write the record again, with the result of `change` in its place if that is a text."""
     path = pack / "model.safetensors"
     begin, header, record = read(path)
     data = path.read_bytes()[begin:]
@@ -477,7 +479,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused(lie: str, pack: Path) -> None:
+def test_a_false_header_is_refused(lie: str, pack: Path) -> None:
     change, message = LIES[lie]
     respell(pack, change)
     with pytest.raises(CheckpointError, match=rf"(?s)model\.safetensors.*{message}") as caught:
@@ -485,7 +487,7 @@ def test_a_header_that_lies_is_refused(lie: str, pack: Path) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_a_coded_tensor_that_begins_anywhere(pack: Path, source: Path) -> None:
+def test_a_compressed_tensor_may_begin_anywhere(pack: Path, source: Path) -> None:
     """Another writer may not align it."""
     path = pack / "model.safetensors"
     begin, header, _ = read(path)
@@ -499,7 +501,7 @@ def test_a_coded_tensor_that_begins_anywhere(pack: Path, source: Path) -> None:
 # Loading without decoding
 
 
-def test_parameters_view_what_is_not_decoded(pack: Path, source: Path, tmp_path: Path) -> None:
+def test_parameters_view_undecoded_memory(pack: Path, source: Path, tmp_path: Path) -> None:
     loaded = load_pretrained(pack, offload_folder=tmp_path / "offload")
     assert loaded.folder is None
     assert len(loaded.lazy) == 16
@@ -513,14 +515,14 @@ def test_parameters_view_what_is_not_decoded(pack: Path, source: Path, tmp_path:
 
 
 def hide(folder: Path, target: Path) -> Path:
-    """The checkpoint with all of its tensors coded that can be, under the names that it has."""
+    """The checkpoint with all compressible tensors compressed, under the same names."""
     target.mkdir()
     write(target, load_file(folder / "model.safetensors"))
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     return target
 
 
-def test_what_is_cast_is_filled_first(pack: Path, source: Path, tmp_path: Path) -> None:
+def test_a_cast_weight_is_decoded_first(pack: Path, source: Path, tmp_path: Path) -> None:
     expected = transformers.LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     loaded = load_pretrained(pack, dtype="float32", offload_folder=tmp_path / "offload")
     assert_same(loaded, expected)
@@ -528,7 +530,7 @@ def test_what_is_cast_is_filled_first(pack: Path, source: Path, tmp_path: Path) 
 
 
 def test_a_config_of_another_dtype(pack: Path, source: Path) -> None:
-    """Nobody asked for a cast, and transformers casts."""
+    """Without a dtype argument, transformers casts."""
     for folder in (pack, shutil.copytree(source, pack.with_name("source"))):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
@@ -538,7 +540,7 @@ def test_a_config_of_another_dtype(pack: Path, source: Path) -> None:
     assert_same(loaded, expected.model)
 
 
-def test_what_transformers_fuses_is_filled_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_transformers_fuses_are_decoded_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**{**SMALL, "num_hidden_layers": 1, "num_local_experts": 2})
     transformers.MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
@@ -559,8 +561,9 @@ def test_what_transformers_fuses_is_filled_first(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_ties_are_told_from_values(equal: bool, tmp_path: Path) -> None:
-    """transformers ties an embedding and a head that are both in the file where they are equal: zeros would be."""
+def test_ties_are_detected_from_values(equal: bool, tmp_path: Path) -> None:
+    """transformers ties an embedding and a head that are both in the file if they are equal. Undecoded zeros would
+    be."""
     plain = saved(tmp_path / "plain", tie_word_embeddings=True)
     tensors = load_file(plain / "model.safetensors")
     head = tensors["model.embed_tokens.weight"].clone()
@@ -574,7 +577,7 @@ def test_ties_are_told_from_values(equal: bool, tmp_path: Path) -> None:
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == equal
 
 
-def test_ties_are_told_from_values_where_experts_are_converted(tmp_path: Path) -> None:
+def test_ties_are_detected_from_values_if_experts_are_converted(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**{**SMALL, "num_hidden_layers": 1, "num_local_experts": 2})
     config.tie_word_embeddings = False
@@ -591,7 +594,7 @@ def test_ties_are_told_from_values_where_experts_are_converted(tmp_path: Path) -
     assert_same(loaded, expected)
 
 
-def test_an_unused_coded_tensor_is_left_alone(tmp_path: Path) -> None:
+def test_an_unused_compressed_tensor_is_not_decoded(tmp_path: Path) -> None:
     plain = saved(tmp_path / "plain", num_hidden_layers=1)
     surplus = {"surplus.weight": weights(256, 256)}
     save_file(load_file(plain / "model.safetensors") | surplus, plain / "model.safetensors", metadata={"format": "pt"})
@@ -604,8 +607,8 @@ def test_an_unused_coded_tensor_is_left_alone(tmp_path: Path) -> None:
     assert_same_state({"surplus.weight": found["surplus.weight"]}, surplus)
 
 
-def test_loading_takes_no_memory_of_the_weights(tmp_path: Path) -> None:
-    """All of the model's 64 MiB but the pages that torch looks at."""
+def test_loading_takes_no_memory_for_the_weights(tmp_path: Path) -> None:
+    """Of the model's 64 MiB, only the pages that torch reads are loaded."""
     folder = saved(tmp_path / "plain", num_hidden_layers=1, vocab_size=1000)
     config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1 << 16}
     (folder / "config.json").write_text(json.dumps(config))
@@ -628,7 +631,7 @@ def test_loading_takes_no_memory_of_the_weights(tmp_path: Path) -> None:
 
 
 def rss_nbytes() -> int:
-    """Of memory of its own: pages of files left out."""
+    """Private memory of the process, without pages of files."""
     fields = Path("/proc/self/statm").read_text().split()
     return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
 
@@ -639,7 +642,7 @@ def made(count: int = 3 * TILE + 5) -> tuple[DecodedMemory, torch.Tensor]:
     return DecodedMemory("w", Path("file"), layout, lambda: coded), data
 
 
-def test_nothing_is_filled_until_it_is_read() -> None:
+def test_nothing_is_decoded_until_it_is_read() -> None:
     calls: list[str] = []
     memory, data = made()
     memory.check = lambda: calls.append("check")  # type: ignore[method-assign]
@@ -659,7 +662,7 @@ def test_nothing_is_filled_until_it_is_read() -> None:
     assert torch.equal(memory.bytes(0, memory.nbytes), data)
     target = torch.zeros(50, dtype=torch.uint8)
     assert torch.equal(memory.read(5, 45, target), data[5:45])
-    view.zero_()  # writable, and a process's own
+    view.zero_()  # writable, and private to the process
     memory.forget()
     assert not memory.bytes(0, memory.nbytes).any()
     assert torch.equal(memory.read(0, 50, target), data[:50])
@@ -675,7 +678,7 @@ def test_outside_is_refused(begin: int, end: int) -> None:
     assert not memory.is_filled
 
 
-def test_a_check_that_fails_decodes_nothing() -> None:
+def test_a_failed_check_decodes_nothing() -> None:
     def gone() -> None:
         raise StoreError("gone")
 
@@ -711,7 +714,7 @@ def test_many_threads_decode_once() -> None:
     assert (calls, wrong) == ([1], [])
 
 
-def test_a_large_one_takes_addresses_only_and_is_freed_at_the_end() -> None:
+def test_a_large_memory_takes_only_addresses_and_is_freed_at_the_end() -> None:
     layout = Layout(dtype="bfloat16", count=1 << 35, num_escapes=0)
 
     def fill(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
@@ -738,7 +741,7 @@ def mapped_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def test_no_warning_is_left_over(pack: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_warning_remains(pack: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         load_pretrained(pack)
     assert not caplog.records

@@ -1,4 +1,5 @@
-"""Crafted checkpoints and configs: read right, or refused by our own errors; never a crash, never a file outside."""
+"""Crafted checkpoints and configs are read right, or refused by our own errors. They never cause a crash, or a read
+outside of the folder."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def judge() -> Iterator[Judge]:
     judge.close()
 
 
-# One file. Its header is built of pieces of JSON text, so that it can say what no JSON writer writes.
+# One file. Its header is built of pieces of JSON text, so that it can contain what no JSON writer writes.
 
 SIZES = {"U8": 1, "BOOL": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8, "C64": 8, "F8_E4M3": 1, "F8_E8M0": 1}
 NUMBERS = ["-1", "-0", "0", "1", "00", "0.5", "1e3", "1e999", "NaN", "-Infinity", "true", "null", '"8"', "9" * 4300]
@@ -78,7 +79,7 @@ def valid_pieces(draw: st.DrawFn) -> tuple[list[Piece], int]:
 
 @st.composite
 def crafted_headers(draw: st.DrawFn) -> tuple[bytes, int]:
-    """A header, and how many bytes of data its tensors had before they were changed."""
+    """A header, and the number of data bytes that its tensors had before they were changed."""
     pieces, nbytes = draw(valid_pieces())
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 1, 2, 3])) if pieces else 0):
         piece = draw(st.sampled_from(pieces))
@@ -100,7 +101,7 @@ def crafted_headers(draw: st.DrawFn) -> tuple[bytes, int]:
                 piece.whole = value
             case 7:
                 piece.more = f',"more":{value}'
-            case 8:  # empty, with sizes of which torch would take the product
+            case 8:  # empty, with sizes whose product torch would compute
                 piece.shape = draw(st.permutations(["0", number, str(2**40)]))
                 piece.offsets = [piece.offsets[0]] * 2
             case 9:
@@ -127,8 +128,8 @@ def crafted_files(draw: st.DrawFn) -> bytes:
     return bytes(data[:end]) + b"+" * (end - len(data))
 
 
-# What safetensors' reader takes and ours does not, each for a reason: a name that occurs twice may mean either tensor;
-# torch cannot hold the dtype, or a tensor whose strides overflow; facts that the format does not have.
+# Files that safetensors' reader accepts and ours refuses, each for a reason: a duplicate name may mean either tensor;
+# torch has no such dtype, or the strides of a tensor overflow; the header has keys that the format does not have.
 STRICTER = r"occurs twice|is not supported|more than torch can hold|needs exactly"
 
 
@@ -159,7 +160,8 @@ def test_crafted_files_are_read_right_or_refused(judge: Judge, tmp_path: Path) -
 
 
 def test_nesting_of_any_depth_is_refused(judge: Judge, tmp_path: Path) -> None:
-    """Just below the interpreter's limit JSON is read, and what prints or checks it must stay below as well."""
+    """JSON just below the interpreter's limit of nesting is read, and code that prints or checks it must not exceed
+    the limit."""
     path = tmp_path / "deep.safetensors"
     for depth in (127, 128, *range(930, 1000, 7), 10_000, 1_000_000):
         text = b'{"a":' + b"[" * depth + b"]" * depth + b"}"
@@ -181,14 +183,14 @@ def test_nesting_of_any_depth_is_refused(judge: Judge, tmp_path: Path) -> None:
         ('{"a":{"dtype":"\\udfff"}}', "not valid JSON"),
     ],
 )
-def test_headers_of_another_kind_are_refused(tmp_path: Path, header: str, message: str) -> None:
+def test_other_headers_than_objects_are_refused(tmp_path: Path, header: str, message: str) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
     with pytest.raises(CheckpointError, match=rf"bad\.safetensors.*{message}"):
         Checkpoint.open(path)
 
 
-def test_metadata_as_safetensors_writes_it_is_taken(tmp_path: Path) -> None:
+def test_metadata_as_safetensors_writes_it_is_accepted(tmp_path: Path) -> None:
     for metadata in (None, {}, {"format": "pt", "ключ": "\U0001f600"}):
         save_file({"a": torch.arange(3)}, tmp_path / "a.safetensors", metadata)
         assert Checkpoint.open(tmp_path / "a.safetensors").tensor("a").tolist() == [0, 1, 2]
@@ -198,8 +200,8 @@ def test_metadata_as_safetensors_writes_it_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shrink", ["mapped", "opened"])
-def test_a_file_cut_while_it_is_read_is_an_error_not_a_signal(judge: Judge, tmp_path: Path, shrink: str) -> None:
-    """Header and misaligned tensors are copied out of the map, where a page that is gone would kill the process."""
+def test_a_file_truncated_while_it_is_read_is_an_error_not_a_signal(judge: Judge, tmp_path: Path, shrink: str) -> None:
+    """Header and misaligned tensors are copied out of the map. A missing page would kill the process."""
     header = json.dumps({"a": {"dtype": "F32", "shape": [4096], "data_offsets": [0, 16384]}}).encode()
     header += b" " * (8190 - 8 - len(header))
     path = tmp_path / "a.safetensors"
@@ -208,7 +210,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_not_a_signal(judge: Judge, tmp_
     assert re.search(r"failed.*now holds 0 bytes|changed since it was mapped", judge.ask(path, shrink=shrink).refusal)
 
 
-def test_paths_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("a" * 5000, "a\0b", tmp_path / ("b" * 300) / "c", "\ud800"):
         with pytest.raises(CheckpointError, match="cannot open"):
             Checkpoint.open(path)
@@ -217,13 +219,13 @@ def test_paths_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Checkpoint.open(tmp_path)
 
 
-# A folder of shards. `secret` is outside of it, and no index may make anybody open it.
+# A folder of shards. `secret` is outside of it, and no index may cause it to be opened.
 
 COMPOSED, DECOMPOSED = "caf\u00e9.safetensors", "cafe\u0301.safetensors"
 
 
 def make_hostile(path: Path, kind: str) -> None:
-    """Puts something at `path` that is no file of the folder."""
+    """Put something at `path` that is not a file of the folder."""
     secret = path.parent.parent / "secret.safetensors"
     match kind:
         case "link out":
@@ -245,7 +247,7 @@ def make_hostile(path: Path, kind: str) -> None:
         case "folder":
             path.mkdir()
         case "socket":
-            os.mknod(path, stat.S_IFSOCK | 0o600)  # bind() takes no more than 107 bytes of path
+            os.mknod(path, stat.S_IFSOCK | 0o600)  # bind() takes at most 107 bytes of path
         case "device":
             try:
                 os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
@@ -269,7 +271,7 @@ def make_folder(root: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "only.safetensors"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_no_file_of_the_folder(judge: Judge, tmp_path: Path, name: str, kind: str) -> None:
+def test_weights_that_are_not_files_of_the_folder(judge: Judge, tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "model").mkdir()
     save_file({"s": torch.ones(3)}, tmp_path / "secret.safetensors")
     make_hostile(tmp_path / "model" / name, kind)
@@ -332,7 +334,7 @@ def test_hostile_indexes_are_read_right_or_refused(judge: Judge, tmp_path: Path)
         assert_inside(verdict, folder)
         outcomes[verdict.tensors is None] += 1
         if verdict.tensors is not None:
-            shards = sorted(set(json.loads(index)["weight_map"].values()))  # the last of them that has a tensor counts
+            shards = sorted(set(json.loads(index)["weight_map"].values()))  # the last shard with a tensor counts
             assert verdict.tensors == {key: facts for shard in shards for key, facts in held[shard].items()}
 
     check()
@@ -348,7 +350,7 @@ def test_a_tensor_of_another_shard_is_found(judge: Judge, tmp_path: Path) -> Non
     assert {"a", "b"} <= (verdict.tensors or {}).keys()
 
 
-def test_names_that_look_alike_are_different_files(judge: Judge, tmp_path: Path) -> None:
+def test_similar_names_are_different_files(judge: Judge, tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     for shard, message in ((COMPOSED, ""), (DECOMPOSED, "is missing")):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"d": shard}}))
@@ -431,14 +433,14 @@ def load(folder: Path) -> Any:
     return weightstream.from_pretrained(folder, device="cpu", local_files_only=True)
 
 
-def test_the_config_that_the_others_spoil_loads(model_folder: Path) -> None:
+def test_the_unchanged_config_loads(model_folder: Path) -> None:
     model = load(model_folder)
     with model.weightstream:
         assert isinstance(model, transformers.LlamaForCausalLM)
 
 
 @pytest.mark.parametrize("text", RAW_CONFIGS, ids=lambda text: repr(text[:12]))
-def test_a_config_that_is_none_is_refused(model_folder: Path, text: str) -> None:
+def test_an_invalid_config_is_refused(model_folder: Path, text: str) -> None:
     (model_folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="model"):
         load(model_folder)
@@ -468,7 +470,7 @@ def test_an_architecture_names_classes_of_transformers_only(
     assert not called
 
 
-def test_code_beside_the_weights_is_not_run(model_folder: Path) -> None:
+def test_code_next_to_the_weights_is_not_run(model_folder: Path) -> None:
     for name in ("evil.py", "configuration_evil.py", "modeling_evil.py"):
         (model_folder / name).write_text(f"open({str(model_folder / 'ran')!r}, 'w')\nclass C: pass\n")
     spoil(model_folder, {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}, "model_type": "evil"})

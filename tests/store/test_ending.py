@@ -1,4 +1,4 @@
-"""What ends with an object is done once, and by no process that was forked."""
+"""Finalizers run once, and never in a forked process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Owner:
     pass
 
 
-def test_it_is_done_once() -> None:
+def test_it_runs_once() -> None:
     done: list[str] = []
     owner = Owner()
     ending = finalize(owner, done.append, "now")

@@ -1,4 +1,4 @@
-"""Extents one after another are read as one."""
+"""Extents that follow each other are read as one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NBYTES = 20_000
 @examples(100)
 @given(data=st.data())
 def test_any_range_of_any_extents(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Of two files, some of them empty."""
+    """Extents of two files, some of them empty."""
     mappings = []
     for name in ("one", "two"):
         path = tmp_path_factory.getbasetemp() / f"extent-{name}"
@@ -41,7 +41,7 @@ def test_any_range_of_any_extents(tmp_path_factory: pytest.TempPathFactory, data
     assert memory[1 + end - begin :].unique().tolist() == [7]
 
 
-def test_the_file_that_fails_is_named(tmp_path: Path) -> None:
+def test_the_failing_file_is_named(tmp_path: Path) -> None:
     mappings = []
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(bytes(NBYTES))

@@ -1,4 +1,5 @@
-"""The offload folder: what is written is mapped and equal, nothing half-written stays, and all of it goes."""
+"""The offload folder: written tensors are mapped and equal, incomplete files are removed, and so is the folder at
+the end."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_any_name_is_a_file_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_folder_goes_at_close(inside: bool, tmp_path: Path) -> None:
+def test_a_folder_is_removed_at_close(inside: bool, tmp_path: Path) -> None:
     folder = OffloadFolder(tmp_path if inside else None)
     tensor = folder.write("a", torch.arange(5))
     assert folder.path.is_dir()
@@ -77,7 +78,7 @@ def test_a_folder_goes_at_close(inside: bool, tmp_path: Path) -> None:
     assert tensor.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_folder_goes_at_exit() -> None:
+def test_a_folder_is_removed_at_exit() -> None:
     code = (
         "import torch; from weightstream.store.folder import OffloadFolder; f = OffloadFolder();"
         "f.write('a', torch.zeros(3)); print(f.path)"
@@ -87,8 +88,8 @@ def test_a_folder_goes_at_exit() -> None:
     assert not Path(done.stdout.strip()).exists()
 
 
-def test_what_a_signal_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """That of no process that lives, nor what only has such a name."""
+def test_folders_of_killed_processes_are_removed_by_the_next(tmp_path: Path) -> None:
+    """Folders of live processes stay, and so does everything that only has such a name."""
     code = """
 import os, signal, sys, time, torch
 from pathlib import Path
@@ -103,8 +104,8 @@ time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as alive:
         assert alive.stdout
-        told = dict(alive.stdout.readline().split() for _ in range(3))
-        paths = {int(pid): Path(path) for pid, path in told.items()}
+        printed = dict(alive.stdout.readline().split() for _ in range(3))
+        paths = {int(pid): Path(path) for pid, path in printed.items()}
         dead = [pid for pid in paths if pid != alive.pid]
         try:
             (tmp_path / "weightstream-llama70b").mkdir()
@@ -125,7 +126,7 @@ time.sleep(60)
     assert list(tmp_path.iterdir()) == [tmp_path / "weightstream-llama70b"]
 
 
-def test_two_folders_in_one_place_do_not_meet(tmp_path: Path) -> None:
+def test_two_folders_in_one_place_are_separate(tmp_path: Path) -> None:
     first, second = OffloadFolder(tmp_path), OffloadFolder(tmp_path)
     kept = first.write("a", torch.zeros(1))
     second.write("a", torch.ones(1))
@@ -135,13 +136,13 @@ def test_two_folders_in_one_place_do_not_meet(tmp_path: Path) -> None:
     assert kept.item() == 0
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"file/x: cannot create"):
         OffloadFolder(tmp_path / "file" / "x")
 
 
-def test_a_disk_that_fills_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path: Path) -> None:
     folder = OffloadFolder(tmp_path)
     kept = folder.write("kept", torch.arange(8))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

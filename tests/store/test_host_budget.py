@@ -1,4 +1,4 @@
-"""Models bigger than the host memory they may take: read from disk as they run, bit for bit, and faults of disks."""
+"""Models that exceed their host memory budget: they are read from disk as they run, bit for bit. Faults of disks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ PREADV = os.preadv
 
 
 class Disk:
-    """Counts what is read past the page cache, and does to each request what `act` says, given its number."""
+    """Counts direct reads, and applies `act` to each request, by its number."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -88,12 +88,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def quiet(streamer: Streamer) -> None:
-    """Wait for the reads that the last step has started for the next."""
+    """Wait for the reads that the last step started for the next one."""
     streamer._backend.synchronize()
 
 
 def on_disk(streamer: Streamer) -> set[str]:
-    """Alias groups whose copies are read from files, all of which are of the disk tier."""
+    """Alias groups whose copies are read from files. All of them must be in the disk tier."""
     found = {alias for alias, home in streamer._homes.homes.items() if isinstance(home.source, OnDisk)}
     assert found <= streamer.plan.disk
     return found
@@ -123,7 +123,7 @@ def checkpoint(model: Model, path: Path) -> Checkpoint:
 
 
 def saved(name: str, folder: Path, **options: Any) -> Model:
-    """The model in a folder, as the library itself loads it."""
+    """The model in a folder, as the library loads it."""
     made = MODELS[name]()
     made.module.save_pretrained(folder, **options)
     return Model(module=type(made.module).from_pretrained(folder, dtype="auto").eval(), inputs=made.inputs)
@@ -145,7 +145,7 @@ def loaded(folder: Path, reference: Model, **options: Any) -> Model:
     only(product(("llama", "mixtral", "llama-bf16", "t5"), (0, 1 / 3, 1, 2)), ("llama", 1 / 3)),
 )
 def test_a_loaded_model_keeps_its_host_budget(name: str, share: float, tmp_path: Path, disk: Disk) -> None:
-    """Nothing, a third, exactly what streams, and more than that."""
+    """Budgets: nothing, a third, exactly the streamed bytes, and more."""
     reference = saved(name, tmp_path, **({"max_shard_size": "100KB"} if name == "t5" else {}))
     with loaded(tmp_path, reference).module.weightstream as free:
         streamed_nbytes = free.plan.offloaded_nbytes
@@ -193,7 +193,7 @@ FROM_DISK = (
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "training"), thinned(FROM_DISK, [False, True]))
 def test_any_module_from_disk(name: str, training: bool, path: Path, disk: Disk) -> None:
-    """Blocks that are skipped, repeated, tied, read from elsewhere, or write to themselves."""
+    """Modules with skipped, repeated or tied blocks, with weights that others read, or that write to themselves."""
     model, reference = MODELS[name](), plain(name, "cpu")
     checkpoint = on_file(model, path)
     for each in (model, reference):
@@ -233,7 +233,7 @@ def test_a_model_in_ram_is_spilled_and_read_directly(share: float, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_read_outside_of_their_unit_are_read_from_disk_with_the_reader(path: Path, disk: Disk) -> None:
+def test_weights_read_outside_of_their_unit_stay_with_the_reader_on_disk(path: Path, disk: Disk) -> None:
     model, reference = MODELS["ParentReadsChildren"](), plain("ParentReadsChildren", "cpu")
     with stream_file(model, on_file(model, path), least=4, host_budget=0) as streamer:
         before = streamer.plan
@@ -264,7 +264,9 @@ def test_updates_of_weights_on_disk_reach_the_next_step(
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
-def test_what_loading_wrote_is_not_read_from_the_file(model: Model, reference: Model, checkpoint: Checkpoint) -> None:
+def test_weights_written_by_the_load_are_not_read_from_the_file(
+    model: Model, reference: Model, checkpoint: Checkpoint
+) -> None:
     for each in (model, reference):
         for name in BLOCK_WEIGHTS[::3]:
             flip(bits(each.module.get_parameter(name)))
@@ -275,7 +277,7 @@ def test_what_loading_wrote_is_not_read_from_the_file(model: Model, reference: M
 
 
 def present_pages(mapping: FileMapping, begin: int, end: int) -> int:
-    """How many pages of a range this process has mapped in."""
+    """Number of pages of a range that this process has mapped in."""
     address = mapping.bytes(begin, end).data_ptr()
     with open("/proc/self/pagemap", "rb") as entries:
         entries.seek(address // PAGE * 8)
@@ -283,8 +285,8 @@ def present_pages(mapping: FileMapping, begin: int, end: int) -> int:
     return sum(entry >> 63 for entry in memoryview(data).cast("Q"))
 
 
-def test_steps_leave_the_pages_of_what_is_on_disk_alone(model: Model, reference: Model, checkpoint: Checkpoint) -> None:
-    """Nothing but direct reads: else a model bigger than RAM would be read twice, a page at a time."""
+def test_steps_map_no_pages_of_weights_on_disk(model: Model, reference: Model, checkpoint: Checkpoint) -> None:
+    """Only direct reads are made. Otherwise a model bigger than RAM would be read twice, page by page."""
     (mapping,) = checkpoint.mappings
     with stream_file(model, checkpoint, host_budget=0) as streamer:
         assert_steps_equal(model, reference, "cpu", range(2))
@@ -295,14 +297,14 @@ def test_steps_leave_the_pages_of_what_is_on_disk_alone(model: Model, reference:
         assert on_disk(streamer) == streamer.plan.disk
 
 
-# -- budgets that nobody gave ------------------------------------------------------------------------------------------
+# -- default budgets ---------------------------------------------------------------------------------------------------
 
-STAGED = STAGING_BUFFERS * STAGING_NBYTES * 5 // 4  # 80 % of this is what no budget may take
+STAGED = STAGING_BUFFERS * STAGING_NBYTES * 5 // 4  # a default budget may not use 80 % of this
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("device_share", "available_share"), thinned([None, 0.3], [0.5, 0.9, 2]))
-def test_the_default_budget_is_what_is_available(
+def test_the_default_budget_is_the_available_memory(
     device_share: float | None, available_share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = saved("llama", tmp_path)
@@ -317,7 +319,7 @@ def test_the_default_budget_is_what_is_available(
         assert_steps_equal(Model(module=module, inputs=reference.inputs), reference, "cpu", range(3))
 
 
-def test_weights_in_ram_may_stay_there_however_little_is_available(
+def test_weights_in_ram_may_stay_there_if_little_is_available(
     model: Model, reference: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available_nbytes", lambda: (200 << 10) + STAGED)  # for the ring
@@ -331,9 +333,9 @@ def places(module: nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in weights(module).items()}
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
-def test_no_room_and_no_folder_is_refused_before_anything_moves(
-    given: bool, model: Model, reference: Model, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("explicit", [True, False], ids=["explicit", "default"])
+def test_no_memory_and_no_folder_is_refused_before_anything_moves(
+    explicit: bool, model: Model, reference: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbidden(self: CpuBackend, nbytes: int) -> torch.Tensor:
         raise AssertionError(f"{nbytes} bytes were allocated")
@@ -341,15 +343,15 @@ def test_no_room_and_no_folder_is_refused_before_anything_moves(
     monkeypatch.setattr(CpuBackend, "alloc", forbidden)
     monkeypatch.setattr(cpu, "available_nbytes", lambda: 0)
     before = places(model.module), threads(), open_paths()
-    options: dict[str, Any] = {"host_budget": "20KiB"} if given else {}
+    options: dict[str, Any] = {"host_budget": "20KiB"} if explicit else {}
     with pytest.raises(PlanError, match=r"host budget .* < .*in host memory.*offload_folder.*device_budget"):
         weightstream.offload(model.module, device="cpu", device_budget="150KiB", **options)
     assert (places(model.module), threads(), open_paths()) == before
     assert_steps_equal(model, reference, "cpu", range(1))
 
 
-def test_a_weight_that_no_file_holds_is_refused_without_a_folder_and_spilled_with_one(tmp_path: Path) -> None:
-    """It is new, in RAM, and cannot be read from the checkpoint."""
+def test_a_weight_without_a_file_needs_a_folder_to_be_spilled(tmp_path: Path) -> None:
+    """It is new, in RAM, and is not in the checkpoint."""
     folder, missing = tmp_path / "model", "model.layers.3.mlp.up_proj.weight"
     inputs = saved("llama", folder).inputs(0)
     tensors = load_file(folder / "model.safetensors")
@@ -391,7 +393,7 @@ def test_the_disk_is_measured_where_it_is_used(
 
 
 class Fault(contextlib.AbstractContextManager[None]):
-    """Something that happens to a file, and is undone: its bytes, its inode and its time of change are as they were."""
+    """A reversible fault of a file: afterwards its bytes, inode and change time are as before."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -440,7 +442,7 @@ FAULTS = (Truncated, Touched, Removed, Replaced)
 
 
 def steps_that_fail(model: Model, path: Path, num: int = 2) -> list[StoreError]:
-    """Runs until a step fails, and once more; returns the errors, which hold the frames that they came through."""
+    """Run `num` failing steps, and return their errors, which refer to the frames that they passed through."""
     errors = []
     for _ in range(num):
         with pytest.raises(StoreError, match=str(path)) as raised:
@@ -450,7 +452,7 @@ def steps_that_fail(model: Model, path: Path, num: int = 2) -> list[StoreError]:
 
 
 def steps_or_error(model: Model, reference: Model, seed: int) -> StoreError | None:
-    """The error of one step, if it has one; else its outputs are right."""
+    """The error of one step, or None after a check of its outputs."""
     try:
         found = run(model, "cpu", seed)
     except StoreError as error:
@@ -501,7 +503,7 @@ def test_a_model_whose_file_changed_can_be_removed(
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
-# A device goes on reading pinned pages of a file that was cut; here that would end the process.
+# A device continues to read pinned pages of a truncated file. Here such a read would end the process.
 DURING = [("disk", fault) for fault in FAULTS] + [("pinned pages", fault) for fault in FAULTS if fault is not Truncated]
 
 
@@ -517,7 +519,7 @@ def test_a_file_that_changes_during_a_step(
     checkpoint: Checkpoint,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The step gives the right bits or an error; so does each, until the file is as it was."""
+    """The step, and each later one, gives the right bits or an error, until the file is restored."""
     happening = contextlib.ExitStack()
     if home == "pinned pages":
         request.getfixturevalue("pinning")
@@ -529,7 +531,7 @@ def test_a_file_that_changes_during_a_step(
         )
         errors = [steps_or_error(model, reference, 0) for _ in range(3)]
         failed = [str(error) for error in errors if error is not None]
-        assert len(failed) == 3 if block == 0 else len(failed) >= 2, "what was not read yet is not read any more"
+        assert len(failed) == 3 if block == 0 else len(failed) >= 2, "the other pieces are not read any more"
         assert all(str(path) in message for message in failed)
         hook.remove()
         quiet(streamer)
@@ -539,10 +541,10 @@ def test_a_file_that_changes_during_a_step(
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
-def test_a_read_that_fails_ends_its_step_and_no_other(
+def test_a_failed_read_ends_its_step_and_no_other(
     number: int, model: Model, reference: Model, path: Path, checkpoint: Checkpoint, disk: Disk
 ) -> None:
-    """Whoever keeps the error, as a notebook does, keeps no buffer of the staging ring with it."""
+    """An error that is kept, as by a notebook, keeps no buffer of the staging ring."""
     kept: list[BaseException] = []
     with stream_file(model, checkpoint, host_budget=0) as streamer:
         assert_steps_equal(model, reference, "cpu", range(2))
@@ -564,7 +566,7 @@ def test_a_read_that_fails_ends_its_step_and_no_other(
 
 
 class Experts(nn.Module):
-    """A block of more matrices than the staging ring has buffers."""
+    """A block with more matrices than the staging ring has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -578,7 +580,7 @@ class Experts(nn.Module):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("number", [1, 2, 20])
-def test_an_error_that_is_kept_lets_later_steps_read(number: int, path: Path, disk: Disk) -> None:
+def test_later_steps_read_although_an_error_is_kept(number: int, path: Path, disk: Disk) -> None:
     torch.manual_seed(4)
     model = Model(module=nn.Sequential(*(Experts() for _ in range(4))), inputs=wide().inputs)
     wanted, kept = run(model, "cpu", 0), []
@@ -601,7 +603,7 @@ def test_an_error_that_is_kept_lets_later_steps_read(number: int, path: Path, di
         kept.append(None)
 
     disk.act = act
-    thread = threading.Thread(target=steps, daemon=True)  # so that a hang fails this test and no other
+    thread = threading.Thread(target=steps, daemon=True)  # a daemon, so that a hang fails only this test
     thread.start()
     thread.join(30)
     assert not thread.is_alive(), "it hangs"
@@ -627,7 +629,7 @@ def test_short_reads_are_continued(
         assert disk.num_requests > 4 * len(streamer.plan.disk)
 
 
-def test_a_read_that_brings_nothing_is_an_error(
+def test_a_read_that_returns_nothing_is_an_error(
     model: Model, reference: Model, path: Path, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stream_file(model, checkpoint, host_budget=0) as streamer:
@@ -669,7 +671,7 @@ class Watched(nn.Linear):
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize("seed", range(3))
-def test_slow_reads_change_no_bit_and_race_with_nobody(
+def test_slow_reads_change_no_bit_and_cause_no_race(
     seed: int, model: Model, reference: Model, checkpoint: Checkpoint, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ClockBackend(Poison(Delay(CpuBackend(), seed, 0.001)))
@@ -699,7 +701,7 @@ def test_slow_reads_change_no_bit_and_race_with_nobody(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kernels_on_a_queue_see_what_was_read(seed: int, path: Path, disk: Disk) -> None:
+def test_kernels_on_a_queue_see_the_bytes_that_were_read(seed: int, path: Path, disk: Disk) -> None:
     slow(disk, seed)
     with Rig(equal_plan(5, 2), Poison(Delay(QueueBackend(), seed, 0.001))) as rig:
         path.write_bytes(b"".join(home.numpy().tobytes() for home in rig.homes))
@@ -746,7 +748,7 @@ else:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 560 MiB; its file is not in the page cache."""
+    """A Llama of 560 MiB, whose file is not in the page cache."""
     folder = tmp_path_factory.mktemp("large")
     sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 12}
     tensors = dict(llama_tensors(folder, **sizes, vocab_size=1024))
@@ -764,13 +766,13 @@ def alone(*command: str) -> str:
 
 @pytest.mark.stress
 @pytest.mark.slow
-def test_a_model_of_one_and_a_half_times_the_memory_generates_and_is_not_killed(large: Path) -> None:
+def test_a_model_of_one_and_a_half_times_the_memory_generates(large: Path) -> None:
     python = (sys.executable, "-c", LIMITED)
     file = large / "model.safetensors"
     nbytes, wanted = file.stat().st_size, json.loads(alone(*python, str(large), "plain"))
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the cgroup pays for what it reads
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the cgroup is charged for these reads
     with limited(wanted["own"] + int(nbytes / 1.5)) as enter:
         found = json.loads(alone(*enter, *python, str(large), "streamed"))
     assert found["tokens"] == wanted["tokens"]

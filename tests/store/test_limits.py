@@ -1,4 +1,4 @@
-"""How much host memory this process may take: fake trees of every kind of cgroup, and real cgroups."""
+"""The host memory that this process may take: fake trees of every kind of cgroup, and real cgroups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grow(root: Path, cgroup: str, *mounts: str, **groups: dict[str, Any]) -> Path:
-    """Writes a tree of proc and sys files below `root`; `v1` and `v2` make the groups."""
+    """Write a tree of proc and sys files below `root`. `v1` and `v2` create the groups."""
     files = {"proc/self/cgroup": cgroup, "proc/self/mountinfo": "\n".join([OTHERS, *mounts, ""])}
     for group in groups.values():
         files |= {f"{group['folder']}/{name}": text for name, text in group["files"].items()}
@@ -90,7 +90,7 @@ def test_version_1(tmp_path: Path) -> None:
     ],
 )
 def test_version_2(tmp_path: Path, limit: int | str, high: int | str, free: int) -> None:
-    """The least of memory.max and memory.high, and never more than RAM."""
+    """The smaller one of memory.max and memory.high, and never more than RAM."""
     group = v2("/system.slice/run.scope", limit, GIB, cache=32 * MIB, high=high)
     root = grow(tmp_path, "0::/system.slice/run.scope\n", V2_MOUNT.format(top="/"), group=group)
     assert available_nbytes(root) == free
@@ -106,7 +106,7 @@ def test_hybrid_counts_both(tmp_path: Path) -> None:
         assert f"cgroup {'/a' if old == 1 else '/b'} 1.0GiB" in describe_limits(root)
 
 
-def test_an_ancestor_may_bind(tmp_path: Path) -> None:
+def test_an_ancestors_limit_may_apply(tmp_path: Path) -> None:
     root = grow(
         tmp_path,
         "0::/pod/app/worker\n",
@@ -122,7 +122,7 @@ def test_an_ancestor_may_bind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/docker/ab12", "/../../elsewhere", "/host/only/path", "/" + "long" * 2000])
 def test_a_container_sees_its_group_as_the_root_of_the_mount(tmp_path: Path, path: str) -> None:
-    """The mount's root is the group where /proc/self/cgroup names a path that is not below it."""
+    """The mount's root is the group if /proc/self/cgroup has a path that is not below it."""
     outside = v2("/../../elsewhere", MIB, 0)
     one = grow(tmp_path / "1", f"4:memory:{path}\n", V1_MOUNT.format(top="/docker/ab12"), group=v1("", GIB, 256 * MIB))
     two = grow(tmp_path / "2", f"0::{path}\n", V2_MOUNT.format(top="/docker/ab12"), group=v2("", GIB, 256 * MIB))
@@ -144,8 +144,8 @@ def test_groups_below_a_container_s_mount(tmp_path: Path) -> None:
     assert "cgroup /docker/ab12 1.0GiB" in describe_limits(root)
 
 
-def test_the_mount_that_holds_the_group_counts(tmp_path: Path) -> None:
-    """Another container's group, mounted as well, limits nobody here; spaces in a mount point are escaped."""
+def test_the_mount_with_the_group_counts(tmp_path: Path) -> None:
+    """The group of another container, mounted as well, limits nothing here. Spaces in a mount point are escaped."""
     other = "50 23 0:28 /docker/other /other rw,relatime - cgroup2 cgroup2 rw"
     ours = r"51 23 0:28 / /my\040groups rw,relatime - cgroup2 cgroup2 rw"
     small, group = v2("", MIB, 0), v2("", GIB, 0)
@@ -154,7 +154,8 @@ def test_the_mount_that_holds_the_group_counts(tmp_path: Path) -> None:
 
 
 def test_the_kernel_s_statistics_may_lag(tmp_path: Path) -> None:
-    """More page cache than is used at all: then the whole limit is free, and no more; a full group is no debt."""
+    """If the page cache is larger than the usage, the whole limit is free, and no more. A full group has 0 bytes
+    free."""
     lagging = grow(tmp_path / "1", "0::/a\n", V2_MOUNT.format(top="/"), a=v2("/a", GIB, MIB, cache=64 * MIB))
     full = grow(tmp_path / "2", "0::/a\n", V2_MOUNT.format(top="/"), a=v2("/a", GIB, GIB + MIB))
     assert (available_nbytes(lagging), available_nbytes(full)) == (GIB, 0)
@@ -180,7 +181,7 @@ def test_any_bytes_can_name_a_group(tmp_path: Path) -> None:
     assert "cgroup /a\ufffd 1.0GiB" in describe_limits(root)
 
 
-def test_a_mount_point_that_is_no_path_limits_nothing(tmp_path: Path) -> None:
+def test_an_invalid_mount_point_limits_nothing(tmp_path: Path) -> None:
     mount = V2_MOUNT.format(top="/").replace("/cgroup", r"/cgroup\000")
     assert available_nbytes(grow(tmp_path, "0::/a\n", mount, group=v2("/a", GIB, 0))) == RAM
 
@@ -192,7 +193,7 @@ def test_without_cgroups_ram_is_the_limit(tmp_path: Path) -> None:
 
 
 def garbled(text: str) -> st.SearchStrategy[str]:
-    """`text` with a stretch of it replaced: most of the shape stays, so that every line of a parser is reached."""
+    """`text` with a part of it replaced. Most of it stays, so that every line of a parser is reached."""
     spot = st.integers(0, len(text))
     pieces = st.text(max_size=12) | st.sampled_from(
         ["/", "..", ":", " - ", "\0", "\n", "\\777", "\\000", "-", "9" * 30]
@@ -218,7 +219,7 @@ def test_garbage_never_raises(tmp_path: Path, cgroup: str, mounts: str, number: 
         "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": number,
         "sys/fs/cgroup/memory/a/b/memory.stat": statistics,
     }.items():
-        (root / name).unlink()  # ext4 flushes a file that is cut and written again
+        (root / name).unlink()  # ext4 flushes a file that is truncated and written again
         (root / name).write_bytes(text.encode(errors="surrogatepass"))
     assert 0 <= available_nbytes(root) <= RAM
     assert describe_limits(root).startswith("memlock ")
@@ -258,7 +259,7 @@ BEGIN = """
 
 @pytest.mark.parametrize(("kind", "name"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")])
 def test_limits_of_the_process_count(kind: str, name: str) -> None:
-    """As much as is said to be free can be mapped, and an eighth more cannot."""
+    """The free bytes can be mapped, and an eighth more cannot."""
     code = f"""
         resource.setrlimit(resource.{kind}, (1 << 30, 1 << 30))
         free = available_nbytes()
@@ -301,14 +302,15 @@ def test_a_real_group_counts_and_its_page_cache_does_not(tmp_path: Path) -> None
     with limited(256 * MIB) as prefix:
         at_first, cached, with_cache, with_memory = numbers(python(prefix, code.format(group=prefix[-1])))
     assert 160 * MIB < at_first <= 256 * MIB
-    assert cached > 100 * MIB  # else what follows would show nothing
+    assert cached > 100 * MIB  # otherwise the rest would prove nothing
     assert abs(with_cache - at_first) < 24 * MIB
     assert 90 * MIB < with_cache - with_memory < 112 * MIB
 
 
 @pytest.mark.parametrize(("more", "code"), [(-24 * MIB, 0), (24 * MIB, -9)])
 def test_the_kernel_agrees(tmp_path: Path, more: int, code: int) -> None:
-    """Beside 64 MiB of page cache, nearly all that is free can be taken; a little more and the kernel kills."""
+    """With 64 MiB of page cache, nearly all free bytes can be used. With a little more, the kernel kills the
+    process."""
     write = f"""
         with open({str(tmp_path / "file")!r}, "wb") as file:
             file.write(bytes(64 << 20))

@@ -1,4 +1,4 @@
-"""The heap: what has room does not ask the system for memory."""
+"""The heap: allocations that fit into reserved memory do not call the system."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(end() - before < 4 << 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
-def test_a_heap_with_room_does_not_grow_until_that_is_given_back() -> None:
+def test_a_reserved_heap_does_not_grow_until_it_is_released() -> None:
     settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     env = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Memory at a node of the host, and threads there. This machine's first node stands for the nearest one."""
+"""Memory and threads at a node of the host. This machine's first node stands for the nearest one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ HERE = Node(0, frozenset(sorted(os.sched_getaffinity(0))[:1]))
 
 
 def policy(memory: torch.Tensor | None = None) -> tuple[int, int]:
-    """What holds where some memory begins, or else for the calling thread: a mode, and nodes as bits."""
+    """The policy at the address of some memory, or of the calling thread: a mode, and nodes as bits."""
     mode, nodes = ctypes.c_int(), (ctypes.c_ulong * 16)()
     where = (None, 0) if memory is None else (ctypes.c_void_p(memory.data_ptr()), OF_ADDRESS)
     assert numa._call("get_mempolicy", ctypes.byref(mode), nodes, 1024, *where)
     return mode.value, nodes[0]
 
 
-def told() -> tuple[tuple[int, int], set[int]]:
+def policy_and_cores() -> tuple[tuple[int, int], set[int]]:
     return policy(), os.sched_getaffinity(0)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Callable[[int, int], Path]:
-    """A machine's folders with a GPU at a node, of so many."""
+    """The system files of a machine with a number of nodes, and a GPU at one of them."""
 
     def made(at: int, num: int) -> Path:
         for node in range(num):
@@ -65,11 +65,11 @@ def test_the_node_of_a_device(root: Callable[[int, int], Path]) -> None:
 
 
 @pytest.mark.parametrize(("at", "num"), [(0, 1), (-1, 2)])
-def test_where_all_memory_is_as_near(at: int, num: int, root: Callable[[int, int], Path]) -> None:
+def test_no_node_if_all_memory_has_the_same_distance(at: int, num: int, root: Callable[[int, int], Path]) -> None:
     assert nearest(ADDRESS, root(at, num)) is None
 
 
-def test_who_runs_under_a_policy_has_decided(root: Callable[[int, int], Path]) -> None:
+def test_no_node_under_a_policy_of_the_user(root: Callable[[int, int], Path]) -> None:
     where = root(1, 2)
     with HERE.first():
         assert nearest(ADDRESS, where) is None
@@ -82,37 +82,37 @@ def test_memory() -> None:
     with HERE.first():
         assert policy() == (PREFERRED, 1)
     assert policy() == (0, 0)
-    block = Node(9, frozenset()).hold(Arena().take(1 << 12))  # there is none: it is elsewhere
+    block = Node(9, frozenset()).hold(Arena().take(1 << 12))  # this node does not exist, so the memory is elsewhere
     assert block.fill_(7).sum() == 7 << 12
 
 
-def test_threads_that_read_settle_there() -> None:
+def test_reading_threads_move_to_the_node() -> None:
     found = []
 
     class Told(MemorySource):
         def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
-            found.append(told())
+            found.append(policy_and_cores())
             return super().read(begin, end, memory)
 
     data = torch.arange(16, dtype=torch.uint8)
-    before = told()
+    before = policy_and_cores()
     with closing(Staging([torch.empty(4096, dtype=torch.uint8)], num_threads=1, node=HERE)) as staging:
         (piece,) = staging.start(Told(data), 0, 16)
         assert torch.equal(piece.memory, data)
     assert found == [((PREFERRED, 1), set(HERE.cores))]
-    assert told() == before
+    assert policy_and_cores() == before
 
 
-def test_a_thread_stays_where_its_process_may_run() -> None:
+def test_a_thread_stays_on_the_cores_of_its_process() -> None:
     found = []
     elsewhere = Node(0, frozenset({max(os.sched_getaffinity(0)) + 1}))
-    thread = threading.Thread(target=numa.on_node(lambda: found.append(told()), elsewhere))
+    thread = threading.Thread(target=numa.on_node(lambda: found.append(policy_and_cores()), elsewhere))
     thread.start()
     thread.join()
     assert found == [((PREFERRED, 1), os.sched_getaffinity(0))]
 
 
-def test_where_a_system_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError("not here")
 
@@ -123,12 +123,12 @@ def test_where_a_system_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(piece.memory, data)
 
 
-def test_pages_are_brought_in_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_read_in_at_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, is_there = [], pages._Ahead._is_there
-    monkeypatch.setattr(pages._Ahead, "_is_there", lambda *args: (found.append(told()), is_there(*args))[1])
+    monkeypatch.setattr(pages._Ahead, "_is_there", lambda *args: (found.append(policy_and_cores()), is_there(*args))[1])
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(1 << 16))
-    with closing(PageCache(lambda memory: found.append(told()), lambda memory: None, HERE)) as cache:
+    with closing(PageCache(lambda memory: found.append(policy_and_cores()), lambda memory: None, HERE)) as cache:
         (held,) = cache.hold([(FileMapping(path), 0, 1 << 16)], lambda error: None)
         assert held.source(0, 1 << 16) is not None
     assert found == [((PREFERRED, 1), set(HERE.cores))] * 2

@@ -1,4 +1,4 @@
-"""Packed checkpoints: the same model bit for bit, laid out for streaming, and never half of one."""
+"""Packed checkpoints: the same model bit for bit, in streaming order, and never half of one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def packed(model: Path, out: Path, *flags: str) -> str:
     result = run(model, out, *flags)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    assert os.listdir(out.parent) == [out.name], "something is left beside the pack"
+    assert os.listdir(out.parent) == [out.name], "something is left next to the pack"
     return result.stdout
 
 
@@ -84,14 +84,14 @@ def refused(model: object, out: object, *flags: str) -> str:
 
 
 def read(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begins, and its header."""
+    """The offset of the data of a safetensors file, and its header."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     return 8 + length, json.loads(raw[8 : 8 + length])
 
 
 def layout(folder: Path) -> list[tuple[str, str, int, int]]:
-    """Shard, tensor, first byte and end, in the order of the bytes; checked to be without gaps."""
+    """Shard, tensor, first byte and end, in the order of the bytes. Checks that there are no gaps."""
     found = []
     for path in sorted(folder.glob("*.safetensors")):
         begin, header = read(path)
@@ -132,7 +132,7 @@ def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.
     "name", thinned(["llama", "llama-bf16", "resnet", "bart-bf16", "gpt2", "vit", "mixtral", "qwen3_moe-bf16"])
 )
 def test_a_pack_is_the_same_model(name: str, tmp_path: Path, out: Path) -> None:
-    """Untied, tied, with buffers, renamed, and two that transformers converts."""
+    """Untied, tied, with buffers, renamed, and two models that transformers converts."""
     source, original = saved(name, tmp_path / "source"), build(name)
     packed(source, out, "--verify")
     expected = type(original.module).from_pretrained(source)
@@ -149,10 +149,11 @@ def test_a_pack_is_the_same_model(name: str, tmp_path: Path, out: Path) -> None:
     streamed.weightstream.remove()
 
 
-def test_what_was_converted_is_not_converted_again(
+def test_converted_weights_are_not_converted_again(
     tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts are copied from where they lie; what has to be made, here a cast, is made in the folder that grows."""
+    """Experts are copied from their places. Converted weights, here a cast, are made in the folder that is being
+    written."""
     source = saved("qwen3_moe-bf16", tmp_path / "source")
     file, cast = source / "model.safetensors", "model.layers.0.mlp.experts.1.down_proj.weight"
     tensors = load_file(file)
@@ -178,8 +179,8 @@ def test_what_was_converted_is_not_converted_again(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama-bf16", "bart-bf16", "t5"])
-def test_ties_whose_tensors_are_not_the_files(name: str, tmp_path: Path, out: Path) -> None:
-    """Where all of a file is an odd byte off, nothing can be viewed; the pack is aligned."""
+def test_ties_with_tensors_that_do_not_view_the_file(name: str, tmp_path: Path, out: Path) -> None:
+    """If all of a file is one byte off, nothing can be viewed. The pack is aligned."""
     source = saved(name, tmp_path / "source")
     file = source / "model.safetensors"
     raw = file.read_bytes()
@@ -195,7 +196,7 @@ def test_ties_whose_tensors_are_not_the_files(name: str, tmp_path: Path, out: Pa
 
 
 def test_readers_see_the_sources_names_and_metadata(tmp_path: Path, out: Path) -> None:
-    """Names that transformers changes as it loads are those of the file; ties are written once."""
+    """Names that transformers changes at load stay those of the file. Ties are written once."""
     for name in ("vit", "llama-bf16"):
         source = saved(name, tmp_path / name)
         file = source / "model.safetensors"
@@ -215,7 +216,7 @@ def test_unused_tensors_are_kept_at_the_end(tmp_path: Path, out: Path) -> None:
     surplus = {
         "surplus.weight": torch.arange(3.0),
         "model.layers.9.block_sparse_moe.experts.0.w1.weight": torch.randn(160, 64),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(8),  # expected by transformers to be unexpected
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.randn(8),  # transformers ignores this name
     }
     save_file(load_file(file) | surplus, file, metadata={"format": "pt"})
     packed(source, out, "--verify")
@@ -227,7 +228,7 @@ def test_unused_tensors_are_kept_at_the_end(tmp_path: Path, out: Path) -> None:
     assert_same_state(load(out).state_dict(), load(source).state_dict())
 
 
-def test_files_beside_the_weights(llama: Path, out: Path) -> None:
+def test_other_files_of_the_folder(llama: Path, out: Path) -> None:
     beside = {"tokenizer.json": "{}", "chat_template.jinja": "x", "code.py": "y", "vocab.txt": "z", "sp.model": "w"}
     beside |= {name: (llama / name).read_text() for name in ("config.json", "generation_config.json")}
     beside |= {"spk_dict.pt": "p", "folder/generate.py": "q"}
@@ -250,7 +251,7 @@ def test_files_beside_the_weights(llama: Path, out: Path) -> None:
     assert {name: (out / name).read_text() for name in beside} == beside
 
 
-def test_run_takes_it(llama: Path, out: Path) -> None:
+def test_run_accepts_it(llama: Path, out: Path) -> None:
     tokenizer(None).save_pretrained(llama)
     packed(llama, out)
     flags = ["--prompt", "w5 w9", "--device", "cpu", "--device-budget", "512KiB", "--max-new-tokens", "4", "--json"]
@@ -280,8 +281,8 @@ def test_units_are_contiguous_aligned_and_in_streaming_order(tmp_path: Path, out
     assert all(begins[name] % 4096 == 0 for name in ["model.embed_tokens.weight", *firsts, "lm_head.weight"])
 
 
-def test_a_unit_that_would_begin_inside_of_a_page_begins_a_shard(tmp_path: Path, out: Path) -> None:
-    """Blocks of qwen3_moe hold a matrix of 768 bytes, which is too large here to go to the end."""
+def test_a_unit_that_would_begin_inside_a_page_begins_a_shard(tmp_path: Path, out: Path) -> None:
+    """Blocks of qwen3_moe have a matrix of 768 bytes, too large here to be moved to the end."""
     packed(saved("qwen3_moe-bf16", tmp_path / "source"), out)
     entries = layout(out)
     for index in range(4):
@@ -356,7 +357,7 @@ def test_a_dtype_without_a_code_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def ignore(nbytes: int) -> None:
-    """Progress that nobody looks at."""
+    """Progress that is not shown."""
 
 
 def write(folder: Path, shards: list[Shard]) -> None:
@@ -436,7 +437,7 @@ print(number)
 
 
 def test_a_kill_at_every_step(tmp_path: Path) -> None:
-    """A killed pack is nothing or whole, and the next run leaves nothing of it."""
+    """After a kill there is no pack or a whole one, and the next run removes all leftovers."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, tmp_path],
         capture_output=True,
@@ -448,8 +449,8 @@ def test_a_kill_at_every_step(tmp_path: Path) -> None:
     assert int(done.stdout) > 20
 
 
-def test_two_at_once(tmp_path: Path) -> None:
-    """The first that is whole stays, and the other is told."""
+def test_two_concurrent_packs(tmp_path: Path) -> None:
+    """The first that is whole stays, and the other one reports it."""
     shards = store.lay_out(units_of(100), {})
 
     def second(first: Path) -> None:
@@ -472,10 +473,10 @@ def flip(path: Path, offset: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, errno.ENOSPC), (2, errno.EIO), (3, errno.EIO), (4, errno.EIO)])
-def test_a_write_that_fails_leaves_nothing(
+def test_a_failed_write_leaves_nothing(
     count: int, error: int, llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard, two files beside it, their folder; then, renamed, its parent."""
+    """The failing path: a shard, two other files, their folder, or, after the rename, its parent."""
     fsync, calls = os.fsync, iter(range(count))
 
     def failing(descriptor: int) -> None:
@@ -524,7 +525,7 @@ def test_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "rewritten", "replaced", "removed", "after the last piece"])
-def test_the_source_changes_meanwhile(how: str, llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_changes_meanwhile(how: str, llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = llama / "model.safetensors"
     pieces, written = Shard.pieces, []
 
@@ -556,7 +557,7 @@ def test_the_source_changes_meanwhile(how: str, llama: Path, out: Path, monkeypa
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """Bytes go in pieces: none is larger than 16 MiB, and no tensor is copied."""
+    """Bytes are copied in pieces of at most 16 MiB, and no tensor is copied whole."""
     tensor = torch.arange(5 << 20, dtype=torch.int64)
     (shard,) = store.lay_out([{"large": tensor}], {})
     sizes = [(len(piece), piece.ctypes.data) for piece in shard.pieces("large", [])]
@@ -564,10 +565,10 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     assert [address for _, address in sizes] == [tensor.data_ptr() + (i * 16 << 20) for i in range(3)]
 
 
-# Verifying
+# Verification
 
 
-def test_verify_tells_what_differs(llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_differences(llama: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(
         r".*/out: packed and verified 39 tensors, 742.2KiB \(\d+ bytes\) in a file, \d+\.\d s\n",
         packed(llama, out, "--verify"),
@@ -589,7 +590,7 @@ def test_verify_tells_what_differs(llama: Path, out: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("damage", ["longer", "cut", "header", "metadata", "name", "dtype", "shape"])
-def test_verify_reads_all_of_the_file(damage: str, tmp_path: Path) -> None:
+def test_verify_reads_the_whole_file(damage: str, tmp_path: Path) -> None:
     (shard,) = shards = store.lay_out([{"a": torch.arange(100).view(25, 4), "b": torch.arange(8)}], {})
     write(tmp_path, shards)
     path = tmp_path / shard.name
@@ -609,7 +610,7 @@ def test_verify_reads_all_of_the_file(damage: str, tmp_path: Path) -> None:
         shard.verify(path, [], ignore)
 
 
-# What is refused
+# Refusals
 
 
 def packed_before(llama: Path, out: Path) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""Pages of a file as homes: which were written to, windows on them, the page cache that pins them, whole models."""
+"""Pages of a file as homes: written pages, windows, the page cache that pins them, whole models."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def maps_of(path: Path) -> list[str]:
 
 
 def file_of(path: Path, num_pages: int, extra: int = 0) -> Path:
-    """Random bytes: no two pages are alike."""
+    """Random bytes: all pages differ."""
     path.write_bytes(torch.randint(0, 256, (num_pages * PAGE + extra,), dtype=torch.uint8).numpy().tobytes())
     return path
 
@@ -87,7 +87,7 @@ def file_of(path: Path, num_pages: int, extra: int = 0) -> Path:
 
 @pytest.fixture(params=["scan", "read"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to ask: PAGEMAP_SCAN, and reading an entry per page, which is all that an older kernel has."""
+    """Both ways to find written pages: PAGEMAP_SCAN, and reading an entry per page, the only way in older kernels."""
     if request.param == "read":
         monkeypatch.setattr(mapping_module, "_SCAN", 0)  # no such request
     else:
@@ -98,7 +98,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def written_pages(address: int, nbytes: int) -> set[int]:
-    """Numbers of the pages that are told, the first that holds a byte of the range being 0."""
+    """Numbers of the reported pages. Page 0 has the first byte of the range."""
     found = written_ranges(address, nbytes)
     assert found is not None
     base = address // PAGE * PAGE - address
@@ -107,7 +107,7 @@ def written_pages(address: int, nbytes: int) -> set[int]:
         assert start < stop
         assert (start - base) % PAGE == (stop - base) % PAGE == 0
         numbers += range((start - base) // PAGE, (stop - base) // PAGE)
-    assert len(numbers) == len(set(numbers)), "a page is told twice"
+    assert len(numbers) == len(set(numbers)), "a page is reported twice"
     return set(numbers)
 
 
@@ -117,7 +117,7 @@ WRITES = st.lists(st.tuples(st.integers(0, 40 * PAGE - 1), st.integers(1, 3 * PA
 @examples(80)
 @given(writes=WRITES, reads=WRITES, begin=st.integers(0, 9 * PAGE), nbytes=st.integers(1, 30 * PAGE))
 @pytest.mark.parametrize("request_code", [mapping_module._SCAN, 0])
-def test_exactly_the_pages_that_were_written_are_told(
+def test_exactly_the_written_pages_are_reported(
     request_code: int,
     writes: list[tuple[int, int]],
     reads: list[tuple[int, int]],
@@ -147,7 +147,7 @@ def test_exactly_the_pages_that_were_written_are_told(
 
 
 @pytest.mark.usefixtures("way")
-def test_more_regions_than_one_answer_holds(tmp_path: Path) -> None:
+def test_more_regions_than_one_answer_has(tmp_path: Path) -> None:
     num = 2 * 512 + 7
     mapping = FileMapping(file_of(tmp_path / "file", 2 * num))
     data = mapping.bytes(0, mapping.nbytes)
@@ -159,22 +159,22 @@ def test_more_regions_than_one_answer_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_a_mapping_tells_positions_in_its_file_and_an_empty_one_tells_none(tmp_path: Path) -> None:
+def test_a_mapping_reports_positions_in_its_file_and_an_empty_one_reports_none(tmp_path: Path) -> None:
     mapping = FileMapping(file_of(tmp_path / "file", 4, extra=100))
-    mapping.bytes(4 * PAGE + 99, 4 * PAGE + 100).add_(1)  # the last byte, in a page that is not full
+    mapping.bytes(4 * PAGE + 99, 4 * PAGE + 100).add_(1)  # the last byte, in a partial page
     assert mapping.written() == [(4 * PAGE, 5 * PAGE)]
     (tmp_path / "empty").write_bytes(b"")
     assert FileMapping(tmp_path / "empty").written() == []
 
 
 @pytest.mark.usefixtures("way")
-def test_pages_that_are_left_count_no_more_and_writes_stay(tmp_path: Path) -> None:
+def test_unmapped_pages_are_not_reported_and_writes_stay(tmp_path: Path) -> None:
     mapping = FileMapping(file_of(tmp_path / "file", 64))
     before = mapping.bytes(0, 64 * PAGE).clone()
     assert rss_nbytes(mapping) == 64 * PAGE
     for page in (10, 30):
         mapping.bytes(page * PAGE, page * PAGE + 1).add_(1)
-    mapping.leave(PAGE - 1, 64 * PAGE - 1)  # whole pages alone: neither the first nor the last
+    mapping.leave(PAGE - 1, 64 * PAGE - 1)  # only whole pages: neither the first nor the last
     assert rss_nbytes(mapping) == 4 * PAGE
     changed = (mapping.bytes(0, 64 * PAGE) != before).nonzero().flatten().tolist()
     assert changed == [10 * PAGE, 30 * PAGE]
@@ -184,7 +184,7 @@ def test_pages_that_are_left_count_no_more_and_writes_stay(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("request_code", "gib"), [(mapping_module._SCAN, 64), (0, 8)])
-def test_a_huge_mapping_that_nobody_touched_is_told_fast(
+def test_a_huge_untouched_mapping_is_scanned_fast(
     request_code: int, gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "huge"
@@ -199,7 +199,7 @@ def test_a_huge_mapping_that_nobody_touched_is_told_fast(
     assert time.process_time() - started < (0.05 if request_code else 1.0)
 
 
-def test_where_nobody_can_tell_the_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_reports_of_the_kernel_the_answer_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mapping, real = FileMapping(file_of(tmp_path / "file", 2)), os.open
 
     def no_proc(path: str, *args: int) -> int:
@@ -238,7 +238,7 @@ def test_a_window_shows_the_file_and_no_private_write(tmp_path: Path, begin: int
     for a, b in [(begin, end), (begin, begin), (window.begin, begin + 1), (end - 1, end)]:
         assert window.bytes(a, b).numpy().tobytes() == content[a:b]
     (line,) = (line for line in maps_of(path) if f"{window.memory.data_ptr():x}-" in line)
-    assert line.split()[1] == "r--s", "shared, and nobody can write to it"
+    assert line.split()[1] == "r--s", "shared and read-only"
     for a, b in [(window.begin - 1, end), (begin, end + 1), (end, begin), (end + 1, end + 1)]:
         if a != b:
             with pytest.raises(IndexError, match="is not in a window"):
@@ -248,7 +248,7 @@ def test_a_window_shows_the_file_and_no_private_write(tmp_path: Path, begin: int
     memory = window.bytes(begin, end)
     del window
     gc.collect()
-    assert len(maps_of(path)) == before + 1, "a tensor of it keeps it"
+    assert len(maps_of(path)) == before + 1, "a tensor of it keeps it mapped"
     assert memory.numpy().tobytes() == content[begin:end]
     del memory
     gc.collect()
@@ -267,7 +267,7 @@ def replace_file(path: Path) -> None:
     times = path.stat()
     other = path.with_name("other")
     other.write_bytes(bytes(path.stat().st_size))
-    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))  # all that differs is the inode
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))  # only the inode differs
     os.replace(other, path)
 
 
@@ -297,7 +297,7 @@ def test_a_window_outside_of_the_file_is_refused(tmp_path: Path) -> None:
 
 
 class Device:
-    """Pins by writing down; `refuse_from` is the first registration that it refuses."""
+    """Records pins. `refuse_from` is the first registration that it refuses."""
 
     def __init__(self, refuse_from: int = 1 << 30) -> None:
         self.pinned: list[tuple[int, int]] = []
@@ -317,7 +317,9 @@ class Device:
     def holds(self, memory: torch.Tensor) -> bool:
         """Whether the memory is pinned now."""
         first, last = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        there = Counter(self.pinned) - Counter(self.unpinned)  # the system may map others where some were
+        there = Counter(self.pinned) - Counter(
+            self.unpinned
+        )  # the system may map other memory at the same addresses later
         return any(start <= first and last <= start + nbytes for start, nbytes in there)
 
 
@@ -349,7 +351,7 @@ def hold(
     return cache.hold([(mapping, begin, end) for begin, end in ranges], refused or (lambda error: None))
 
 
-def test_every_range_is_pinned_where_it_is(cache: PageCache, device: Device, mapping: FileMapping) -> None:
+def test_every_range_is_pinned_in_place(cache: PageCache, device: Device, mapping: FileMapping) -> None:
     ranges = [(5, 900), (900, 3 * PAGE), (9 * PAGE + 1, 9 * PAGE + 2), (20 * PAGE, 64 * PAGE)]
     content = mapping.path.read_bytes()
     for (begin, end), pages in zip(ranges, hold(cache, mapping, *ranges), strict=True):
@@ -358,7 +360,7 @@ def test_every_range_is_pinned_where_it_is(cache: PageCache, device: Device, map
         assert found.numpy().tobytes() == content[begin:end]
         assert device.holds(found)
     assert cache.nbytes == sum(nbytes for _, nbytes in device.pinned) == 3 * PAGE + 2 + 44 * PAGE
-    assert mapping.written() == [], "nothing of it is this process's own"
+    assert mapping.written() == [], "no page is private to this process"
 
 
 def test_neighbours_are_one_registration_up_to_the_limit(
@@ -366,7 +368,7 @@ def test_neighbours_are_one_registration_up_to_the_limit(
 ) -> None:
     monkeypatch.setattr(pages_module, "_PINNED_NBYTES", 4 * PAGE)
     other = FileMapping(file_of(tmp_path / "other", 4))
-    near, far = 3 * PAGE - 1, 3 * PAGE  # less than a page lies between, or a page
+    near, far = 3 * PAGE - 1, 3 * PAGE  # the gap is less than a page, or a page
     cache.close()
     found = hold(cache, mapping, (0, 10), (10, 2 * PAGE), (near + 2 * PAGE, 5 * PAGE))
     assert extents(found) == [(0, 2 * PAGE), (0, 2 * PAGE), (near + 2 * PAGE, 5 * PAGE)]
@@ -381,7 +383,7 @@ def test_neighbours_are_one_registration_up_to_the_limit(
     assert extents(found) == [(0, 4 * PAGE)] * 4 + [(4 * PAGE, 8 * PAGE)] * 4 + [(8 * PAGE, 10 * PAGE)] * 2
     cache.close()
     found = hold(cache, mapping, (0, 9 * PAGE), (9 * PAGE, 10 * PAGE), (PAGE, 2 * PAGE), (0, 9 * PAGE))
-    assert extents(found)[0] == (0, 9 * PAGE), "one range alone is not cut"
+    assert extents(found)[0] == (0, 9 * PAGE), "a single range is not cut"
     assert all(
         p.begin <= a and b <= p.end for p, (a, b) in zip(found[2:], [(PAGE, 2 * PAGE), (0, 9 * PAGE)], strict=True)
     )
@@ -396,7 +398,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 64 * PAGE - 1), st.integers(1, 9 * PA
 
 @examples(100)
 @given(ranges=RANGES, limit=st.integers(1, 20 * PAGE))
-def test_any_ranges_lie_in_their_pages_and_each_gives_its_bytes(
+def test_ranges_share_pages_and_each_gives_its_bytes(
     ranges: list[tuple[int, int]], limit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "sixty-four-pages"
@@ -424,7 +426,9 @@ def test_any_ranges_lie_in_their_pages_and_each_gives_its_bytes(
     assert sorted(device.unpinned) == sorted(device.pinned)
 
 
-def test_what_is_needed_first_comes_first_and_nobody_waits_for_the_rest(mapping: FileMapping, device: Device) -> None:
+def test_the_first_range_needed_is_pinned_first_and_does_not_wait_for_the_rest(
+    mapping: FileMapping, device: Device
+) -> None:
     let, arrived = threading.Event(), threading.Event()
 
     def pin(memory: torch.Tensor) -> None:
@@ -457,7 +461,7 @@ def apart(num: int) -> list[tuple[int, int]]:
     return [(2 * i * PAGE, (2 * i + 1) * PAGE) for i in range(num)]
 
 
-def test_a_refusal_is_told_once_and_what_was_pinned_stays(
+def test_a_refusal_is_reported_once_and_pinned_ranges_stay(
     mapping: FileMapping,
 ) -> None:
     device, refusals = Device(refuse_from=2), []
@@ -467,15 +471,15 @@ def test_a_refusal_is_told_once_and_what_was_pinned_stays(
     found = [pages.source(*span) for pages, span in zip(held, ranges, strict=True)]
     cache.close()
     assert [memory is not None for memory in found] == [True, True, False, False, False]
-    assert device.calls == 3, "once refused, it is not asked again"
-    (told,) = refusals
-    assert "memlock is 64 KiB." in str(told)
+    assert device.calls == 3, "after a refusal the device is not asked again"
+    (refusal,) = refusals
+    assert "memlock is 64 KiB." in str(refusal)
     assert sorted(device.unpinned) == sorted(device.pinned)
     assert len(device.pinned) == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_an_error_of_the_device_lets_nobody_wait_for_ever(mapping: FileMapping, error: type[Exception]) -> None:
+def test_an_error_of_the_device_wakes_all_waiting_threads(mapping: FileMapping, error: type[Exception]) -> None:
     refusals: list[Exception] = []
 
     def pin(memory: torch.Tensor) -> None:
@@ -486,12 +490,12 @@ def test_an_error_of_the_device_lets_nobody_wait_for_ever(mapping: FileMapping, 
     for pages, span in zip(hold(cache, mapping, *ranges, refused=refusals.append), ranges, strict=True):
         assert pages.source(*span) is None
     cache.close()
-    (told,) = refusals
-    assert "the driver is gone" in str(told)
+    (refusal,) = refusals
+    assert "the driver is gone" in str(refusal)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_file_that_cannot_be_read_pins_nothing_and_who_reads_it_is_told(
+def test_an_unreadable_file_pins_nothing_and_its_readers_get_the_error(
     cache: PageCache, mapping: FileMapping, device: Device, change: Callable[[Path], None]
 ) -> None:
     change(mapping.path)
@@ -503,7 +507,7 @@ def test_a_file_that_cannot_be_read_pins_nothing_and_who_reads_it_is_told(
     assert device.calls == 0
 
 
-def test_an_error_of_reading_that_passes_harms_nobody_later(
+def test_a_temporary_read_error_does_not_affect_later_reads(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that failed once must not fail for ever."""
@@ -520,7 +524,7 @@ def test_an_error_of_reading_that_passes_harms_nobody_later(
 
 
 class Slow:
-    """A disk that reads a piece when it is let, and of which nothing is in the page cache."""
+    """A disk that reads a piece only when released, with an empty page cache."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads, self.let = threading.Semaphore(0), threading.Semaphore(0)
@@ -535,9 +539,7 @@ class Slow:
         monkeypatch.setattr(Window, "is_cached", lambda window: False)
 
 
-def test_closing_while_it_reads_and_while_somebody_waits(
-    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_during_reads_and_waits(mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_module, "_PIECE_NBYTES", PAGE)
     slow, cache = Slow(monkeypatch), PageCache(device.pin, device.unpin)
     pages = hold(cache, mapping, (0, 40 * PAGE), (50 * PAGE, 51 * PAGE))
@@ -554,12 +556,12 @@ def test_closing_while_it_reads_and_while_somebody_waits(
         thread.join(30)
         assert not thread.is_alive()
     assert found == [None, None]
-    assert not slow.reads.acquire(blocking=False), "it reads no further"
+    assert not slow.reads.acquire(blocking=False), "reading has stopped"
     assert device.calls == 0
 
 
 class Mapped:
-    """Who maps which pages, in order."""
+    """Records which threads map which pages, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_cached: bool) -> None:
         self.begins: list[int] = []
@@ -575,7 +577,7 @@ class Mapped:
         monkeypatch.setattr(Window, "is_cached", lambda window: is_cached)
 
 
-def test_what_is_in_the_page_cache_is_mapped_ahead_of_pinning(
+def test_cached_pages_are_mapped_ahead_of_pinning(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped, let = Mapped(monkeypatch, is_cached=True), threading.Event()
@@ -588,7 +590,7 @@ def test_what_is_in_the_page_cache_is_mapped_ahead_of_pinning(
     pages = hold(cache, mapping, *apart(20))
     deadline = time.monotonic() + 30
     while len(mapped.begins) < 20:
-        assert time.monotonic() < deadline, "nobody maps while the first is pinned"
+        assert time.monotonic() < deadline, "no page is mapped while the first is pinned"
         time.sleep(0.001)
     assert not any(each.done.is_set() for each in pages)
     let.set()
@@ -599,10 +601,10 @@ def test_what_is_in_the_page_cache_is_mapped_ahead_of_pinning(
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_all_windows_are_made_before_pages_are_read_in(
+def test_all_windows_are_created_before_pages_are_read_in(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch, is_cached: bool
 ) -> None:
-    """To make one waits for whoever reads pages in or pins them, and who touches new memory waits for both."""
+    """Creating a window waits for threads that read pages in or pin them, and first touches of memory wait for both."""
     mapped, made, window = Mapped(monkeypatch, is_cached), list[int](), FileMapping.window
     monkeypatch.setattr(FileMapping, "window", lambda *about: made.append(len(mapped.begins)) or window(*about))
     cache = PageCache(device.pin, device.unpin)
@@ -617,9 +619,9 @@ def test_all_windows_are_made_before_pages_are_read_in(
     cache.close()
 
 
-def test_a_file_that_changed_is_told_in_its_turn(mapping: FileMapping, device: Device) -> None:
-    """Of windows, which are all made at once: what comes before is pinned."""
-    told, real = list[Exception](), FileMapping.window
+def test_a_changed_file_is_reported_in_order(mapping: FileMapping, device: Device) -> None:
+    """All windows are created at once, but ranges before the failing one are pinned."""
+    errors, real = list[Exception](), FileMapping.window
     begins = [begin for begin, _ in apart(6)]
 
     def window(self: FileMapping, begin: int, end: int) -> Window:
@@ -630,13 +632,13 @@ def test_a_file_that_changed_is_told_in_its_turn(mapping: FileMapping, device: D
     cache = PageCache(device.pin, device.unpin)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileMapping, "window", window)
-        pages = cache.hold([(mapping, *span) for span in apart(6)], told.append)
+        pages = cache.hold([(mapping, *span) for span in apart(6)], errors.append)
         assert [each.source(each.begin, each.end) is not None for each in pages] == [True] * 3 + [False] * 3
-    assert [str(error) for error in told] == ["changed since it was mapped"]
+    assert [str(error) for error in errors] == ["changed since it was mapped"]
     cache.close()
 
 
-def test_no_windows_are_made_for_what_is_wanted_no_more(mapping: FileMapping, device: Device) -> None:
+def test_no_windows_are_created_after_closing(mapping: FileMapping, device: Device) -> None:
     let, made, real = threading.Event(), list[int](), FileMapping.window
 
     def window(self: FileMapping, begin: int, end: int) -> Window:
@@ -657,7 +659,7 @@ def test_no_windows_are_made_for_what_is_wanted_no_more(mapping: FileMapping, de
     assert not [thread for thread in threading.enumerate() if thread.name == "weightstream-pages"]
 
 
-def test_what_a_disk_reads_one_thread_reads_in_order(
+def test_pages_on_disk_are_read_in_order_by_one_thread(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped, cache = Mapped(monkeypatch, is_cached=False), PageCache(device.pin, device.unpin)
@@ -668,7 +670,7 @@ def test_what_a_disk_reads_one_thread_reads_in_order(
     cache.close()
 
 
-def test_a_window_tells_whether_a_disk_would_be_read(tmp_path: Path) -> None:
+def test_a_window_knows_whether_it_is_cached(tmp_path: Path) -> None:
     path = tmp_path / "holes"
     path.touch()
     os.truncate(path, 64 * PAGE)  # no page was ever read
@@ -679,7 +681,7 @@ def test_a_window_tells_whether_a_disk_would_be_read(tmp_path: Path) -> None:
     assert window.is_cached()
 
 
-def test_holding_again_lets_the_first_ranges_go(cache: PageCache, device: Device, mapping: FileMapping) -> None:
+def test_new_ranges_replace_the_first_ones(cache: PageCache, device: Device, mapping: FileMapping) -> None:
     (first,) = hold(cache, mapping, (0, PAGE))
     assert first.source(0, PAGE) is not None
     (second,) = hold(cache, mapping, (PAGE, 3 * PAGE))
@@ -698,9 +700,7 @@ def test_holding_again_lets_the_first_ranges_go(cache: PageCache, device: Device
     assert cache.nbytes == 0
 
 
-def test_without_a_device_ranges_are_read_and_nobody_waits(
-    mapping: FileMapping, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_device_ranges_are_read_without_waits(mapping: FileMapping, monkeypatch: pytest.MonkeyPatch) -> None:
     started, let, read = threading.Event(), threading.Event(), []
     real = FileMapping.populate
 
@@ -723,19 +723,19 @@ def test_without_a_device_ranges_are_read_and_nobody_waits(
     cache.close()
 
 
-def test_a_cache_that_is_forgotten_unpins_everything_once(mapping: FileMapping, device: Device) -> None:
+def test_a_collected_cache_unpins_everything_once(mapping: FileMapping, device: Device) -> None:
     cache = PageCache(device.pin, device.unpin)
     pages = hold(cache, mapping, *apart(3))
     assert all(each.source(each.begin, each.end) is not None for each in pages)
     assert cache._thread is not None
-    cache._thread.join(30)  # it holds what is pinned until it ends
+    cache._thread.join(30)  # it refers to pinned memory until it ends
     del cache
     gc.collect()
     assert sorted(device.unpinned) == sorted(device.pinned)
     assert len(device.pinned) == 3
 
 
-def test_a_cache_that_is_forgotten_while_it_pins_leaves_nothing_pinned(mapping: FileMapping, device: Device) -> None:
+def test_a_cache_collected_while_it_pins_leaves_nothing_pinned(mapping: FileMapping, device: Device) -> None:
     pins, let = threading.Event(), threading.Event()
 
     def pin(memory: torch.Tensor) -> None:
@@ -783,7 +783,7 @@ atexit.register(lambda: print(len(pinned), flush=True))
 """
 
 
-def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: FileMapping) -> None:
+def test_an_interpreter_exit_while_reading_unpins_everything(mapping: FileMapping) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT, str(mapping.path)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -798,7 +798,7 @@ def test_an_interpreter_that_ends_while_it_reads_unpins_what_it_pinned(mapping: 
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """Models of a checkpoint are copied from pinned pages of it, as on a GPU."""
+    """Copy models from pinned pages of their checkpoint, as on a GPU."""
     device = Device()
     monkeypatch.setattr(
         weightstream.inputs.builder, "pinned", lambda *args: (None, PageCache(device.pin, device.unpin))
@@ -809,14 +809,14 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def wide() -> Model:
-    """Six blocks whose weights take pages of their own."""
+    """Six blocks whose weights have pages of their own."""
     torch.manual_seed(0)
     module = randomise(nn.Sequential(*(Block(64, 96) for _ in range(6))), 5)
     return Model(module=module, inputs=lambda seed: {"input": floats(seed, 3, 64)})
 
 
 def budgeted(open_at: Callable[[int], Any], nbytes: int, least: int = 1) -> Any:
-    """What opens at the smallest of some budgets that plans, from so many eighths of the model on."""
+    """Offload at the smallest budget that plans, from a number of eighths of the model on."""
     for eighths in range(least, 8):
         with contextlib.suppress(PlanError):
             return open_at(nbytes * eighths // 8)
@@ -824,7 +824,7 @@ def budgeted(open_at: Callable[[int], Any], nbytes: int, least: int = 1) -> Any:
 
 
 def on_file(model: Model, path: Path) -> Checkpoint:
-    """Let every weight view a checkpoint, as a model does that was loaded from it."""
+    """Make every weight view a checkpoint, as in a loaded model."""
     named = {name: tensor for name, tensor in weights(model.module).items() if tensor.numel()}
     kept: dict[int, str] = {}
     for name, tensor in named.items():
@@ -854,7 +854,7 @@ def stream_file(model: Model, checkpoint: Checkpoint, least: int = 1, **options:
 
 
 def copied_from_windows(streamer: Streamer, device: Device) -> set[str]:
-    """Alias groups whose copies start in pinned memory, of all that stream."""
+    """Streamed alias groups whose copies start in pinned memory."""
     homes, plan, found = streamer._homes, streamer.plan, set()
     for unit in range(len(plan.manifest.units)):
         for alias in plan.streamed(unit):
@@ -862,7 +862,7 @@ def copied_from_windows(streamer: Streamer, device: Device) -> set[str]:
             ring, plain = (torch.empty(home.group.nbytes, dtype=torch.uint8) for _ in range(2))
             sources = [copy.src for copy in home.source.copies(ring, streamer._backend)]
             home.source.plain_into(plain)
-            assert torch.equal(torch.cat(sources), plain), f"{alias}: the source holds other bytes than the home"
+            assert torch.equal(torch.cat(sources), plain), f"{alias}: the source has other bytes than the home"
             if all(map(device.holds, sources)):
                 found.add(alias)
     return found
@@ -917,7 +917,7 @@ FIXTURES = (
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "least"), thinned(FIXTURES, [1, 4]))
 def test_any_module_on_a_file(name: str, least: int, pinning: Device, tmp_path: Path) -> None:
-    """Regrouped and reordered as it runs; removed, it is what it was."""
+    """Modules are regrouped and reordered as they run, and unchanged after `remove()`."""
     model, reference = MODELS[name](), plain(name, "cpu")
     checkpoint = on_file(model, tmp_path / "file.safetensors")
     with stream_file(model, checkpoint, least) as streamer:
@@ -931,13 +931,13 @@ def test_any_module_on_a_file(name: str, least: int, pinning: Device, tmp_path: 
 
 
 def bits(parameter: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes, past every counter of versions."""
+    """Flip bytes, unseen by every version counter."""
     found: npt.NDArray[np.uint8] = parameter.detach().view(-1).view(torch.uint8).numpy()
     return found
 
 
 def flip(data: npt.NDArray[np.uint8]) -> None:
-    """One bit of one element, far from both ends and from where a sample looks."""
+    """Flip one bit of one element, far from both ends and from the places that a sample reads."""
     data[data.size * 5 // 9 // 4 * 4 + 2] ^= 0x40
 
 
@@ -968,13 +968,13 @@ def assert_updates_arrive(
     update: Callable[[nn.Parameter], None],
     from_file: Callable[[], set[str]],
 ) -> None:
-    """Each of these three times; the first makes it leave its file, and the others stay."""
+    """Update each of these three times. The first update moves it away from its file; the others stay there."""
     for index, name in enumerate(names):
         for _ in range(3):
             before = run(reference, "cpu", 0)
             for each in (model, reference):
                 update(each.module.get_parameter(name))
-            assert not torch.equal(run(reference, "cpu", 0)[0], before[0]), "an update that nobody would miss"
+            assert not torch.equal(run(reference, "cpu", 0)[0], before[0]), "the update does not change the output"
             assert_steps_equal(model, reference, "cpu", range(2))
             left = from_file()
             assert name not in left
@@ -986,7 +986,7 @@ def assert_updates_arrive(
 def test_updates_of_any_kind_reach_the_next_step(
     update: Callable[[nn.Parameter], None], warm: int, pinning: Device, tmp_path: Path
 ) -> None:
-    """Each weight three times, whether it is in the ring just then or not; the first makes it leave its window."""
+    """Each weight is updated three times, in the ring or not. The first update moves it away from its window."""
     model, reference = wide(), wide()
     with stream_file(model, on_file(model, tmp_path / "file.safetensors")) as streamer:
         assert_steps_equal(model, reference, "cpu", range(warm))
@@ -997,8 +997,8 @@ def test_updates_of_any_kind_reach_the_next_step(
 
 
 @pytest.mark.parametrize("warm", [0, 1, 3])
-def test_an_alias_that_was_taken_before_is_watched(warm: int, pinning: Device, tmp_path: Path) -> None:
-    """Whoever holds the memory of a weight, since before it was offloaded, writes a single bit before each step."""
+def test_an_alias_from_before_offloading_is_watched(warm: int, pinning: Device, tmp_path: Path) -> None:
+    """An alias that was taken before `offload()` writes a single bit before each step."""
     model, reference = wide(), wide()
     checkpoint = on_file(model, tmp_path / "file.safetensors")
     held = {name: [bits(each.module.get_parameter(name)) for each in (model, reference)] for name in BLOCK_WEIGHTS}
@@ -1033,10 +1033,10 @@ def add(parameter: nn.Parameter) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("update", [add, in_data, through_numpy], ids=lambda update: update.__name__)
 @pytest.mark.parametrize(("written", "writer"), thinned([0, 2, 3, 5], [0, 2, 5]))
-def test_a_block_that_updates_another_inside_of_its_forward(
+def test_a_block_that_updates_another_inside_its_forward(
     update: Callable[[nn.Parameter], None], writer: int, written: int, pinning: Device, tmp_path: Path
 ) -> None:
-    """In the step itself where a version counts it, and in the next at the latest."""
+    """The update counts in the same step if it has a new version, otherwise in the next step."""
     model, reference = wide(), wide()
     armed: list[int] = []
 
@@ -1073,7 +1073,7 @@ def test_a_norm_in_training_mode(pinning: Device, tmp_path: Path) -> None:
 BLOCK_WEIGHTS = tuple(f"{block}.{part}.weight" for block in range(6) for part in ("up", "down"))
 
 
-def test_what_loading_itself_wrote_is_never_copied_from_the_file(pinning: Device, tmp_path: Path) -> None:
+def test_weights_written_by_the_load_are_never_copied_from_the_file(pinning: Device, tmp_path: Path) -> None:
     model, reference = wide(), wide()
     checkpoint = on_file(model, tmp_path / "file.safetensors")
     for each in (model, reference):
@@ -1087,7 +1087,7 @@ def test_what_loading_itself_wrote_is_never_copied_from_the_file(pinning: Device
         assert_steps_equal(model, reference, "cpu", range(4))
 
 
-def test_where_the_kernel_does_not_tell_nothing_is_copied_from_the_file(
+def test_without_reports_of_the_kernel_nothing_is_copied_from_the_file(
     pinning: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = wide(), wide()
@@ -1106,7 +1106,7 @@ def test_where_the_kernel_does_not_tell_nothing_is_copied_from_the_file(
         assert_steps_equal(model, reference, "cpu", range(3))
 
 
-def test_a_unit_that_is_called_alone_sees_its_update(pinning: Device, tmp_path: Path) -> None:
+def test_a_unit_called_on_its_own_sees_its_update(pinning: Device, tmp_path: Path) -> None:
     model, reference = wide(), wide()
     with stream_file(model, on_file(model, tmp_path / "file.safetensors")), torch.no_grad():
         assert_steps_equal(model, reference, "cpu", range(2))
@@ -1117,7 +1117,7 @@ def test_a_unit_that_is_called_alone_sees_its_update(pinning: Device, tmp_path: 
             assert torch.equal(model.module[index](x), reference.module[index](x))
 
 
-def test_a_deepcopy_is_of_the_true_bytes(pinning: Device, tmp_path: Path) -> None:
+def test_a_deepcopy_has_the_true_bytes(pinning: Device, tmp_path: Path) -> None:
     model, reference = wide(), wide()
     with stream_file(model, on_file(model, tmp_path / "file.safetensors")):
         assert_steps_equal(model, reference, "cpu", range(2))
@@ -1132,7 +1132,7 @@ def test_a_deepcopy_is_of_the_true_bytes(pinning: Device, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("place", ["_settle_unit", "_map", "_hold_pages"])
-def test_an_error_while_it_settles_lets_everything_go(
+def test_an_error_while_weights_move_releases_everything(
     place: str, pinning: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = wide(), wide()
@@ -1160,7 +1160,7 @@ def test_an_error_while_it_settles_lets_everything_go(
         assert_steps_equal(model, reference, "cpu", range(3))
 
 
-def test_nobody_waits_for_the_pause_behind_what_was_pinned(
+def test_no_thread_waits_for_the_pause_after_a_pinned_range(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pin(memory: torch.Tensor) -> None:
@@ -1173,13 +1173,13 @@ def test_nobody_waits_for_the_pause_behind_what_was_pinned(
     first, second = hold(cache, mapping, (0, PAGE), (8 * PAGE, 9 * PAGE))
     assert first.source(0, PAGE) is not None
     time.sleep(0.2)
-    assert not second.done.is_set(), "who pins lets others use the driver meanwhile"
+    assert not second.done.is_set(), "the pinning thread lets others use the driver meanwhile"
     cache.close()
     assert second.done.is_set()
     assert time.perf_counter() - begin < 30
 
 
-def test_who_pins_asks_how_the_device_has_it(mapping: FileMapping, device: Device) -> None:
+def test_the_pinning_thread_asks_for_the_devices_address(mapping: FileMapping, device: Device) -> None:
     asked: list[str] = []
 
     def show(memory: torch.Tensor) -> torch.Tensor | None:
@@ -1194,13 +1194,11 @@ def test_who_pins_asks_how_the_device_has_it(mapping: FileMapping, device: Devic
         assert shown.data_ptr() == source.data_ptr()
         assert torch.equal(shown, source)
         assert second.source(8 * PAGE, 9 * PAGE) is not None
-        assert second.shown(8 * PAGE, 9 * PAGE) is None, "it cannot"
+        assert second.shown(8 * PAGE, 9 * PAGE) is None, "the device cannot show it"
     assert asked == ["weightstream-pages"] * 2
 
 
-def test_where_the_device_cannot_have_it_in_place_it_is_pinned_all_the_same(
-    mapping: FileMapping, device: Device
-) -> None:
+def test_memory_without_a_device_address_is_pinned_all_the_same(mapping: FileMapping, device: Device) -> None:
     def show(memory: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room for a view")
 
@@ -1212,13 +1210,13 @@ def test_where_the_device_cannot_have_it_in_place_it_is_pinned_all_the_same(
     assert not refused
 
 
-def test_malloc_has_room_for_whoever_holds_pages_until_they_are_there(
+def test_malloc_reserves_memory_while_pages_are_pinned(
     mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def tell(what: str) -> None:
-        told.append((what, threading.current_thread().name))
+        calls.append((what, threading.current_thread().name))
 
     def room(nbytes: int) -> Callable[[], None]:
         assert nbytes == pages_module._ROOM_NBYTES
@@ -1236,15 +1234,15 @@ def test_malloc_has_room_for_whoever_holds_pages_until_they_are_there(
         assert cache._thread is not None
         cache._thread.join(30)
         here, there = threading.current_thread().name, "weightstream-pages"
-        assert told == [("room", here), ("pin", there), ("pin", there), ("left", there)]
-        hold(cache, mapping, (5, 900))  # which is there
+        assert calls == [("room", here), ("pin", there), ("pin", there), ("left", there)]
+        hold(cache, mapping, (5, 900))  # which has been pinned
     with contextlib.closing(PageCache()) as cache:
         hold(cache, mapping, (5, 900))
-    assert told[4:] == []
+    assert calls[4:] == []
 
 
 @pytest.mark.parametrize("num", [0, 2])
-def test_where_the_system_has_no_more_threads_fewer_map_pages(
+def test_fewer_threads_map_pages_if_the_system_has_no_more(
     num: int, mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, start = list[threading.Thread](), threading.Thread.start

@@ -48,7 +48,7 @@ def content(nbytes: int = NBYTES) -> bytes:
 
 
 def read(file: DirectFile, begin: int, end: int, fill: int = 0xEE) -> bytes:
-    """The bytes that a read gives; memory that it leaves alone shows `fill`."""
+    """The bytes that a read returns. Memory that it does not write shows `fill`."""
     memory = aligned(-(-end // PAGE) * PAGE - begin // PAGE * PAGE).fill_(fill)
     view = file.read(begin, end, memory)
     assert begin == end or view.data_ptr() == memory.data_ptr() + begin % PAGE
@@ -64,16 +64,16 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """What a test opens, it must close."""
+    """Check that the test closes all that it opens."""
     gc.collect()
     before = psutil.Process().num_fds()
     yield
-    gc.collect()  # pytest's record of an error holds the frames that raised it
+    gc.collect()  # pytest's record of an error refers to the frames that raised it
     assert psutil.Process().num_fds() == before
 
 
 def num_cached(path: Path) -> int:
-    """Pages of the file in the page cache. (A read with RWF_NOWAIT would tell too, but brings them in.)"""
+    """Pages of the file in the page cache. (A read with RWF_NOWAIT would find out too, but reads them in.)"""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         first = ctypes.c_char.from_buffer(mapped)
         pages = (ctypes.c_ubyte * -(-len(mapped) // PAGE))()
@@ -83,7 +83,7 @@ def num_cached(path: Path) -> int:
 
 
 def forget(path: Path) -> None:
-    """Drops the file from the page cache; skips the test where that has no effect."""
+    """Drop the file from the page cache. Skip the test if that has no effect."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -136,7 +136,7 @@ def test_a_range_outside_the_file_is_refused(path: Path, begin: int, end: int) -
         direct(path).read(begin, end, aligned(20 * PAGE))
 
 
-def test_memory_that_does_not_fit_is_refused(path: Path) -> None:
+def test_memory_of_the_wrong_size_is_refused(path: Path) -> None:
     file = direct(path)
     with pytest.raises(InvariantError, match=r"\[4000, 4100\) need 8192 bytes at a multiple of 4096; got 4096 bytes"):
         file.read(4000, 4100, aligned(PAGE))
@@ -164,7 +164,7 @@ def test_reads_are_direct_and_leave_nothing_in_the_page_cache(path: Path, monkey
     assert num_cached(path) == 11  # or the line before proves nothing
 
 
-def test_written_bytes_that_did_not_reach_the_disk_are_read(path: Path) -> None:
+def test_written_bytes_that_are_not_on_disk_yet_are_read(path: Path) -> None:
     file, before = direct(path), os.stat(path).st_mtime_ns
     assert read(file, 0, 100) == content()[:100]
     with path.open("r+b") as handle:
@@ -187,13 +187,14 @@ def test_a_file_system_that_refuses_to_open_direct(
         for begin, end in [(0, NBYTES), (PAGE + 7, 3 * PAGE + 1), (NBYTES - 1, NBYTES)]:
             assert read(file, begin, end) == content()[begin:end]
     assert said(caplog) == [f"{path}: no direct reads here; reading through the page cache"]
-    assert num_cached(path) == 0  # the last page, a partial one, too
+    assert num_cached(path) == 0  # including the last, partial page
 
 
-def test_a_file_system_that_refuses_only_to_read_direct(
+def test_a_file_system_that_refuses_only_direct_reads(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four reads are refused at the same time; all of them succeed, it is said once, and nobody tries again."""
+    """Four reads are refused at the same time. All of them succeed, one message is logged, and no direct read is
+    tried again."""
     forget(path)
     barrier, refused = threading.Barrier(4), []
 
@@ -204,7 +205,7 @@ def test_a_file_system_that_refuses_only_to_read_direct(
             raise OSError(errno.EINVAL, "Invalid argument")
         return read_vector(number, *rest)
 
-    def drop(*about: int) -> None:  # a page that another thread has in its hands just then would stay
+    def drop(*about: int) -> None:  # a page that another thread uses at the moment would stay
         are_read.wait(10)
         with one_by_one:
             give_up(*about)
@@ -223,7 +224,7 @@ def test_a_file_system_that_refuses_only_to_read_direct(
     assert len(said(caplog)) == 1
 
 
-def test_a_refusal_that_lasts_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lasting_refusal_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def preadv(*_: Any) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -249,7 +250,7 @@ def test_a_file_in_memory() -> None:
 
 
 def shortened(limits: Callable[[], int]) -> Callable[..., int]:
-    """A disk that gives at most so many bytes a request; what lies behind them is not the file's."""
+    """A disk that returns at most `limit` bytes per request, and other bytes after them."""
 
     def preadv(number: int, views: list[memoryview], offset: int) -> int:
         got = min(read_vector(number, views, offset), limits())
@@ -269,8 +270,8 @@ def test_short_reads_are_continued(tmp_path_factory: pytest.TempPathFactory, beg
         assert read(direct(path), begin, NBYTES) == content()[begin:]
 
 
-def test_a_short_read_is_continued_where_it_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the page in which it ended, that is: requests are aligned. In between, nothing is read twice."""
+def test_a_short_read_is_continued_at_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is, from the page in which it ended, since requests are aligned. Nothing else is read twice."""
     offsets: list[int] = []
     limits = iter([PAGE + 1, 2 * PAGE, 512, 3 * PAGE, NBYTES])
 
@@ -325,7 +326,7 @@ def test_an_error_of_the_disk_names_file_offset_and_error(
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no pthread_kill")
 def test_signals_during_reads_do_not_surface(path: Path) -> None:
-    """Not SIGALRM: that is the watchdog's."""
+    """Not SIGALRM, which the watchdog uses."""
     count, stop, main = 0, threading.Event(), threading.get_ident()
 
     def handler(*_: Any) -> None:
@@ -402,7 +403,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["unopened", "opened"])
-def test_a_file_that_is_gone_is_refused(path: Path, opened: bool) -> None:
+def test_a_missing_file_is_refused(path: Path, opened: bool) -> None:
     file = direct(path)
     if opened:
         read(file, 0, 10)
@@ -412,7 +413,7 @@ def test_a_file_that_is_gone_is_refused(path: Path, opened: bool) -> None:
 
 
 def test_a_fifo_in_its_place_is_not_opened(path: Path) -> None:
-    """That would wait for a writer."""
+    """Opening it would wait for a writer."""
     file = direct(path)
     path.unlink()
     os.mkfifo(path)
@@ -421,7 +422,7 @@ def test_a_fifo_in_its_place_is_not_opened(path: Path) -> None:
 
 
 def test_a_file_replaced_before_it_is_opened_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two checks of the path, which is back when anybody looks at it again."""
+    """It is replaced between two checks of the path, and restored before the second."""
     other, file = path.with_name("other"), direct(path)
     other.write_bytes(bytes(NBYTES))
     monkeypatch.setattr(os, "open", lambda path, *rest: open_file(other, *rest))
@@ -432,7 +433,7 @@ def test_a_file_replaced_before_it_is_opened_is_refused(path: Path, monkeypatch:
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
 def test_a_file_that_cannot_be_opened(path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """No reason to go through the page cache, even if that would open."""
+    """The page cache is not used instead, even if that could be opened."""
 
     def refuse(path: Any, flags: int, *rest: Any) -> int:
         if flags & os.O_DIRECT:
@@ -482,7 +483,7 @@ def test_a_refused_file_closes(path: Path, monkeypatch: pytest.MonkeyPatch, desc
 def test_any_range_through_the_page_cache(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, nbytes: int, limit: int
 ) -> None:
-    """Wherever memory begins, and however little a request gives: nothing else is written."""
+    """At any address of memory, and however few bytes a request returns, nothing else is written."""
     path = tmp_path_factory.getbasetemp() / "cached"
     path.write_bytes(content(nbytes))
     begin = data.draw(st.integers(0, nbytes))
@@ -499,7 +500,7 @@ def test_any_range_through_the_page_cache(
 def test_the_page_cache_is_read_and_kept_and_no_page_is_mapped(path: Path) -> None:
     forget(path)
     mapping = FileMapping(path)
-    mapping.bytes(0, 4).fill_(9)  # of this process alone
+    mapping.bytes(0, 4).fill_(9)  # private to this process
     before = rss_nbytes(mapping)
     memory = torch.empty(NBYTES, dtype=torch.uint8)
     assert bytes(CachedFile(mapping).read(0, NBYTES, memory).numpy()) == content()
@@ -508,7 +509,7 @@ def test_the_page_cache_is_read_and_kept_and_no_page_is_mapped(path: Path) -> No
 
 
 @pytest.mark.parametrize("change", [replace, touch, truncate, grow])
-def test_a_file_that_changed_is_refused_by_the_page_cache_too(path: Path, change: Callable[[Path], None]) -> None:
+def test_a_changed_file_is_refused_by_the_page_cache_too(path: Path, change: Callable[[Path], None]) -> None:
     file, memory = CachedFile(FileMapping(path)), torch.empty(NBYTES, dtype=torch.uint8)
     file.read(0, 10, memory)
     change(path)

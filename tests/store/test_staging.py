@@ -1,4 +1,4 @@
-"""The staging ring: every byte once and in order, never more than the buffers, and every buffer comes back."""
+"""The staging ring: every byte once and in order, never more than the buffers, and every buffer is given back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 
 def finishes(call: Callable[..., T], *arguments: Any) -> T:
-    """Its result, or its error; the test fails if neither comes."""
+    """The call's result, or its error. The test fails if it hangs."""
     result: list[Any] = []
 
     def run() -> None:
@@ -75,12 +75,12 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def nothing_happens() -> None:
-    """Time enough for what must not happen."""
+    """Wait long enough for a forbidden event to happen."""
     time.sleep(0.03)
 
 
 def joined(reading: StagedReading) -> torch.Tensor:
-    """The bytes of a reading; pieces follow each other without gaps."""
+    """The bytes of a reading, whose pieces follow each other without gaps."""
     parts, position = [torch.empty(0, dtype=torch.uint8)], 0
     for piece in reading:
         assert piece.begin == position
@@ -92,7 +92,7 @@ def joined(reading: StagedReading) -> torch.Tensor:
 
 
 class Pages:
-    """A source of numbered pages: tells which reads were begun, holds or fails some of them."""
+    """A source of numbered pages that records the begun reads, and holds or fails some of them."""
 
     def __init__(self, hold: Sequence[int] = (), fail: Sequence[int] = ()) -> None:
         self.begun: list[int] = []
@@ -114,7 +114,7 @@ class Pages:
 
 
 def pages(reading: StagedReading) -> list[int]:
-    """The numbers of the pages that a reading of whole pages gives."""
+    """The numbers of the pages that a reading of whole pages returns."""
     found = []
     for piece in reading:
         found.extend(piece.memory.unique().tolist())
@@ -123,7 +123,7 @@ def pages(reading: StagedReading) -> list[int]:
 
 
 def all_come_back(staging: Staging, count: int) -> bool:
-    """All buffers are free: a reading can have them all at once. They go back."""
+    """Check that all buffers are free, by a reading that takes all of them and gives them back."""
 
     def hold() -> list[StagedPiece]:
         return list(islice(staging.start(Pages(), 0, count * PAGE), count))
@@ -143,13 +143,13 @@ def threads() -> list[threading.Thread]:
 def no_thread_stays() -> Iterator[None]:
     yield
     if threads():
-        gc.collect()  # pytest's record of an error holds the frames that raised it
+        gc.collect()  # pytest's record of an error refers to the frames that raised it
     eventually(lambda: not threads())
 
 
 @pytest.fixture
 def without_gc() -> Iterator[None]:
-    """Buffers come back at once, not when the collector finds a cycle."""
+    """Buffers must be given back at once, not when the collector finds a cycle."""
     gc.disable()
     yield
     gc.enable()
@@ -190,16 +190,16 @@ def test_an_empty_range_has_no_pieces() -> None:
         assert finishes(list, staging.start(Pages(), 5, 5)) == []
 
 
-def test_pieces_come_in_order_whichever_is_read_first() -> None:
+def test_pieces_come_in_order_whichever_read_ends_first() -> None:
     source = Pages(hold=[0])
     with closing(Staging(buffers(4), num_threads=2)) as staging:
         reading = staging.start(source, 0, 4 * PAGE)
-        eventually(lambda: len(source.begun) == 4)  # one thread went on while the other is held at the first page
+        eventually(lambda: len(source.begun) == 4)  # one thread continues while the other is held at the first page
         source.open()
         assert finishes(pages, reading) == [0, 1, 2, 3]
 
 
-def test_a_piece_is_there_before_the_next_is_read() -> None:
+def test_a_piece_is_returned_before_the_next_is_read() -> None:
     source = Pages(hold=[1])
     with closing(Staging(buffers(2))) as staging:
         pieces = iter(staging.start(source, 0, 2 * PAGE))
@@ -208,7 +208,7 @@ def test_a_piece_is_there_before_the_next_is_read() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_so_many_requests_are_in_flight(num_threads: int) -> None:
+def test_the_number_of_requests_in_flight(num_threads: int) -> None:
     barrier, most, inside = threading.Barrier(num_threads), 0, 0
     lock = threading.Lock()
 
@@ -235,7 +235,7 @@ def test_start_returns_at_once_and_reads_ahead() -> None:
         reading = staging.start(source, 0, 2 * PAGE)
         eventually(lambda: source.begun == [0])
         source.open()
-        eventually(lambda: source.begun == [0, 1])  # nobody has asked yet
+        eventually(lambda: source.begun == [0, 1])  # nothing has been requested yet
         assert finishes(pages, reading) == [0, 1]
 
 
@@ -256,7 +256,7 @@ def test_no_more_is_read_than_fits_the_buffers(num_buffers: int) -> None:
             piece.release()
 
 
-def test_a_buffer_is_overwritten_only_when_it_is_drained() -> None:
+def test_a_buffer_is_overwritten_only_after_it_is_drained() -> None:
     source, gate, entered = Pages(), threading.Event(), threading.Event()
 
     def drained() -> None:
@@ -275,7 +275,7 @@ def test_a_buffer_is_overwritten_only_when_it_is_drained() -> None:
         assert finishes(next, reading).memory.unique().tolist() == [1]
 
 
-def test_a_buffer_that_drains_holds_up_no_other() -> None:
+def test_a_draining_buffer_blocks_no_other() -> None:
     source, gate = Pages(), threading.Event()
     with closing(Staging(buffers(2), num_threads=2)) as staging:
         reading = iter(staging.start(source, 0, 4 * PAGE))
@@ -287,7 +287,7 @@ def test_a_buffer_that_drains_holds_up_no_other() -> None:
         assert finishes(lambda: [piece.memory.unique().tolist() for piece in reading]) == [[2], [3]]
 
 
-def test_what_fails_to_drain_is_the_error_of_the_next_piece() -> None:
+def test_a_failed_drain_is_the_error_of_the_next_piece() -> None:
     calls: list[int] = []
 
     def drained() -> None:
@@ -301,10 +301,10 @@ def test_what_fails_to_drain_is_the_error_of_the_next_piece() -> None:
         with pytest.raises(StoreError, match="the device is gone"):
             finishes(next, reading)
         assert all_come_back(staging, 1)
-    assert calls == [0, 1]  # it was never drained, so it is not written before it is
+    assert calls == [0, 1]  # it was never drained, so it is not written
 
 
-def test_a_second_release_gives_nothing() -> None:
+def test_a_second_release_does_nothing() -> None:
     source = Pages()
     with closing(Staging(buffers(1))) as staging:
         reading = iter(staging.start(source, 0, 3 * PAGE))
@@ -323,7 +323,7 @@ def test_a_second_release_gives_nothing() -> None:
 
 
 def test_a_later_reading_gets_no_buffer_before_an_earlier_one() -> None:
-    """With the first page held, the first reading takes both buffers, whatever waits behind it."""
+    """While the first page is held, the first reading gets both buffers, and later readings wait."""
     slow, later = Pages(hold=[0]), [Pages() for _ in range(4)]
     with closing(Staging(buffers(2), num_threads=4)) as staging:
         readings = [staging.start(source, 0, 3 * PAGE) for source in [slow, *later]]
@@ -336,7 +336,7 @@ def test_a_later_reading_gets_no_buffer_before_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 def test_many_readings_end_when_consumed_in_order(num_buffers: int) -> None:
-    """A buffer given to a piece before an earlier one has its own would end this quickly."""
+    """A buffer for a later piece, before an earlier one has its own, would cause a deadlock here."""
     old = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -349,7 +349,7 @@ def test_many_readings_end_when_consumed_in_order(num_buffers: int) -> None:
         sys.setswitchinterval(old)
 
 
-def test_readings_are_consumed_side_by_side() -> None:
+def test_two_readings_are_consumed_concurrently() -> None:
     with closing(Staging(buffers(2), num_threads=3)) as staging:
         found: dict[int, list[int]] = {}
 
@@ -368,7 +368,7 @@ def test_readings_are_consumed_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 2, 5])
-def test_an_error_comes_at_its_piece_and_disturbs_nobody(bad: int, without_gc: None) -> None:
+def test_an_error_comes_at_its_piece_and_affects_no_other_reading(bad: int, without_gc: None) -> None:
     with closing(Staging(buffers(3), num_threads=2)) as staging:
         before = staging.start(Pages(), 0, 2 * PAGE)
         failing = staging.start(Pages(fail=[bad]), 0, 6 * PAGE)
@@ -388,7 +388,7 @@ def test_an_error_comes_at_its_piece_and_disturbs_nobody(bad: int, without_gc: N
         assert all_come_back(staging, 3)
 
 
-def test_after_an_error_no_more_is_read() -> None:
+def test_after_an_error_reading_stops() -> None:
     source = Pages(fail=[1])
     with closing(Staging(buffers(3), num_threads=1)) as staging:
         with pytest.raises(StoreError, match="page 1 is bad"):
@@ -397,8 +397,8 @@ def test_after_an_error_no_more_is_read() -> None:
         assert len(source.begun) < 10
 
 
-def test_an_error_does_not_hold_itself(without_gc: None) -> None:
-    """Its traceback holds frames, and these the source: with a cycle the file would stay open."""
+def test_an_error_is_not_part_of_a_cycle(without_gc: None) -> None:
+    """Its traceback refers to frames, and these to the source: a cycle would keep the file open."""
     source = Pages(fail=[0])
     gone = weakref.ref(source)
     with closing(Staging(buffers(1))) as staging:
@@ -461,7 +461,7 @@ def test_leaving_early_gives_all_buffers_back(leave: Callable[[StagedReading], N
 
 @pytest.mark.parametrize("how", ["cancelled", "forgotten"])
 def test_a_reading_that_ends_while_its_pages_are_read(how: str, without_gc: None) -> None:
-    """What arrives late goes back too, although the reading may live on."""
+    """Pages that arrive late are given back too, even if the reading lives on."""
     source = Pages(hold=[0, 1])
     with closing(Staging(buffers(2), num_threads=2)) as staging:
         reading = staging.start(source, 0, 5 * PAGE)
@@ -474,7 +474,7 @@ def test_a_reading_that_ends_while_its_pages_are_read(how: str, without_gc: None
         assert all_come_back(staging, 2)
 
 
-def test_a_reading_cancelled_in_the_loop_gives_back_what_came_too_early(without_gc: None) -> None:
+def test_a_reading_cancelled_in_the_loop_gives_back_early_pages(without_gc: None) -> None:
     """Pages 1 and 2 arrive before page 0, and so wait in the reading."""
     source = Pages(hold=[0])
     with closing(Staging(buffers(3), num_threads=2)) as staging:
@@ -509,7 +509,7 @@ def test_a_reading_is_iterated_once() -> None:
                 finishes(pages, reading)
 
 
-def test_a_file_that_changes_under_a_reading(tmp_path: Path) -> None:
+def test_a_file_that_changes_during_a_reading(tmp_path: Path) -> None:
     path = tmp_path / "model"
     path.write_bytes(noise(10 * PAGE).numpy().tobytes())
     file = DirectFile(FileMapping(path))
@@ -525,7 +525,7 @@ def test_a_file_that_changes_under_a_reading(tmp_path: Path) -> None:
 # -- memory as a source ----------------------------------------------------------------------------------------------
 
 
-def test_memory_comes_whole() -> None:
+def test_memory_is_one_piece() -> None:
     memory = noise(3 * PAGE)
     with closing(Staging(buffers(2), num_threads=1)) as staging:
         assert torch.equal(joined(staging.start(MemorySource(memory), 10, 9000)), memory[10:9000])
@@ -535,7 +535,7 @@ def test_memory_comes_whole() -> None:
 
 
 def test_closing_with_work_pending() -> None:
-    """One page is being read, one waits for a buffer, and a whole reading waits behind."""
+    """One page is being read, one waits for a buffer, and a whole reading waits."""
     source = Pages(hold=[1])
     staging = Staging(buffers(2), num_threads=2)
     first, second = staging.start(source, 0, 5 * PAGE), staging.start(Pages(), 0, 2 * PAGE)
@@ -557,7 +557,7 @@ def test_closing_with_work_pending() -> None:
         staging.start(Pages(), 0, PAGE)
 
 
-def test_closing_reads_no_more_although_buffers_are_free() -> None:
+def test_closing_stops_reads_although_buffers_are_free() -> None:
     source = Pages(hold=[0])
     staging = Staging(buffers(4), num_threads=1)
     reading = staging.start(source, 0, 4 * PAGE)
@@ -581,7 +581,7 @@ def test_closing_reads_no_more_although_buffers_are_free() -> None:
 
 
 def test_closing_wakes_a_consumer() -> None:
-    """It waits for a piece that has no buffer: it holds the only one itself."""
+    """It waits for a piece that has no buffer, since it holds the only one itself."""
     staging = Staging(buffers(1))
     reading = iter(staging.start(Pages(), 0, 2 * PAGE))
     held = finishes(next, reading)
@@ -591,14 +591,14 @@ def test_closing_wakes_a_consumer() -> None:
     held.release()
 
 
-def test_closing_what_was_never_used() -> None:
+def test_closing_an_unused_ring() -> None:
     staging = Staging(buffers(1))
     staging.close()
     with pytest.raises(InvariantError, match="closed"):
         staging.start(Pages(), 0, PAGE)
 
 
-def test_a_forgotten_staging_ends(without_gc: None) -> None:
+def test_the_threads_of_a_collected_ring_end(without_gc: None) -> None:
     ring = buffers(2)
     staging = Staging(ring, num_threads=2)
     assert finishes(pages, staging.start(Pages(), 0, 5 * PAGE)) == list(range(5))
@@ -616,7 +616,7 @@ def test_a_reading_keeps_its_staging_open(without_gc: None) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_idle_thread_holds_nothing(num_threads: int, without_gc: None) -> None:
+def test_an_idle_thread_keeps_nothing_alive(num_threads: int, without_gc: None) -> None:
     source = Pages()
     gone = weakref.ref(source)
     with closing(Staging(buffers(4), num_threads)) as staging:
@@ -628,7 +628,7 @@ def test_an_idle_thread_holds_nothing(num_threads: int, without_gc: None) -> Non
         assert len(threads()) == num_threads
 
 
-def test_a_reading_that_starts_as_the_process_ends_fails() -> None:
+def test_a_reading_started_at_process_exit_fails() -> None:
     staging = Staging(buffers(2), num_threads=1)
     desk = staging._queues
 
@@ -647,9 +647,9 @@ def test_a_reading_that_starts_as_the_process_ends_fails() -> None:
 
 
 def test_an_interpreter_exits_with_work_pending() -> None:
-    """A read that never ends, one that is in torch, a reading that nobody takes, a buffer that never drains.
+    """A read that never ends, one that is in torch, an abandoned reading, and a buffer that never drains.
 
-    The ring of one that is in torch is gone already.
+    The ring of the read in torch has been collected already.
     """
     code = """
 import threading, time, torch
