@@ -27,9 +27,9 @@ GOLDEN = re.findall(
     re.M,
 )
 GUARD = 77
-TILE_NBYTES = 6656  # of bfloat16, behind the symbols, at most
+TILE_NBYTES = 6656  # of bfloat16, after the symbols, at most
 kinds = pytest.mark.parametrize("dtype", ELEMENTS)
-COUNTED = ["float16", "float8_e4m3fn"]  # whose escapes are a byte each
+COUNTED = ["float16", "float8_e4m3fn"]  # their escapes are a byte each
 
 
 def documented() -> dict[str, Callable[..., Any]]:
@@ -41,7 +41,7 @@ def documented() -> dict[str, Callable[..., Any]]:
 
 
 def decoded(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What the reference writes, and nothing beside it."""
+    """The reference's output. Checks that nothing next to it is written."""
     whole = torch.full((layout.raw_nbytes + 128,), GUARD, dtype=torch.uint8)
     reference.decode(coded, layout, whole[64:-64])
     assert (whole[:64] == GUARD).all()
@@ -61,7 +61,7 @@ def assert_exact(data: torch.Tensor, dtype: str) -> Layout:
 
 
 @pytest.mark.parametrize(("dtype", "pattern"), thinned(ELEMENTS, PATTERNS))
-def test_every_bit_comes_back(dtype: str, pattern: str) -> None:
+def test_every_bit_is_restored(dtype: str, pattern: str) -> None:
     assert_exact(PATTERNS[pattern](dtype), dtype)
 
 
@@ -102,7 +102,7 @@ def test_gaussian_weights_take_few_bits(dtype: str, scale: float) -> None:
     assert 8 * layout.nbytes / layout.count < MOST_BITS[dtype]
 
 
-# The format, as docs/codec.md tells it.
+# The format, as docs/codec.md describes it.
 
 
 @pytest.mark.parametrize(("dtype", "pattern"), thinned(ELEMENTS, ["random bits", "wide"]))
@@ -133,7 +133,7 @@ def test_golden_vectors(
     assert hashlib.sha256(content).hexdigest() == sha256
 
 
-def test_there_is_a_golden_vector_of_every_kind() -> None:
+def test_golden_vectors_of_every_kind_exist() -> None:
     found = sorted((name, dtype) for name, dtype, *_ in GOLDEN)
     assert found == sorted((name, dtype) for dtype in ELEMENTS for name in ("hashed", "peaked"))
 
@@ -186,7 +186,7 @@ def test_there_is_one_code_for_each_dtype(dtype: str) -> None:
 GOOD: dict[str, Any] = {"dtype": "float16", "count": 5000, "record": {"bits": 3, "escapes": 39}, "nbytes": 14848}
 
 
-def test_a_true_record_is_taken() -> None:
+def test_a_true_record_is_accepted() -> None:
     assert layout_of(**GOOD) == Layout(dtype="float16", count=5000, num_escapes=39)
 
 
@@ -236,7 +236,7 @@ def record(bits: object = 3, escapes: object = 39) -> dict[str, Any]:
         ({"nbytes": 0}, "take 14848 bytes, the file has 0"),
     ],
 )
-def test_a_lie_is_refused(lie: dict[str, Any], text: str) -> None:
+def test_a_false_record_is_refused(lie: dict[str, Any], text: str) -> None:
     with pytest.raises(StoreError, match=re.escape(text)):
         layout_of(**GOOD | lie)
 
@@ -257,7 +257,7 @@ def best_window(counts: list[int], num_symbols: int) -> tuple[int, int]:
     most=st.integers(0, 5),
     seed=st.integers(0, 2**31),
 )
-def test_windows_are_the_least_that_leave_the_fewest(dtype: str, most: int, seed: int) -> None:
+def test_windows_are_the_smallest_with_the_fewest_escapes(dtype: str, most: int, seed: int) -> None:
     shape = 6, 2 ** ELEMENTS[dtype].exponent_bits
     counts = torch.randint(0, most + 1, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
     bases, escapes = reference.windows(counts, dtype)
@@ -266,7 +266,7 @@ def test_windows_are_the_least_that_leave_the_fewest(dtype: str, most: int, seed
 
 
 def dense_nbytes(counts: list[int], base: int) -> int:
-    """What follows the symbols of a tile."""
+    """The part of a tile after its symbols."""
     first = [base + 3, base - 1, base - 2]
     second = [base + 4, *range(base - 8, base - 2)]
     left = {exponent: count for exponent, count in enumerate(counts) if not base <= exponent <= base + 2}
@@ -283,7 +283,7 @@ def dense_nbytes(counts: list[int], base: int) -> int:
     most=st.sampled_from([1, 4, 400]),
     seed=st.integers(0, 2**31),
 )
-def test_bases_of_bfloat16_are_the_least_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
+def test_bases_of_bfloat16_are_the_smallest_with_the_fewest_bytes(width: int, first: int, most: int, seed: int) -> None:
     counts = torch.zeros(2, 256, dtype=torch.int32)
     there = counts[:, first : first + width]
     there += torch.randint(0, most + 1, there.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
@@ -316,7 +316,7 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, seed: int) ->
     for begin, end in [(0, layout.starts_at), (layout.starts_at, layout.bases_at), (layout.bases_at, layout.nbytes)]:
         damaged = coded.clone()
         damaged[begin:end] = noise("float8_e4m3fn", end - begin, seed)
-        decoded(damaged, layout)  # indexes are checked: a read outside raises
+        decoded(damaged, layout)  # indexes are checked: a read out of bounds raises
     planes = noise("float8_e4m3fn", layout.nbytes, seed)
     assert not torch.equal(decoded(planes, layout), data)
     decoded(torch.full_like(coded, 255), layout)
@@ -325,7 +325,8 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, seed: int) ->
 @pytest.mark.few(1)
 @kinds
 def test_a_flipped_bit_changes_what_it_must(dtype: str) -> None:
-    """Every bit of sign, mantissa and symbols counts: flipped, one weight changes, or those that share its escapes."""
+    """Every bit of sign, mantissa and symbols counts: if it is flipped, one weight changes, or those that share its
+    escapes."""
     data = spread(dtype, 4096, 0.5, 0.5, 0)  # nearly no escapes
     layout, coded = reference.encode(data, dtype)
     source = torch.Generator().manual_seed(3)
@@ -342,8 +343,8 @@ def starts_of(coded: torch.Tensor, layout: Layout) -> torch.Tensor:
 @pytest.mark.stress
 @examples(200)
 @given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 2000)), dtype=st.sampled_from(COUNTED))
-def test_escapes_are_read_where_they_are(start: int, dtype: str) -> None:
-    """As docs/codec.md says: a start that leaves too little behind it reads as the last that does not."""
+def test_escapes_are_read_at_their_place(start: int, dtype: str) -> None:
+    """As docs/codec.md says: a start with too few bytes after it is read as the last one with enough."""
     layout, coded = reference.encode(spread(dtype, 8192, 0.5, 3.0, 1), dtype)
     total = layout.num_escapes - int(starts_of(coded, layout)[1])  # of the second tile
     assert 0 < total < layout.num_escapes < 8192
@@ -356,8 +357,8 @@ def test_escapes_are_read_where_they_are(start: int, dtype: str) -> None:
 
 @examples(60)
 @given(start=st.one_of(st.integers(-(2**31), 2**31 - 1), st.integers(-10, 12_000)))
-def test_what_follows_the_symbols_of_bfloat16_is_read_where_it_is(start: int) -> None:
-    """A start that is outside counts as the nearest word, and what is outside as zeros."""
+def test_the_part_of_bfloat16_after_the_symbols_is_read_at_its_place(start: int) -> None:
+    """A start out of bounds counts as the nearest word, and bytes out of bounds as zeros."""
     layout, coded = reference.encode(spread("bfloat16", 8192, 0.5, 3.0, 1), "bfloat16")
     starts_of(coded, layout)[1] = start
     found = decoded(coded, layout)

@@ -1,4 +1,4 @@
-"""Sizes told from a sample: not too small for weights that are alike all over, hardly too large; little is read."""
+"""Sizes estimated from a sample: not too small for homogeneous weights, hardly too large, and little is read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ dtypes = pytest.mark.parametrize("dtype", ELEMENTS)
 
 
 def true_nbytes(data: torch.Tensor, dtype: str) -> int:
-    """As encoding would find, without the planes."""
+    """The exact size, without encoding the planes."""
     counts, count = reference.histograms(data, dtype), data.numel() // ELEMENTS[dtype].nbytes
     return Layout(dtype=dtype, count=count, num_escapes=int(reference.windows(counts, dtype)[1].sum())).nbytes
 
 
 @pytest.mark.parametrize(("dtype", "pattern"), thinned(ELEMENTS, PATTERNS))
-def test_exact_where_all_tiles_are_looked_at(dtype: str, pattern: str) -> None:
+def test_exact_if_all_tiles_are_sampled(dtype: str, pattern: str) -> None:
     data = PATTERNS[pattern](dtype)
     layout, coded = reference.encode(data, dtype)
     assert estimate.estimate([data], dtype) == coded.numel() == layout.nbytes
@@ -39,7 +39,7 @@ def test_exact_up_to_64_tiles(dtype: str, count: int) -> None:
 
 
 @dtypes
-def test_weights_stay_as_they_are(dtype: str) -> None:
+def test_weights_do_not_change(dtype: str) -> None:
     data = gaussian(dtype, 100 * TILE)
     assert estimate.estimate([data], dtype) < data.nbytes
     assert torch.equal(data, gaussian(dtype, 100 * TILE))
@@ -49,7 +49,7 @@ def test_weights_stay_as_they_are(dtype: str) -> None:
 @dtypes
 @pytest.mark.parametrize("scale", [0.016, 0.019, 0.0221, 1.0])
 def test_gaussian_weights_never_take_more(dtype: str, scale: float) -> None:
-    """4 standard errors and 0.1 %: at 1,000 tensors of this test, none is expected."""
+    """The margin is 4 standard errors and 0.1 %: among 1,000 tensors of this test, no exception is expected."""
     excess = []
     for seed in range(20):
         data = gaussian(dtype, (65 + 7 * seed) * TILE - seed, scale, seed)
@@ -60,7 +60,8 @@ def test_gaussian_weights_never_take_more(dtype: str, scale: float) -> None:
 
 @pytest.mark.stress
 def test_the_error_is_that_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a margin of one standard error, a sixth of all tensors takes more: here, one with its tiles in any order."""
+    """With a margin of one standard error, a sixth of all tensors takes more. Here it is one tensor with shuffled
+    tiles."""
     monkeypatch.setattr(estimate, "_STANDARD_ERRORS", 1)
     monkeypatch.setattr(estimate, "_MARGIN", 10**12)
     source = torch.Generator().manual_seed(0)
@@ -81,7 +82,7 @@ def test_large_gaussian_weights(dtype: str, scale: float) -> None:
 
 @dtypes
 def test_outlier_rows(dtype: str) -> None:
-    """Some rows are large, as in trained models; a tile has parts of several."""
+    """Some rows are large, as in trained models. A tile has parts of several rows."""
     rows = 0.02 * torch.randn(1500, 640, generator=torch.Generator().manual_seed(5))
     rows[::37] *= 30.0
     data = rows.to(getattr(torch, dtype)).view(-1).view(torch.uint8)
@@ -90,7 +91,7 @@ def test_outlier_rows(dtype: str) -> None:
 
 
 @dtypes
-def test_random_bits_are_seen_to_gain_nothing(dtype: str) -> None:
+def test_random_bits_are_found_incompressible(dtype: str) -> None:
     data = noise(dtype, 200 * TILE)
     true = true_nbytes(data, dtype)
     assert data.numel() < true < estimate.estimate([data], dtype) < 1.006 * true
@@ -98,15 +99,15 @@ def test_random_bits_are_seen_to_gain_nothing(dtype: str) -> None:
 
 @dtypes
 def test_no_more_escapes_than_weights(dtype: str) -> None:
-    """Tiles that differ as much as tiles can: half of them escape nearly all."""
+    """Tiles that differ as much as possible: in half of them, nearly all weights are escapes."""
     data = torch.cat([noise(dtype, 100 * TILE), gaussian(dtype, 100 * TILE)])
     layout = Layout(dtype=dtype, count=200 * TILE, num_escapes=most_escapes(dtype, 200 * TILE))
     assert true_nbytes(data, dtype) < estimate.estimate([data], dtype) <= 1.001 * layout.nbytes
 
 
 @pytest.mark.parametrize(("dtype", "num_tiles"), thinned(ELEMENTS, [50, 1000]))
-def test_bytes_that_lie_in_parts(dtype: str, num_tiles: int) -> None:
-    """Experts of different scales, of which all are looked at."""
+def test_bytes_in_several_parts(dtype: str, num_tiles: int) -> None:
+    """Experts of different scales, all of which are sampled."""
     scales = (0.01, 1.0, 0.1, 3.0, 0.3)
     parts = [gaussian(dtype, num_tiles * TILE // len(scales) + 100, scale) for scale in scales]
     true = true_nbytes(torch.cat(parts), dtype)
@@ -114,14 +115,14 @@ def test_bytes_that_lie_in_parts(dtype: str, num_tiles: int) -> None:
     assert true == found if num_tiles < 64 else true <= found < 1.01 * true
 
 
-def test_reads_the_sampled_tiles_alone(tmp_path: Path) -> None:
-    """Of a mapped file of 512 MiB, 64 tiles and what the system maps around each fault."""
+def test_reads_only_the_sampled_tiles(tmp_path: Path) -> None:
+    """Of a mapped file of 512 MiB, it reads 64 tiles and the pages that the system maps around each fault."""
     path, process = tmp_path / "weights", psutil.Process()
     nbytes = 512 * 2**20
     with path.open("wb") as file:
         file.truncate(nbytes)
     data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-    estimate.estimate([data[: 65 * 8192]], "bfloat16")  # what a first call takes
+    estimate.estimate([data[: 65 * 8192]], "bfloat16")  # allocations of a first call
     before = process.memory_info().shared
     found = estimate.estimate([data], "bfloat16")
     grown = process.memory_info().shared - before
@@ -137,12 +138,12 @@ def test_takes_little_time() -> None:
         begin = time.perf_counter()
         estimate.estimate([data], "bfloat16")
         taken.append(time.perf_counter() - begin)
-    assert min(taken) < 0.01  # 1.5 ms alone on a core
+    assert min(taken) < 0.01  # 1.5 ms on an idle core
 
 
 @dtypes
 def test_assumed_bits(dtype: str) -> None:
-    """A little above what Gaussian weights take, at the scale where it is most."""
+    """A little more than Gaussian weights take, at the scale at which they take most."""
     data = gaussian(dtype, 2**20, 64 * 0.0221)
     assert set(ASSUMED_BITS) == set(ELEMENTS)
     found = 8 * true_nbytes(data, dtype) / 2**20

@@ -1,7 +1,7 @@
-"""The Triton kernels: the reference's very bytes, and no access outside, also with damaged bytes.
+"""The Triton kernels: exactly the reference's bytes, and no access out of bounds, also with damaged bytes.
 
-Without a GPU they run in Triton's interpreter, at 0.1 s per tile: so there is little of everything, and every
-value is for stress.
+Without a GPU they run in Triton's interpreter, at 0.1 s per tile. So there are few cases of each kind, and all values
+are in stress tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GUARD, GUARD_NBYTES = 77, 8192  # a whole tile
 Part = tuple[torch.Tensor, Layout, torch.Tensor]
 kinds = pytest.mark.parametrize("dtype", ELEMENTS)
-# in the interpreter these take seconds each: in CI every second kind
+# in the interpreter these take seconds each: CI runs every second one
 some_kinds = pytest.mark.parametrize(
     "dtype", [pytest.param(dtype, marks=[pytest.mark.stress] * (i % 2)) for i, dtype in enumerate(ELEMENTS)]
 )
@@ -38,7 +38,7 @@ interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's
 
 
 class Compiled:
-    """`kernels.decode` as Triton compiles it; tells what was launched, with what, and how often it was looked up."""
+    """`kernels.decode` as Triton compiles it. Records the launches, their arguments, and the look-ups."""
 
     def __init__(self) -> None:
         self.looked_up: list[tuple[Any, ...]] = []
@@ -64,14 +64,14 @@ class Compiled:
 
 @pytest.mark.parametrize(("dtype", "more"), [("bfloat16", {"maxnreg": 32}), ("float16", {})])
 def test_a_kernel_is_looked_up_once(dtype: str, more: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is launched as it was compiled, with the same arguments, the table by its address."""
+    """Later it is launched as compiled, with the same arguments, and with the table's address."""
     compiled = Compiled()
     monkeypatch.setattr(triton_codec.kernels, "decode", compiled)
     layout, coded = reference.encode(gaussian(dtype, 3001), dtype)
     decode = triton_codec.DecodeLaunch([(coded, layout, target(layout))] * (triton_codec._MOST + 1))
     for _ in range(3):
         decode()
-    assert len(compiled.looked_up) == 2, "a launch takes so many tensors"
+    assert len(compiled.looked_up) == 2, "a launch takes a limited number of tensors"
     assert len(compiled.launched) == 4
     for (grid, options, table, *facts), (again, address, *same) in zip(
         compiled.looked_up, compiled.launched[:2], strict=True
@@ -83,13 +83,13 @@ def test_a_kernel_is_looked_up_once(dtype: str, more: dict[str, int], monkeypatc
 
 
 def excerpt(pattern: str, dtype: str, count: int = 3001) -> torch.Tensor:
-    """Some of the weights of a pattern, from all over it."""
+    """Some of the weights of a pattern, from all parts of it."""
     data = PATTERNS[pattern](dtype).view(-1, ELEMENTS[dtype].nbytes)
     return data[torch.linspace(0, len(data) - 1, min(count, len(data))).long()].reshape(-1)
 
 
 def target(layout: Layout) -> torch.Tensor:
-    """Room for whole words, amid guards."""
+    """Memory for whole words between guards."""
     room = -(-layout.raw_nbytes // 4) * 4
     whole = torch.full((room + 2 * GUARD_NBYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
     return whole[GUARD_NBYTES:-GUARD_NBYTES]
@@ -107,7 +107,7 @@ def assert_guards_hold(out: torch.Tensor) -> None:
 
 
 def decoded(parts: list[Part]) -> list[torch.Tensor]:
-    """What the kernel writes to its targets, and nothing beside them."""
+    """The kernel's output. Checks that it writes nothing next to its targets."""
     triton_codec.DecodeLaunch(parts)()
     for _, _, out in parts:
         assert_guards_hold(out)
@@ -129,7 +129,7 @@ def assert_encoded_as_reference(data: torch.Tensor, dtype: str) -> Part:
 
 
 class Watch:
-    """The interpreter's loads and stores: each is inside of the tensors that are given for it."""
+    """Checks that the interpreter's loads and stores are inside the tensors that are passed for them."""
 
     def __init__(self, real: ModuleType, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
         self._real, self._reads, self._writes = real, reads, writes
@@ -168,12 +168,12 @@ def watch(monkeypatch: pytest.MonkeyPatch, reads: list[torch.Tensor], writes: li
 
 
 def again(dtype: str, out: torch.Tensor) -> list[torch.Tensor]:
-    """What is read of a target: bfloat16 has words of which a lane writes several bytes one by one."""
+    """Loads from a target: in bfloat16, a lane writes several bytes of a word one by one."""
     return [out] if dtype == "bfloat16" else []
 
 
 def each_is_written(seen: Watch, dtype: str, out: torch.Tensor) -> bool:
-    """Each word of a target, and once if nothing of it is read."""
+    """Each word of a target, and once if nothing of it is loaded."""
     num_words = out.numel() // 4
     return seen.num_writes >= num_words if dtype == "bfloat16" else seen.num_writes == num_words
 
@@ -182,7 +182,7 @@ def tables(decoding: triton_codec.DecodeLaunch) -> list[torch.Tensor]:
     return [args[0] for _, args in decoding._launches]
 
 
-# Sound bytes
+# Valid bytes
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_decode_several_at_once(dtype: str, what: str) -> None:
 
 @pytest.mark.stress
 def test_more_tensors_than_a_launch_takes() -> None:
-    """A full table, and one more launch; the last one has a tensor alone."""
+    """A full table, and one more launch. The last one has a single tensor."""
     data = [gaussian("bfloat16", count) for count in range(1, 34)]
     parts = [part(values, "bfloat16") for values in data]
     assert [grid[0] for grid, _ in triton_codec.DecodeLaunch(parts)._launches] == [32, 1]
@@ -243,20 +243,20 @@ def test_more_tensors_than_a_launch_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", only(ELEMENTS, "bfloat16", "float16"))
-def test_decoding_again_reads_anew(dtype: str) -> None:
-    """All addresses are fixed; what is at them may change."""
+def test_decoding_again_reads_again(dtype: str) -> None:
+    """All addresses are fixed. The bytes at them may change."""
     first, second = (excerpt(pattern, dtype, 200) for pattern in ("random bits", "constant"))
     coded, layout, out = part(first, dtype)
     decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
     decoding()
     assert torch.equal(out[: layout.raw_nbytes].cpu(), first)
-    _, other = reference.encode(second, dtype)  # without escapes: right whatever number the decoder knows
+    _, other = reference.encode(second, dtype)  # without escapes: right with any number of escapes
     coded.copy_(torch.nn.functional.pad(other, (0, coded.numel() - other.numel())))
     decoding()
     assert torch.equal(out[: layout.raw_nbytes].cpu(), second)
 
 
-# No access outside
+# No access out of bounds
 
 
 @interpreted
@@ -264,7 +264,7 @@ def test_decoding_again_reads_anew(dtype: str) -> None:
     ("dtype", "count"),
     only([(kind, count) for kind, count in product(ELEMENTS, [4, 5000])], ("bfloat16", 5000)),
 )
-def test_encode_has_no_access_outside(dtype: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_has_no_access_out_of_bounds(dtype: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = spread(dtype, count, 0.5, 2.0, seed=1)
     layout, expected = reference.encode(data, dtype)
     made, real = [torch.empty(0)], torch.empty
@@ -283,7 +283,7 @@ def test_encode_has_no_access_outside(dtype: str, count: int, monkeypatch: pytes
     assert torch.equal(found, expected)
     num_counts = layout.num_tiles * 2**layout.element.exponent_bits
     num_bytes = layout.num_escapes
-    if dtype == "bfloat16":  # digits are changes
+    if dtype == "bfloat16":  # its digits are differences
         exponents = data.view(torch.int16).to(torch.int32) >> 7 & 255
         bases = found[layout.bases_at :][: layout.num_tiles].repeat_interleave(4096)[:count]
         num_bytes = int(((exponents < bases.int() - 8) | (exponents > bases.int() + 4)).sum())
@@ -322,7 +322,7 @@ def damaged(coded: torch.Tensor, layout: Layout, how: str, seed: int) -> torch.T
 
 
 def damaged_parts(dtype: str, how: str) -> list[Part]:
-    """Many escapes, and none in a whole tile: the kernel has a way of its own for that."""
+    """Many escapes, and none in a whole tile, for which the kernel has a separate path."""
     whole = [part(spread(dtype, *shape, seed=3), dtype) for shape in ((3001, 0.5, 2.5), (4096, 0.5, 0.2))]
     assert whole[0][1].num_escapes > 0 == whole[1][1].num_escapes
     return [(damaged(coded, layout, how, seed), layout, out) for seed, (coded, layout, out) in enumerate(whole)]
@@ -333,7 +333,7 @@ def damaged_parts(dtype: str, how: str) -> list[Part]:
     only([(kind, how) for kind, how in product(ELEMENTS, DAMAGES)], ("bfloat16", "flipped bits")),
 )
 def test_damaged_bytes(dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give what the reference gives, no access outside, and each word of a target is written once."""
+    """The output equals the reference's, no access is out of bounds, and each word of a target is written once."""
     for coded, layout, out in damaged_parts(dtype, how):
         decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
         with monkeypatch.context() as patch:
@@ -349,7 +349,9 @@ def test_damaged_bytes(dtype: str, how: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("coded_nbytes", "out_nbytes", "text"), [(7176, 200, "a read of 1 bytes"), (7177, 196, "a write of 4 bytes")]
 )
-def test_the_watch_sees(coded_nbytes: int, out_nbytes: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bounds_check_detects_violations(
+    coded_nbytes: int, out_nbytes: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coded, layout, out = part(flat(torch.zeros(100), "float16"), "float16")
     decoding = triton_codec.DecodeLaunch([(coded, layout, out)])
     watch(monkeypatch, [coded[:coded_nbytes], *tables(decoding)], [out[:out_nbytes]])
@@ -393,7 +395,7 @@ print(json.dumps({name: names.count(name) for name in names}))
 
 @pytest.mark.stress
 def test_each_kernel_is_compiled_once_for_each_dtype() -> None:
-    """Whatever sizes, numbers and addresses it is given: each costs seconds."""
+    """For all sizes, numbers and addresses. Each compilation takes seconds."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", COUNTING], env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -434,8 +436,9 @@ print(json.dumps(found))
 
 @pytest.mark.stress
 def test_kernels_are_short_for_the_compiler_and_unrolled_in_the_end(tmp_path: Path) -> None:
-    """A pass of Triton's takes time for each load and store, in the square of all operations: it sees loops. Those of
-    what decodes are unrolled in the end: a store for each of 16 words."""
+    """A pass of Triton's takes time for each load and store, quadratic in all operations, so it must see loops.
+    Those of
+    the decoder are unrolled at the end: a store for each of 16 words."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-c", COMPILING]

@@ -1,4 +1,4 @@
-"""Where the kernels cannot run: one warning that says why, and the reference in their place."""
+"""Devices that cannot run the kernels: one warning that says why, and the reference instead of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _asked_anew() -> Iterator[None]:
 
 
 def forget() -> None:
-    """What is known of devices is found out again."""
+    """Clear the cached results of devices."""
     coding._available.cache_clear()
     coding._trial.cache_clear()
 
@@ -47,7 +47,7 @@ def weights() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_without_triton_the_reason_and_the_remedy_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_the_reason_and_the_remedy_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="weightstream"):
         assert [coding.available(CUDA, "bfloat16") for _ in range(3)] == [False] * 3
     assert len(caplog.messages) == 1
@@ -56,13 +56,13 @@ def test_without_triton_the_reason_and_the_remedy_are_told_once(caplog: pytest.L
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_device_that_does_not_run_them_is_told_from_one_that_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_cannot_run_them_is_distinguished_from_one_that_can(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="weightstream"):
         assert not coding.available(CUDA, "bfloat16")
     assert "its kernels do not run here" in caplog.text
 
 
-def test_the_cpu_has_the_reference() -> None:
+def test_the_cpu_uses_the_reference() -> None:
     data = weights()
     assert "CUDA GPU" in str(coding.why_not(data.device, "bfloat16"))
     layout, coded = coding.encode(data, "bfloat16")
@@ -74,8 +74,8 @@ def test_the_cpu_has_the_reference() -> None:
     assert torch.equal(out, data)
 
 
-def test_ragged_weights_without_a_kernel_are_decoded_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the thread that asks, in whose stream the others are, and these alone."""
+def test_ragged_weights_without_a_kernel_are_decoded_besides_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the calling thread, in whose stream the others are decoded, and only these."""
     parts, threads = [], []
     for count in (2 * 4096, 5000):
         data = weights()[: 2 * count] if count == 5000 else torch.cat([weights(), weights()])[: 2 * count]
@@ -95,11 +95,11 @@ def test_ragged_weights_without_a_kernel_are_decoded_beside_the_others(monkeypat
     assert threads == [threading.current_thread()]
 
 
-# The trial, on a CPU and with the reference in the place of the kernels
+# The trial, on a CPU, with the reference instead of the kernels
 
 
 class Launches:
-    """`triton_codec` whose kernels are the reference; `wrong` names what does not do what it should."""
+    """`triton_codec` with the reference as kernels. `wrong` names the kernel that misbehaves."""
 
     def __init__(self, wrong: str) -> None:
         self.calls: list[str] = []
@@ -112,7 +112,7 @@ class Launches:
         return self._wrong == f"{name} differs"
 
     def warm_triton(self) -> None:
-        assert not self.calls, "alone, before the others start"
+        assert not self.calls, "it runs before all others"
 
     def histograms(self, data: torch.Tensor, dtype: str) -> torch.Tensor:
         differs = self._called("histogram")
@@ -120,7 +120,9 @@ class Launches:
 
     def encode(self, data: torch.Tensor, dtype: str, counts: torch.Tensor) -> Encoded:
         differs = self._called("encode")
-        assert torch.equal(counts, reference.histograms(data, dtype)), "no kernel waits for another one to be compiled"
+        assert torch.equal(counts, reference.histograms(data, dtype)), (
+            "no kernel waits for the compilation of another one"
+        )
         layout, coded = reference.encode(data, dtype)
         return layout, coded ^ 1 if differs else coded
 
@@ -149,7 +151,7 @@ WRONG = [f"{name} {how}" for name in KERNELS for how in ("fails", "differs")]
         ("bfloat16", "decode differs", True),
     ],
 )
-def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
+def test_a_trial_runs_every_kernel_and_compares_every_bit(
     dtype: str, wrong: str, is_ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, threads = Launches(wrong), set(threading.enumerate())
@@ -159,7 +161,7 @@ def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
     if wrong == "nothing":
         assert found is None
         assert sorted(launches.calls) == (["decode"] * 2 if is_ragged else sorted([*KERNELS, "decode"])), (
-            "the second call is another"
+            "the second call is of another kind"
         )
     elif "fails" in wrong:
         assert "its kernels do not run here (RuntimeError" in str(found)
@@ -168,8 +170,8 @@ def test_a_trial_runs_every_kernel_and_looks_at_every_bit(
         assert found == "a trial gave other bits"
 
 
-def test_each_dtype_is_tried_for_itself_and_ragged_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model does not have is not compiled."""
+def test_each_dtype_and_ragged_weights_are_tried_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that a model does not need are not compiled."""
     tried: list[tuple[str, bool]] = []
     monkeypatch.setattr(coding, "_tried", lambda _, dtype, is_ragged: tried.append((dtype, is_ragged)))
     assert coding.available(CUDA, "float16")
@@ -180,7 +182,7 @@ def test_each_dtype_is_tried_for_itself_and_ragged_weights_are(monkeypatch: pyte
     assert tried == [("float16", False), ("bfloat16", False), ("bfloat16", True)]
 
 
-def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_tried_once_by_a_thread_that_all_callers_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, tried = threading.Event(), []
 
     def slow(device: torch.device, dtype: str, is_ragged: bool) -> None:
@@ -201,7 +203,7 @@ def test_a_device_is_tried_once_by_a_thread_that_all_wait_for(monkeypatch: pytes
     assert not thread.is_alive(), "no thread stays"
 
 
-def test_an_error_of_the_thread_is_one_of_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_thread_is_raised_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,5 +1,6 @@
-"""Rows that are picked of a coded stack: the reference's very bytes, from the whole stack and from slots, and no access
-outside, also with damaged bytes.
+"""Rows picked from a compressed stack: exactly the reference's bytes, from the whole stack and from slots, and no
+access
+out of bounds, also with damaged bytes.
 
 Without a GPU the kernel runs in Triton's interpreter, at 0.1 s per tile: so there are few rows of one or two tiles.
 """
@@ -35,7 +36,7 @@ IDS = [2, 0, 2, 3, 1, 3]
 
 
 def stack(dtype: str, tiles: int) -> tuple[Layout, torch.Tensor]:
-    """Rows of so many tiles, coded: one row with no escapes, one with few, others with many."""
+    """Compressed rows of a number of tiles: one row without escapes, one with few, others with many."""
     widths = (0.01, 0.4, 3.0, 9.0) if dtype == "bfloat16" else (0.1, 1.2, 1.6, 3.0)
     data = [spread(dtype, tiles * TILE, 0.5, width, seed=row) for row, width in enumerate(widths)]
     layout, coded = reference.encode(torch.cat(data), dtype)
@@ -45,7 +46,7 @@ def stack(dtype: str, tiles: int) -> tuple[Layout, torch.Tensor]:
 
 
 def target(layout: Layout, num: int) -> torch.Tensor:
-    """Room for so many rows, amid guards."""
+    """Memory for a number of rows between guards."""
     room = num * layout.raw_nbytes // NUM_ROWS
     whole = torch.full((room + 2 * GUARD_NBYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
     return whole[GUARD_NBYTES:-GUARD_NBYTES]
@@ -56,9 +57,9 @@ def on_device(numbers: list[int]) -> torch.Tensor:
 
 
 class InSlots:
-    """Rows in slots as a cache has them: the words of each, and behind them its escapes, from a multiple of 8 bytes on.
+    """Rows in slots as in a cache: the words of each, followed by its escapes at a multiple of 8 bytes.
 
-    There is one slot more than rows, and what no row has is poisoned.
+    There is one more slot than rows, and unused bytes are poisoned.
     """
 
     def __init__(self, layout: Layout, coded: torch.Tensor) -> None:
@@ -87,7 +88,7 @@ def picked(
     slots: InSlots | None = None,
     places: list[int] | None = None,
 ) -> torch.Tensor:
-    """What the kernel writes to its target, a row per id, and nothing beside it."""
+    """The kernel's output, a row per id. Checks that nothing next to it is written."""
     out, there = target(layout, len(ids)), None if places is None else on_device(places)
     if slots is None:
         triton_codec.Picking(coded.to(DEVICE), layout, out, NUM_ROWS)(on_device(ids), places=there)
@@ -109,14 +110,14 @@ def rows_of(layout: Layout, coded: torch.Tensor) -> torch.Tensor:
         ("bfloat16", "slots", 1),
     ),
 )
-def test_picked_rows_are_those_of_the_reference(tiles: int, place: str, dtype: str) -> None:
+def test_picked_rows_equal_those_of_the_reference(tiles: int, place: str, dtype: str) -> None:
     layout, coded = stack(dtype, tiles)
     slots = InSlots(layout, coded) if place == "slots" else None
     assert torch.equal(picked(layout, coded, IDS, slots), rows_of(layout, coded)[IDS])
 
 
 @pytest.mark.parametrize("place", only(["the stack", "slots", "the reference"], "the stack", "the reference"))
-def test_picked_rows_go_where_they_are_told(place: str) -> None:
+def test_picked_rows_go_to_their_targets(place: str) -> None:
     layout, coded = stack("float16", 1)
     ids, places = [2, -1, 0, 3], [3, 0, 0, 1]
     if place == "the reference":
@@ -133,20 +134,20 @@ NONE = [-1, NUM_ROWS, -(2**40), 2**40, 2]
 
 
 def assert_none(layout: Layout, coded: torch.Tensor, found: torch.Tensor) -> None:
-    """An id that is too large gives the last row; of a negative one nothing is written."""
+    """An id that is too large gives the last row. For a negative one nothing is written."""
     assert torch.equal(found[[1, 3, 4]], rows_of(layout, coded)[[3, 3, 2]])
     assert (found[[0, 2]] == GUARD).all()
 
 
 @pytest.mark.parametrize("dtype", only(["bfloat16", "float8_e4m3fn"], "bfloat16"))
-def test_an_id_that_is_none_reaches_nothing_outside_of_slots(dtype: str) -> None:
+def test_an_invalid_id_reads_nothing_outside_of_slots(dtype: str) -> None:
     layout, coded = stack(dtype, 1)
     assert_none(layout, coded, picked(layout, coded, NONE, InSlots(layout, coded)))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", only(["bfloat16", "float8_e4m3fn"], "float8_e4m3fn"))
-def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_id_reads_nothing_outside_of_a_stack(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, coded = stack(dtype, 1)
     out, ids = target(layout, len(NONE)), on_device(NONE)
     pick = triton_codec.Picking(coded, layout, out, NUM_ROWS)
@@ -156,8 +157,8 @@ def test_an_id_that_is_none_reaches_nothing_outside_of_a_stack(dtype: str, monke
     assert_none(layout, coded, out.view(len(NONE), -1).cpu())
 
 
-def test_picking_again_reads_anew() -> None:
-    """All addresses are fixed but those of ids and slots; what is at them may change."""
+def test_picking_again_reads_again() -> None:
+    """All addresses are fixed except those of ids and slots. The bytes at them may change."""
     layout, coded = stack("float16", 1)
     out, there = target(layout, 2), coded.to(DEVICE)
     pick = triton_codec.Picking(there, layout, out, NUM_ROWS)
@@ -174,8 +175,8 @@ def test_picking_again_reads_anew() -> None:
 
 
 @pytest.mark.parametrize("place", only(["the stack", "slots"], "slots"))
-def test_a_row_of_other_bytes_is_seen(place: str) -> None:
-    """The checks above do fail where an escape, or a word, is another one."""
+def test_a_row_with_other_bytes_is_detected(place: str) -> None:
+    """The checks above fail if an escape, or a word, differs."""
     layout, coded = stack("float16", 1)
     wanted = rows_of(layout, coded)[[3]]
     for at in (3 * layout.tile_nbytes + 5, layout.escapes_at + layout.num_escapes - 1):
@@ -208,17 +209,20 @@ def damaged(layout: Layout, coded: torch.Tensor, how: str) -> torch.Tensor:
     ("how", "dtype"),
     only([(how, kind) for how, kind in product(STARTS, ELEMENTS)], ("a little more", "bfloat16")),
 )
-def test_damaged_starts_in_slots_have_no_access_outside(how: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give wrong weights, no write beside the target, and no read beside the slots and what tells of them."""
+def test_damaged_starts_in_slots_have_no_access_out_of_bounds(
+    how: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are wrong, but nothing is written next to the target, and nothing is read next to the slots and
+    tables."""
     layout, coded = stack(dtype, 1)
     slots, out = InSlots(layout, coded), target(layout, 4)
     slots.heads = damaged(layout, coded, how)[layout.starts_at : layout.escapes_at].to(DEVICE)
     pick, ids = triton_codec.Picking(slots.heads, layout, out, NUM_ROWS, slots.slots), [3, 1, 0, 9]
-    given = on_device(ids), slots.of(ids)
+    arguments = on_device(ids), slots.of(ids)
     with monkeypatch.context() as patch:
-        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *given, *again(dtype, out)]
+        reads = [slots.slots, slots.heads, pick._table, pick._in_order, *arguments, *again(dtype, out)]
         seen = watch(patch, reads, [out]) if DEVICE == "cpu" else None
-        pick(*given)
+        pick(*arguments)
     assert seen is None or each_is_written(seen, dtype, out)
     assert_guards_hold(out)
 
@@ -226,7 +230,7 @@ def test_damaged_starts_in_slots_have_no_access_outside(how: str, dtype: str, mo
 @pytest.mark.few(1)
 @interpreted
 @pytest.mark.parametrize(("how", "dtype"), thinned(STARTS, ELEMENTS, every=3))
-def test_damaged_starts_of_a_stack_have_no_access_outside(
+def test_damaged_starts_of_a_stack_have_no_access_out_of_bounds(
     how: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, coded = stack(dtype, 1)
@@ -260,8 +264,8 @@ def test_picking_without_kernels(tiles: int, dtype: str) -> None:
         assert (out[end:] == GUARD).all()
 
 
-def test_slots_take_the_kernel_on_any_device() -> None:
-    """Nothing else knows them."""
+def test_slots_need_the_kernel_on_any_device() -> None:
+    """There is no other implementation for them."""
     layout, coded = stack("float16", 1)
     slots, out = InSlots(layout, coded), target(layout, 2)
     pick = coding.picking(slots.heads, layout, out, NUM_ROWS, slots.slots)
