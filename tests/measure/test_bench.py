@@ -1,4 +1,4 @@
-"""`weightstream bench` on a tiny checkpoint: what it compares, that row and table say the same, what it refuses."""
+"""`weightstream bench` on a tiny checkpoint: its comparisons, the agreement of row and table, and its refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(model: Path, *flags: object, budget: str = BUDGET) -> Result:
 
 @pytest.fixture(scope="module")
 def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A run for all that only look at what it told, and where its row is."""
+    """One run, for all tests that only read its output and its row."""
     out = tmp_path_factory.mktemp("done") / "rows.jsonl"
     return run(folder, *STEP, "--out", out), out
 
@@ -74,13 +74,15 @@ def cells(result: Result, name: str) -> list[str]:
 def refused(result: Result) -> str:
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    said = [line for line in result.stderr.splitlines() if not line.startswith("weightstream: ")]  # what took seconds
+    said = [
+        line for line in result.stderr.splitlines() if not line.startswith("weightstream: ")
+    ]  # progress of long work
     assert said[0].startswith("error: ") or "Usage" in result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
 
 
-# -- what it tells ------------------------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------------------
 
 
 def test_the_row_is_complete(folder: Path, done: tuple[Result, Path]) -> None:
@@ -118,7 +120,7 @@ def test_the_numbers_agree(done: tuple[Result, Path]) -> None:
     assert resident["weights_nbytes"] == total
 
 
-def test_the_table_says_what_the_row_says(done: tuple[Result, Path]) -> None:
+def test_the_table_equals_the_row(done: tuple[Result, Path]) -> None:
     result, out = done
     (row,) = rows_of(out)
     for found in row["systems"]:
@@ -137,7 +139,7 @@ def test_the_table_says_what_the_row_says(done: tuple[Result, Path]) -> None:
     assert lines["equal"].startswith("yes, 4 outputs")
 
 
-def test_json_is_the_row_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_json_is_only_the_row(folder: Path, tmp_path: Path) -> None:
     result = run(folder, "--json", "--out", tmp_path / "rows.jsonl")
     assert [json.loads(result.stdout)] == rows_of(tmp_path / "rows.jsonl")
 
@@ -178,7 +180,7 @@ def test_large_numbers_of_a_gpu_fit_too(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(("width", "lost"), [(60, {"x floor", "p20 ms", "p80 ms"}), (80, set()), (100, set())])
-def test_a_narrow_table_loses_what_matters_least(
+def test_a_narrow_table_drops_the_least_important_columns(
     width: int, lost: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -193,15 +195,15 @@ def test_a_narrow_table_loses_what_matters_least(
     assert {"system", "p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB"} - shown == lost
 
 
-def test_what_it_is_at_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_progress_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     @contextmanager
-    def told(text: str, *_: object, **__: object) -> Iterator[Callable[..., None]]:
+    def reporting(text: str, *_: object, **__: object) -> Iterator[Callable[..., None]]:
         said.append(text)
         yield lambda *, description="": said.append(description)
 
-    monkeypatch.setattr("weightstream.measure.progress.reporting", told)
+    monkeypatch.setattr("weightstream.measure.progress.reporting", reporting)
     run(folder)
     phases = ["timing: offloaded", "timing: raw link floor", "timing: resident"]
     assert said == ["loading libraries", "timing", *phases]
@@ -217,10 +219,10 @@ def test_everything_fits(folder: Path, tmp_path: Path) -> None:
     assert "everything fits" in result.stdout
 
 
-# -- what it compares ---------------------------------------------------------------------------------------------
+# -- comparisons --------------------------------------------------------------------------------------------------
 
 
-def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = comparison._resident
 
     def tampered(model: Any, *args: Any) -> Any:
@@ -236,7 +238,7 @@ def test_a_difference_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.
     assert row["first_difference"] == 1
 
 
-def test_a_model_that_differs_from_itself_is_no_difference(
+def test_a_model_that_differs_from_itself_counts_as_equal(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = comparison._resident
@@ -262,7 +264,7 @@ def test_a_later_difference() -> None:
     assert comparison.first_difference(ours, theirs, torch.equal) == 3
 
 
-def test_no_room_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.store.limits.available_nbytes", lambda: 4096)
     result = run(folder, "--out", tmp_path / "rows.jsonl")
     assert result.exit_code == 0, result.output
@@ -275,7 +277,9 @@ def test_no_room_for_the_resident_model(folder: Path, tmp_path: Path, monkeypatc
     assert row["skipped"] in result.stdout.replace("\n", " ").replace("           ", "")
 
 
-def test_the_floor_copies_what_a_step_streams(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_floor_copies_the_streamed_bytes_of_a_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     plain = timing.copies_s
     monkeypatch.setattr(timing, "copies_s", lambda backend, s, seconds: sizes.extend(s) or plain(backend, s, seconds))
@@ -292,7 +296,7 @@ def test_copies_are_made_in_every_round() -> None:
     seconds = timing.copies_s(backend, [100, 300, 200], 0.01)
     backend.close()
     assert copied[:3] == [100, 300, 200]
-    assert len(copied) == 3 * (len(seconds) + 4)  # two to learn how many, two to settle
+    assert len(copied) == 3 * (len(seconds) + 4)  # two to find the number of repeats, two to settle
     assert all(s > 0 for s in seconds)
 
 
@@ -301,13 +305,13 @@ def test_copies_are_made_in_every_round() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_every_step_is_of_other_tokens_and_comes_again(name: str) -> None:
+def test_every_step_has_other_tokens_and_is_repeated(name: str) -> None:
     steps = DecodeSteps(MODELS[name]().module, Workload(batch=2, tokens=2, context=30), CPU)
     first = [steps() for _ in range(_NUM_TURNS)]
     assert first[0].shape == (2, 128)
     assert not any(torch.equal(first[0], other) for other in first[1:])
     for output in first[:3]:
-        assert torch.equal(steps(), output), "another step left the cache as it was"
+        assert torch.equal(steps(), output), "another step did not change the cache"
 
 
 def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,13 +329,13 @@ def test_a_step_is_a_forward_on_the_cache_of_the_prompt(monkeypatch: pytest.Monk
     assert calls == [((3, 9), 0), ((3, 2), 9), ((3, 2), 9)]
 
 
-def test_a_prompt_alone_is_a_step_without_a_cache() -> None:
-    model, given = MODELS["llama"]().module, []
+def test_a_prompt_step_has_no_cache() -> None:
+    model, inputs = MODELS["llama"]().module, []
     steps = DecodeSteps(model, Workload(batch=1, tokens=9, context=9), CPU)
-    model.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs["input_ids"]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, args, kwargs: inputs.append(kwargs["input_ids"]), with_kwargs=True)
     output = steps()
-    assert [ids.shape for ids in given] == [(1, 9)]
-    assert torch.equal(output, model(input_ids=given[0], logits_to_keep=1).logits[:, -1])
+    assert [ids.shape for ids in inputs] == [(1, 9)]
+    assert torch.equal(output, model(input_ids=inputs[0], logits_to_keep=1).logits[:, -1])
 
 
 # -- the figure ---------------------------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ def test_the_figure_is_a_picture(folder: Path, tmp_path: Path, monkeypatch: pyte
     image = pytest.importorskip("PIL.Image")
     compare = comparison.compare
 
-    def made_up(*args: Any) -> Any:  # a bar of a step that takes next to no time would not be seen
+    def made_up(*args: Any) -> Any:  # a bar of a step of nearly no time would be invisible
         plan, row = compare(*args)
         return plan, row | {"systems": SYSTEMS, "predicted_s": 120}
 
@@ -371,10 +375,10 @@ def test_a_figure_that_cannot_be_written(folder: Path, tmp_path: Path, name: str
     assert "name a .png file" in refused(run(folder, "--plot", tmp_path / name))
 
 
-# -- what it refuses ----------------------------------------------------------------------------------------------
+# -- refusals -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_cannot_be_written_are_told_first(folder: Path, tmp_path: Path) -> None:
+def test_an_unwritable_row_file_is_reported_first(folder: Path, tmp_path: Path) -> None:
     message = refused(run(tmp_path / "no-model", "--out", tmp_path / "no-such-folder" / "rows.jsonl"))
     assert "no-such-folder" in message
     assert "name a file that can be written" in message
@@ -410,7 +414,7 @@ def test_not_a_language_model(tmp_path: Path) -> None:
     assert "bench times language models" in refused(run(tmp_path))
 
 
-def test_help_says_what_is_compared() -> None:
+def test_help_lists_the_comparisons() -> None:
     ran = subprocess.run([sys.executable, "-m", "weightstream", "bench", "--help"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     shown = " ".join(ran.stdout.replace("│", " ").split())

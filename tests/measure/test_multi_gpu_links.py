@@ -1,4 +1,4 @@
-"""The link of one process while others measure theirs: each comes to the point where they meet once, whatever fails."""
+"""The link of one process while others measure theirs: each one reaches the barrier once, whatever fails."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def no_memory(nbytes: int) -> torch.Tensor:
     raise RuntimeError(f"no {nbytes} bytes")
 
 
-def test_processes_measure_from_when_they_meet() -> None:
+def test_processes_measure_after_the_barrier() -> None:
     barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: multi_gpu_links.shared_link_rate(CPU, barrier.wait), range(2)))
     assert all(1e6 < rate < math.inf for rate in found)
 
 
-def test_who_cannot_measure_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_cannot_measure_blocks_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def failing(_: torch.device) -> CpuBackend:
         backend = CpuBackend()
         backend.alloc = no_memory  # type: ignore[method-assign]
@@ -48,7 +50,7 @@ def test_who_cannot_measure_lets_nobody_wait(monkeypatch: pytest.MonkeyPatch, ca
     assert "as fast as alone" in caplog.text
 
 
-def test_what_others_refuse_is_raised_and_nobody_meets_twice() -> None:
+def test_a_refusal_of_another_process_is_raised_and_no_barrier_is_entered_twice() -> None:
     met: list[None] = []
 
     def refused() -> None:
@@ -60,7 +62,7 @@ def test_what_others_refuse_is_raised_and_nobody_meets_twice() -> None:
     assert len(met) == 1
 
 
-def test_what_processes_add_up_is_timed_once_they_know_each_other() -> None:
+def test_all_reduces_are_timed_after_the_processes_have_met() -> None:
     calls: list[int | None] = []
 
     def add_up(tensor: torch.Tensor) -> None:
@@ -75,10 +77,10 @@ def test_what_processes_add_up_is_timed_once_they_know_each_other() -> None:
 
 
 @pytest.mark.parametrize(("device", "rate"), [("cuda:0", 7e9), ("cpu", CPU_PROFILE.link_bytes_per_s)])
-def test_ranks_plan_with_the_link_that_they_have_together(
+def test_ranks_plan_with_the_rate_that_they_have_together(
     device: str, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On CPUs nothing is measured: their memory is one."""
+    """CPUs measure nothing: they share one memory."""
     met: list[None] = []
 
     def shared_link_rate(_: torch.device, meet: Callable[[], object]) -> float:

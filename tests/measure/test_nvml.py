@@ -1,4 +1,4 @@
-"""What NVML says of a GPU, and that all is unknown where it says nothing; the library is one made up."""
+"""Facts of a GPU from NVML. Facts that NVML does not report are unknown. The library is a fake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Library(ModuleType):
             raise self.NVMLError("Not Supported")
         if name in ("nvmlInit", "nvmlShutdown"):
             return lambda: self._count(1 if name == "nvmlInit" else -1)
-        assert self.num_open == 1, f"{name} of a library that is not open"
+        assert self.num_open == 1, f"{name} is called while the library is not open"
         if name == "nvmlSystemGetDriverVersion":
             return lambda: "580.95.05"
         if name == "nvmlDeviceGetHandleByPciBusId":
@@ -79,7 +79,7 @@ def test_a_gpu(library: Library) -> None:
     assert library.num_open == 0
 
 
-def test_a_gpu_that_is_not_there(library: Library) -> None:
+def test_a_missing_gpu(library: Library) -> None:
     assert answers("0000:99:00.0") == ("580.95.05", None, None, -1.0)
     assert library.num_open == 0
 
@@ -87,8 +87,8 @@ def test_a_gpu_that_is_not_there(library: Library) -> None:
 @pytest.mark.parametrize(
     ("pids", "load"), [([], 0.35), ([os.getpid()], 0.0), ([os.getpid(), 1], 0.35), ([os.getpid() + 1], 0.35)]
 )
-def test_the_load_is_that_of_others(library: Library, pids: list[int], load: float) -> None:
-    """No process is seen from many containers, this one neither."""
+def test_the_load_is_that_of_other_processes(library: Library, pids: list[int], load: float) -> None:
+    """Many containers show no processes, including this one."""
     library.pids = pids
     assert nvml.gpu_load(ADDRESS) == load
 
@@ -102,17 +102,17 @@ def test_a_link_of_a_virtual_machine(library: Library, name: str, value: int) ->
     assert nvml.link_at_best(ADDRESS) is None
 
 
-def test_what_is_not_supported_is_unknown(library: Library) -> None:
+def test_unsupported_facts_are_unknown(library: Library) -> None:
     library.fails = {"nvmlDeviceGetUtilizationRates", "nvmlDeviceGetCurrPcieLinkWidth"}
     assert answers() == ("580.95.05", None, BEST, -1.0)
     assert library.num_open == 0
 
 
-def test_without_a_driver_all_is_unknown(library: Library) -> None:
+def test_without_a_driver_everything_is_unknown(library: Library) -> None:
     library.fails = {"nvmlInit"}
     assert answers() == (None, None, None, -1.0)
 
 
-def test_without_the_package_all_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_everything_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert answers() == (None, None, None, -1.0)

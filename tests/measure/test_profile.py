@@ -1,4 +1,4 @@
-"""The profile: measured once per machine, device and software, kept in a file, and never a reason to fail."""
+"""The profile: measured once per machine, device and software, stored in a file, and never a reason to fail."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others use a quarter of the processor, at a time that stands still; nothing is announced yet."""
+    """Fake a clock that stands still, and other processes that use a quarter of the CPU. Nothing has been announced
+    yet."""
     profile._say_unmeasured.cache_clear()
     monkeypatch.setattr(machine, "cpu_load", lambda: MEASURED.load)
     monkeypatch.setattr(profile.time, "time", lambda: MEASURED.measured_at)
@@ -64,7 +65,7 @@ def backend() -> Iterator[CpuBackend]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
-    """Measuring takes no time, and every time it is measured counts here."""
+    """Measuring takes no time here. Each measurement is recorded."""
     found: list[Profile] = []
 
     def measure(*_: object) -> tuple[Profile, bool]:
@@ -75,7 +76,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
     return found
 
 
-def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_is_measured_and_left_unchanged(backend: CpuBackend, caplog: pytest.LogCaptureFixture) -> None:
     before, state = set(threading.enumerate()), torch.get_rng_state()
     found, _ = bench.measure(backend, dtypes=["bfloat16", "float8_e4m3fn"])
     assert set(threading.enumerate()) == before
@@ -105,7 +106,7 @@ def test_a_cpu_is_measured_and_left_as_it_was(backend: CpuBackend, caplog: pytes
 
 
 class Works:
-    """What a bench asks of works, with a clock of its own: what is measured takes a second, and more in some rounds."""
+    """Work with a clock of its own: each measurement takes a second, or more in some rounds."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds = iter(seconds)
@@ -119,7 +120,7 @@ class Works:
 
 
 def test_a_number_is_the_best_of_its_samples() -> None:
-    """What disturbs a round, here the first and the third, spoils no number."""
+    """Disturbances of a round, here of the first and the third, spoil no number."""
     sent: list[dict[str, float]] = []
 
     def measuring() -> Any:
@@ -135,7 +136,7 @@ def test_a_number_is_the_best_of_its_samples() -> None:
 
 
 @pytest.mark.stress
-def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_cover_all_numbers(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     sample = bench._Part.sample
     monkeypatch.setattr(bench._Part, "sample", lambda part: names.append(part.name) or sample(part))
@@ -143,13 +144,13 @@ def test_rounds_go_over_all_numbers(backend: CpuBackend, monkeypatch: pytest.Mon
     bench.measure(backend, lambda: rounds.append(len(names)), ["bfloat16"])
     assert rounds == [2 * num for num in range(1, 6)] + [10 + 4 * num for num in range(1, 6)]
     assert len(rounds) == bench.NUM_STEPS
-    assert names[:10] == ["products", "attention"] * 5, "what needs no kernel of ours, while these are compiled"
-    rest = ["link", "modules", "decoding", "kernels"]  # what hardly uses the device is right behind products
-    assert names[10:] == rest * 5, "a graph is captured when nothing compiles any more"
+    assert names[:10] == ["products", "attention"] * 5, "they need no kernel of ours, while these are compiled"
+    rest = ["link", "modules", "decoding", "kernels"]  # these hardly use the device, so they follow products
+    assert names[10:] == rest * 5, "a graph is captured only after all compilations"
 
 
-def test_a_late_host_does_not_lengthen_what_a_gpu_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU has work queued ahead while the host is late, and its own clock counts from where that ends."""
+def test_a_late_host_does_not_lengthen_times_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is queued on the GPU while the host is late, and the GPU's own clock starts when that delay ends."""
     calls: list[str] = []
 
     class Gpu(CpuBackend):
@@ -166,7 +167,7 @@ def test_a_late_host_does_not_lengthen_what_a_gpu_timed(monkeypatch: pytest.Monk
     found = bench._Bench(Gpu())
     work = partial(calls.append, "work")
     assert found.queued_s(work, 2) >= 0
-    assert calls == ["work"] * 2, "a CPU computes as it is called"
+    assert calls == ["work"] * 2, "a CPU computes at once"
     calls.clear()
     found._on_gpu = True
     assert found.queued_s(work, 4) == 5 / 4
@@ -215,15 +216,16 @@ def num_kernels(work: Any) -> int:
     return count.num
 
 
-def test_the_kernels_of_a_block_are_as_many_as_it_says() -> None:
+def test_the_number_of_kernels_of_a_block_is_right() -> None:
     block = SampleBlock(torch.device("cpu"))
     x, turn, past = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((1, 1, 64), (1, 1, 1, 16), (1, 4, 15, 16)))
     assert num_kernels(partial(block, x, turn, past)) == SampleBlock.num_kernels
 
 
-def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
-    """A device on which each kernel takes 2 us beside its bytes, at 1 TB/s, a product 5 us at least, a copy out of a
-    stack half of that rate, and products with what was copied 10 us beside bytes at a quarter of it."""
+def test_least_times_are_derived_from_sums(backend: CpuBackend) -> None:
+    """The fake device: each kernel takes 2 us besides its bytes at 1 TB/s. A product takes 5 us at least. A copy out
+    of a stack
+    has half of that rate. Products with copied matrices take 10 us besides bytes at a quarter of it."""
     small, large = kernels.SMALL_EXPERTS.nbytes, kernels.LARGE_EXPERTS.nbytes
     copies = {name: 2e-6 + 2 * nbytes / 0.5e12 for name, nbytes in (("small", small), ("large", large))}
     products = {"small": 10e-6 + small / 0.25e12, "large": 10e-6 + large / 0.25e12}
@@ -237,8 +239,8 @@ def test_least_times_come_out_of_sums(backend: CpuBackend) -> None:
     assert kernels.kernel_fields(on_cpu, 300_000_000, 3) == pytest.approx({"op_s": 2e-6, "device_bytes_per_s": 1e12})
 
 
-def test_decoding_takes_time_beside_its_bytes() -> None:
-    """A launch takes 7 us, or 6 and 9 for other dtypes, and bytes come at 2, 1 and 0.5 TB/s."""
+def test_decoding_takes_time_besides_its_bytes() -> None:
+    """A launch takes 7 us, or 6 and 9 for other dtypes, and the rates are 2, 1 and 0.5 TB/s."""
     sizes = {"bfloat16": [120_000_000, 30_000_000]}
     sizes |= {"float16": sizes["bfloat16"], "float8_e4m3fn": [60_000_000, 15_000_000]}
     codes = {"bfloat16": (7e-6, 2e12), "float16": (9e-6, 1e12), "float8_e4m3fn": (6e-6, 0.5e12)}
@@ -252,7 +254,7 @@ def test_decoding_takes_time_beside_its_bytes() -> None:
     assert bench.decoding_parts(whole, most) == pytest.approx({"decoding_s": 0.0} | rates)
 
 
-def test_two_sizes_are_decoded_over_a_weight_that_stays(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sizes_are_decoded_over_the_same_weight(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, decoded_rows=(64, 16)))
     found = bench._Bench(backend, ELEMENTS)
     before = [weight.clone() for weight in found._weights]
@@ -263,14 +265,16 @@ def test_two_sizes_are_decoded_over_a_weight_that_stays(backend: CpuBackend, mon
 
 
 @pytest.mark.parametrize(("all_s", "part_s"), [(3.0, 0.2), (3.0, 3.0), (3.0, 9.0), (9.0, 1.0)])
-def test_a_slow_host_or_noise_makes_no_rate_endless(all_s: float, part_s: float) -> None:
+def test_a_slow_host_or_noise_makes_no_rate_infinite(all_s: float, part_s: float) -> None:
     seconds = {"bfloat16": (all_s, part_s), "float16": (all_s, part_s), "float8_e4m3fn": (8.0, part_s)}
     found = bench.decoding_parts(seconds, dict.fromkeys(ELEMENTS, (16, 4)))
     assert 0 <= found["decoding_s"] <= min(all_s, 8.0) / 4
     assert all(16 / s <= found[decode_rate(dtype)] <= 16 / s * 4 / 3 for dtype, (s, _) in seconds.items())
 
 
-def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kernels_equals_the_divisor_of_their_time(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     works = kernels.kernel_works(backend, [torch.ones(4, 4)])
     assert {name: num_kernels(work) for name, work in works.items()} == {
         "norms": kernels.NUM_NORMS * kernels.NUM_IN_NORM,
@@ -288,7 +292,7 @@ def test_kernels_are_as_many_as_their_time_is_shared_by(backend: CpuBackend, mon
         places = torch.arange(num_picked) * (len(stack) // num_picked)
         picking[name]()
         copied = other.view(-1, rows, 4)[:num_picked]
-        assert torch.equal(copied, stack[places + kernels.TURNS - 1]), "each time another one"
+        assert torch.equal(copied, stack[places + kernels.TURNS - 1]), "another matrix each time"
 
 
 def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache: Path) -> None:
@@ -301,7 +305,7 @@ def test_it_is_measured_once(backend: CpuBackend, measured: list[Profile], cache
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_was_measured_is_logged(
+def test_the_measured_numbers_are_logged(
     backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "weightstream"):
@@ -311,7 +315,7 @@ def test_what_was_measured_is_logged(
 
 
 @pytest.mark.parametrize("what", ["driver", "device", "uuid", "capability", "torch", "cuda", "machine", "cores"])
-def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_driver_device_or_software_is_measured_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
     monkeypatch.setattr(nvml, "driver_version", lambda: "580.95.05")
     profile.save_profile(GPU, MEASURED)
@@ -333,7 +337,7 @@ def test_another_driver_device_or_software_is_measured_anew(what: str, monkeypat
     assert profile.load_profile(GPU) is None
 
 
-def test_other_threads_are_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_threads_is_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     profile.save_profile(CPU, MEASURED)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 999)
     assert profile.load_profile(CPU) is None
@@ -360,7 +364,7 @@ def broken(text: str, what: str) -> str:
 @pytest.mark.parametrize(
     "what", ["empty", "cut short", "no object", "a rate of zero", "not a number", "another format"]
 )
-def test_a_broken_file_is_said_once_and_written_again(
+def test_a_broken_file_is_reported_once_and_written_again(
     what: str, backend: CpuBackend, measured: list[Profile], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profile.save_profile(CPU, MEASURED)
@@ -386,7 +390,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     assert "measures again" in caplog.text
 
 
-def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile.save_profile(CPU, MEASURED)
 
     def fail(*_: object) -> None:
@@ -399,7 +403,7 @@ def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pyte
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
+def test_a_number_that_cannot_be_measured_is_assumed_and_not_stored(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: object) -> Any:
@@ -422,7 +426,7 @@ def test_a_number_that_cannot_be_measured_is_assumed_and_not_kept(
     assert profile.load_profile(CPU) is None
 
 
-def test_without_any_measurement_the_backend_says_what_to_assume(
+def test_without_any_measurement_the_backends_assumptions_are_used(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -455,40 +459,40 @@ def test_a_profile_is_json_both_ways() -> None:
         ("{", "JSON"),
     ],
 )
-def test_what_is_no_profile_is_refused(text: str, said: str) -> None:
+def test_an_invalid_profile_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match="not a profile") as error:
         profile.from_json(text)
     assert said in str(error.value)
 
 
-def test_an_older_profile_does_not_say_when_it_was_measured() -> None:
+def test_an_older_profile_has_no_time_of_measurement() -> None:
     found = profile.from_json('{"machine": "a machine"}')
     assert (found.measured_at, found.load) == (0.0, -1.0)
 
 
-def test_a_profile_says_when_it_was_measured_and_what_others_did(
+def test_a_profile_has_its_time_of_measurement_and_the_load_of_others(
     backend: CpuBackend, measured: list[Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cpu_load", lambda: 0.75)
     assert profile.profile_for(backend) == replace(measured[0], load=0.75)
     monkeypatch.setattr(machine, "cpu_load", lambda: 0.0)
-    assert profile.profile_for(backend).load == 0.75, "it is kept"
+    assert profile.profile_for(backend).load == 0.75, "it is stored"
 
 
-def test_the_load_of_a_gpu_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_a_gpu_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "facts", lambda _: FACTS)
     monkeypatch.setattr(nvml, "gpu_load", lambda address: 0.5 if address == FACTS.pci else -1.0)
     assert profile._load(GPU) == 0.5
 
 
-def test_the_load_of_a_processor_is_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_a_cpu_is_that_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("psutil.cpu_count", lambda: 4)
     clocks = {"perf_counter": [0.0, 0.1], "process_time": [5.0, 5.1]}
     for name, values in clocks.items():
         monkeypatch.setattr(machine.time, name, partial(next, iter(values)))
     monkeypatch.setattr("psutil.cpu_percent", lambda seconds: 75.0)
-    assert machine.cpu_load() == pytest.approx(0.5), "one of four cores was ours"
+    assert machine.cpu_load() == pytest.approx(0.5), "this process used one of four cores"
 
 
 @pytest.mark.parametrize("changed", [{"measured_at": 1.0, "load": 0.0}, {"load": 0.5}, {"load": -1.0}])
@@ -498,7 +502,7 @@ def test_a_doubted_profile_is_measured_again(
     found = profile.profile_for(backend)
     profile.save_profile(CPU, replace(found, measured_at=time.time(), load=0.1))
     profile.doubt(CPU)
-    assert profile.load_profile(CPU) is not None, "of a moment ago, on an idle machine"
+    assert profile.load_profile(CPU) is not None, "it is new, and of an idle machine"
     profile.save_profile(CPU, replace(found, **changed))
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.doubt(CPU)
@@ -532,7 +536,7 @@ def test_a_doubt_never_raises(
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]]:
-    """A GPU of which trials are started here, and end when a test says so."""
+    """A GPU whose trials start here, and end when a test ends them."""
     found: list[Future[str | None]] = []
 
     def prepare(_: object, dtype: str, **__: object) -> Future[str | None]:
@@ -551,7 +555,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[str | None]]
 
 @pytest.mark.parametrize("uses_codes", [True, False])
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_kernels_are_prepared_where_they_will_be_needed(
+def test_kernels_are_prepared_if_they_will_be_needed(
     uses_codes: bool, is_kept: bool, trials: list[Future[str | None]]
 ) -> None:
     if is_kept:
@@ -563,7 +567,7 @@ def test_kernels_are_prepared_where_they_will_be_needed(
     assert bool(trials) is uses_codes
 
 
-def test_kernels_that_are_there_are_not_talked_of(
+def test_kernels_that_are_ready_are_not_reported(
     trials: list[Future[str | None]], caplog: pytest.LogCaptureFixture
 ) -> None:
     profile.prepare_decoding(GPU, ["bfloat16"])
@@ -573,7 +577,7 @@ def test_kernels_that_are_there_are_not_talked_of(
     assert not caplog.records
 
 
-def test_kernels_that_take_a_while_are_said_once(
+def test_slow_compilation_is_reported_once(
     trials: list[Future[str | None]],
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -595,7 +599,7 @@ def test_kernels_that_take_a_while_are_said_once(
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.usefixtures("trials")
 def test_a_measurement_is_announced_at_once(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the log shows no INFO, stderr does, also where it is no terminal."""
+    """If the log does not show INFO, the line is on stderr, even if that is not a terminal."""
     for _ in range(2):
         profile.prepare_decoding(torch.device(device), ())
     said = capsys.readouterr().err
@@ -607,23 +611,23 @@ def test_a_measurement_is_announced_at_once(device: str, capsys: pytest.CaptureF
     assert not capsys.readouterr().err
 
 
-def test_kernels_are_compiled_beside_what_is_made_ready(
+def test_kernels_are_compiled_during_other_preparations(
     trials: list[Future[str | None]], measured: list[Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvml, "gpu_load", lambda _: 0.5)
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE, pinning=nullcontext())
     assert profile.profile_for(backend).load == 0.5
-    assert not trials, "nothing is to be decoded"
+    assert not trials, "nothing will be decoded"
     assert profile.profile_for(backend, ["float16", "bfloat16"], anew=True).load == 0.5
     assert len(trials) == 2
-    assert not trials[0].done(), "only what is decoded waits for them"
+    assert not trials[0].done(), "only decoding waits for them"
     assert len(measured) == 2
 
 
-def test_what_a_kept_profile_lacks_is_measured_for_the_dtypes_that_are_asked_for(
+def test_missing_rates_of_a_stored_profile_are_measured_for_the_requested_dtypes(
     trials: list[Future[str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where their kernels run; what the host takes beside them comes with that."""
+    """Only if their kernels run. The host's time for them is measured as well."""
     asked: list[list[str]] = []
 
     def measure_decoding(_: object, __: object, dtypes: list[str]) -> dict[str, float]:
@@ -646,7 +650,7 @@ def test_what_a_kept_profile_lacks_is_measured_for_the_dtypes_that_are_asked_for
     assert len(asked) == 1
 
 
-def test_no_rate_is_measured_where_kernels_do_not_run(trials: list[Future[str | None]]) -> None:
+def test_no_rate_is_measured_if_kernels_do_not_run(trials: list[Future[str | None]]) -> None:
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
     lacks = replace(MEASURED, decode_float16_bytes_per_s=bench.NOT_MEASURED)
     profile.save_profile(GPU, lacks)
@@ -654,10 +658,10 @@ def test_no_rate_is_measured_where_kernels_do_not_run(trials: list[Future[str | 
     assert profile.profile_for(backend, ["float16"]) == lacks
 
 
-def test_measuring_is_said_once(
+def test_measuring_is_reported_once(
     backend: CpuBackend, measured: list[Profile], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, whether or not it was announced before; each measurement in one of its own."""
+    """Each measurement has one line, whether it was announced before or not."""
     with caplog.at_level(logging.INFO, "weightstream"):
         profile.prepare_decoding(CPU, (), progress=False)
         for _ in range(2):
@@ -682,7 +686,7 @@ class Terminal(io.StringIO):
     [(True, None, True), (True, True, True), (True, False, False), (False, None, False), (False, True, False)],
 )
 @pytest.mark.parametrize("total", [None, 3])
-def test_a_bar_is_for_terminals(
+def test_a_bar_is_only_for_terminals(
     is_terminal: bool,
     asked: bool | None,
     shown: bool,
@@ -707,7 +711,9 @@ def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", stream := Terminal())
     with pytest.raises(ZeroDivisionError), progress.reporting("measuring it"):
         raise ZeroDivisionError
-    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1, (
+        "the cursor is visible again"
+    )
 
 
 # -- a CPU decodes on request only ---------------------------------------------------------------------------------
@@ -715,7 +721,7 @@ def test_an_error_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often decoding was measured, which takes no time here."""
+    """Records how often decoding was measured, which takes no time here."""
     found: list[int] = []
 
     def measure_decoding(_: object, __: object, dtypes: list[str]) -> dict[str, float]:
@@ -747,8 +753,8 @@ def test_a_cpu_measures_no_decoding_that_no_plan_uses(
 
 
 @pytest.mark.usefixtures("own_profile")
-def test_it_measures_decoding_when_it_is_first_asked_for(encoded: list[int]) -> None:
-    """Of the dtypes that there are."""
+def test_decoding_is_measured_when_it_is_first_requested(encoded: list[int]) -> None:
+    """For all dtypes."""
     profile.save_profile(CPU, replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED)))
     for num, dtype in enumerate((torch.bfloat16, torch.float16), 1):
         for _ in range(2):
@@ -776,7 +782,7 @@ def test_rates_of_decoding_that_cannot_be_measured_are_assumed(
     assert "decoding cannot be measured (division by zero): its speed is assumed" in caplog.text
 
 
-def test_decoding_alone_is_measured(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_decoding_is_measured(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, decoded_rows=(16,)))
     monkeypatch.setattr(bench, "_SAMPLE_S", 1e-4)
     rounds: list[int] = []

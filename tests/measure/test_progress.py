@@ -1,4 +1,5 @@
-"""Progress: what takes seconds is said within one, and again where it takes long, also where stderr is no terminal."""
+"""Progress: work of seconds is reported within one second, and again if it takes long, also if stderr is not a
+terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_a_line_is_of_the_log_or_of_stderr(
+def test_a_line_goes_to_the_log_or_to_stderr(
     level: int, asked: bool | None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(level, "weightstream"):
@@ -55,10 +56,10 @@ def test_a_line_is_of_the_log_or_of_stderr(
     assert capsys.readouterr().err == wanted
 
 
-def test_a_phase_of_steps_is_said_again_once(
+def test_a_phase_of_steps_is_reported_once_more(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No thread looks at the clock meanwhile: the steps do."""
+    """The steps look at the clock; no thread does."""
     now, threads, said = [100.0], set(threading.enumerate()), ""
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.reporting(TEXT) as advance:
@@ -73,14 +74,14 @@ def test_a_phase_of_steps_is_said_again_once(
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("takes_s", [0.0, 0.3])
-def test_what_lasts_is_said_once(takes_s: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_is_reported_once(takes_s: float, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.lasting(TEXT):
         time.sleep(takes_s)
     assert capsys.readouterr().err.count(STILL) == (takes_s > 0)
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_an_error_ends_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_ends_the_report_of_long_work(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError), progress.lasting(TEXT):
         raise ZeroDivisionError
     time.sleep(0.1)
@@ -88,7 +89,7 @@ def test_an_error_ends_what_lasts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_work_of_others_is_announced_when_it_takes_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_of_other_threads_is_announced_if_it_takes_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
     work: Future[None] = Future()
     progress.announce(work, TEXT)
     said, until = "", time.monotonic() + 10
@@ -106,7 +107,7 @@ def test_work_of_others_is_announced_when_it_takes_a_moment(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("kind", ["none", "closed", "nobody reads"])
-def test_a_stderr_that_takes_nothing_stops_nothing(
+def test_a_broken_stderr_stops_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind == "nobody reads":
@@ -130,7 +131,7 @@ def test_a_stderr_that_takes_nothing_stops_nothing(
 @pytest.mark.parametrize(
     ("owner", "name", "said"), [(Homes, "settle", "moving 130.0KiB of weights"), (PlannerInputs, "plan", "planning")]
 )
-def test_phases_of_an_offload_that_last_are_said(
+def test_long_phases_of_an_offload_are_reported(
     owner: type, name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = getattr(owner, name)
@@ -168,8 +169,8 @@ print(lines[0] if lines else "nothing")
 """
 
 
-def test_a_first_offload_says_so_within_a_second(tmp_path: Path) -> None:
-    """In a process whose stderr is no terminal, with nothing kept from earlier ones."""
+def test_a_first_offload_is_reported_within_a_second(tmp_path: Path) -> None:
+    """In a process whose stderr is not a terminal, without any stored profile or kernel."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     run = subprocess.run(
         [sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, timeout=120, check=True

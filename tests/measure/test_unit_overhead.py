@@ -1,4 +1,4 @@
-"""What the host takes to open units is told from steps of small ones."""
+"""The host's time for opening a unit, derived from steps of small units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightstream.runtime.devices.cpu import CpuBackend
 US = 1e-6
 
 
-def test_differences_tell_the_parts() -> None:
+def test_the_parts_are_derived_from_differences() -> None:
     num = unit_overhead.NUM_UNITS
     seconds = {"few": num * 55 * US, "many": num * 95 * US, "coded": num * 37 * US, "launches": num * 12 * US}
     found = {name: s / unit_overhead._BETWEEN for name, s in unit_overhead.overhead_fields(seconds).items()}
@@ -30,7 +30,7 @@ def test_noise_gives_no_negative_costs() -> None:
     assert found["fill_s"] <= found["overhead_s"]
 
 
-def test_it_is_measured_in_inference_mode_too() -> None:
+def test_it_works_in_inference_mode() -> None:
     backend = CpuBackend()
     with torch.inference_mode(), unit_overhead.overhead_works(backend, "bfloat16") as works:
         for work in works.values():
@@ -62,7 +62,7 @@ def test_every_unit_of_a_step_is_filled_and_opened(coded: str | None) -> None:
     ("is_coded", "streams", "wanted_s"),
     [(False, True, 10 + 50 + 2 * 5), (True, True, 10 + 50 + 2 * 5 + 12), (True, False, 10 + 20 + 2 * 5 + 12)],
 )
-def test_a_unit_takes_what_the_host_does_for_it(is_coded: bool, streams: bool, wanted_s: float) -> None:
+def test_the_overhead_of_a_unit(is_coded: bool, streams: bool, wanted_s: float) -> None:
     profile = Profile(unit_s=(1.0,), host_s=(10.0,), overhead_s=50.0, fill_s=30.0, show_s=5.0, decoding_launch_s=12.0)
     form: dict[str, Any] = {"shape": (8,), "stride": (1,), "dtype": "bfloat16"}
     form |= {"nbytes": 8, "decoded_nbytes": 16} if is_coded else {"nbytes": 16}
