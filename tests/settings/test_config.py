@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, what is refused and with which words, what is warned about, and its hash."""
+"""The configuration: accepted values, refusals and their texts, warnings, and the hash."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("field", ["device_budget", "host_budget"])
 @pytest.mark.parametrize(
-    ("given", "nbytes"),
+    ("size", "nbytes"),
     [
         ("96MiB", 96 * 2**20),
         ("12GiB", 12 * GIB),
@@ -107,8 +107,8 @@ def test_defaults() -> None:
         ("512", 512),
     ],
 )
-def test_byte_sizes(field: str, given: object, nbytes: int) -> None:
-    value = getattr(OffloadConfig(**{field: given}), field)
+def test_byte_sizes(field: str, size: object, nbytes: int) -> None:
+    value = getattr(OffloadConfig(**{field: size}), field)
     assert value == nbytes
     assert type(value) is int
 
@@ -121,20 +121,20 @@ def test_host_budget_may_be_zero_and_device_budget_may_not() -> None:
     assert "a number of bytes >= 1" in text
 
 
-@pytest.mark.parametrize("given", [-1, 0, "lots", "-1", "abc", 0.5])
-def test_what_is_no_size_is_told_in_one_line_without_pydantics_words(given: object) -> None:
-    text = refusal(OffloadConfig, device_budget=given)
-    assert text.startswith(f"device_budget = {given!r}: not a number of bytes >= 1; give bytes, a size")
+@pytest.mark.parametrize("size", [-1, 0, "lots", "-1", "abc", 0.5])
+def test_an_invalid_size_is_refused_in_one_line_without_pydantics_words(size: object) -> None:
+    text = refusal(OffloadConfig, device_budget=size)
+    assert text.startswith(f"device_budget = {size!r}: not a number of bytes >= 1; give bytes, a size")
     assert "\n" not in text
 
 
 # --- shares, and a map of budgets
 
 
-@pytest.mark.parametrize("given", ["80%", " 80 %", "80.0%"])
+@pytest.mark.parametrize("share", ["80%", " 80 %", "80.0%"])
 @pytest.mark.parametrize("field", ["device_budget", "host_budget"])
-def test_a_share_is_kept_as_one_and_counts_of_the_memory_that_is_there(field: str, given: str) -> None:
-    config = OffloadConfig(**{field: given})
+def test_a_share_stays_a_share_and_applies_to_the_existing_memory(field: str, share: str) -> None:
+    config = OffloadConfig(**{field: share})
     assert getattr(config, field) == "80%"
     resolve = config.device_nbytes if field == "device_budget" else config.host_nbytes
     assert [resolve(total) for total in (1000, 999, 0)] == [800, 799, 0]
@@ -173,12 +173,12 @@ def test_max_memory_is_for_the_device_that_computes(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:3"])
-def test_without_a_device_in_max_memory_any_is_right(device: str | None) -> None:
+def test_without_a_device_in_max_memory_any_is_accepted(device: str | None) -> None:
     assert OffloadConfig().device_for(device) == device
     assert OffloadConfig(max_memory={"cpu": 5}).device_for(device) == device
 
 
-def test_cpu_alone_bounds_what_a_model_on_the_cpu_takes_in_all() -> None:
+def test_only_cpu_in_max_memory_bounds_all_memory_of_a_model_on_the_cpu() -> None:
     config = OffloadConfig(max_memory={"cpu": "4GiB"})
     assert (config.device_nbytes(GIB), config.host_nbytes(GIB)) == (None, 4 * GIB)
     assert (config.device_nbytes(GIB, on_cpu=True), config.host_nbytes(GIB, on_cpu=True)) == (4 * GIB, 0)
@@ -216,7 +216,7 @@ def test_two_budgets_for_one_memory(builder: str, values: dict[str, Any], names:
     assert all(name in text for name in names)
 
 
-def test_budgets_for_two_memories_may_be_given_either_way() -> None:
+def test_budgets_for_two_memories_may_be_passed_either_way() -> None:
     config = OffloadConfig(max_memory={"cpu": 7}, device_budget=5)
     assert (config.device_nbytes(GIB), config.host_nbytes(GIB)) == (5, 7)
 
@@ -328,7 +328,7 @@ def test_a_bad_value_in_a_section(builder: str, section: str, field: str, value:
     assert remedy in text
 
 
-def test_sections_alone_refuse_too() -> None:
+def test_sections_on_their_own_refuse_too() -> None:
     assert refusal(UVAOffloadConfig, cpu_offload_gb=-2).startswith("cpu_offload_gb = -2: ")
     assert refusal(PrefetchOffloadConfig.model_validate, {"offload_group_sise": 2}).endswith(
         "did you mean offload_group_size?"
@@ -336,7 +336,7 @@ def test_sections_alone_refuse_too() -> None:
     assert refusal(UVAOffloadConfig.model_validate, 5).startswith("UVAOffloadConfig = 5: ")
 
 
-def test_every_fault_is_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     lines = refusal(OffloadConfig, device_budget=0, uva={"cpu_offload_gb": -1, "oops": 1}, pin_memory="x").splitlines()
     names = {line.split(" = ")[0] for line in lines}
     assert names == {"device_budget", "uva.cpu_offload_gb", "uva.oops", "pin_memory"}
@@ -362,12 +362,12 @@ def test_a_misspelt_option_is_refused(builder: str, key: str, nearest: str | Non
         assert text.endswith(f"did you mean {nearest}?")
 
 
-def test_an_option_like_no_other_is_answered_with_the_list() -> None:
+def test_an_option_without_a_similar_one_is_answered_with_the_list() -> None:
     text = refusal(UVAOffloadConfig, zzz=1)
     assert text == "zzz = 1: there is no such option; the options are cpu_offload_gb, cpu_offload_params"
 
 
-def test_a_flat_name_given_directly_is_pointed_to_its_section() -> None:
+def test_a_flat_name_passed_directly_is_pointed_to_its_section() -> None:
     assert refusal(OffloadConfig, cpu_offload_gb=3).endswith("did you mean uva.cpu_offload_gb?")
 
 
@@ -392,7 +392,7 @@ def test_prefetch_selected_without_groups() -> None:
     assert text.endswith("set prefetch.offload_group_size to 2 or more")
 
 
-def test_prefetch_fields_are_not_judged_while_prefetch_is_off() -> None:
+def test_prefetch_fields_are_not_checked_while_prefetch_is_off() -> None:
     assert PrefetchOffloadConfig(offload_num_in_group=3, offload_prefetch_step=0).offload_group_size == 0
     assert PrefetchOffloadConfig(offload_group_size=3, offload_num_in_group=3).offload_num_in_group == 3
 
@@ -477,7 +477,7 @@ def test_a_configuration_without_conflict_is_silent(values: dict[str, Any]) -> N
     assert warned(OffloadConfig.from_kwargs, **values) == []
 
 
-def test_warnings_point_at_the_line_of_the_user(tmp_path: Path) -> None:
+def test_warnings_point_at_the_users_line(tmp_path: Path) -> None:
     path = write(tmp_path, "[uva]\ncpu_offload_params = ['a']\n")
     values = {"uva": {"cpu_offload_params": ["a"]}}
     builds = [*(lambda b=b: b(**values) for b in BUILDERS.values()), lambda: OffloadConfig.from_toml(path)]
@@ -506,25 +506,25 @@ def test_from_kwargs_takes_nested_and_flat_names() -> None:
     )
 
 
-def test_from_kwargs_reads_none_as_not_given() -> None:
-    given = OffloadConfig.from_kwargs(cpu_offload_gb=None, device_budget=None, uva=None, pin_memory=None)
-    assert given == OffloadConfig()
+def test_from_kwargs_treats_none_as_not_passed() -> None:
+    config = OffloadConfig.from_kwargs(cpu_offload_gb=None, device_budget=None, uva=None, pin_memory=None)
+    assert config == OffloadConfig()
 
 
 @pytest.mark.parametrize("uva", [{"cpu_offload_gb": 2}, UVAOffloadConfig(cpu_offload_gb=2), 5])
-def test_from_kwargs_refuses_a_key_given_twice(uva: object) -> None:
+def test_from_kwargs_refuses_a_key_passed_twice(uva: object) -> None:
     text = refusal(OffloadConfig.from_kwargs, uva=uva, cpu_offload_gb=1)
     assert text.startswith("cpu_offload_gb = 1 contradicts uva = ")
     assert text.endswith("give one of the two")
 
 
-def test_from_kwargs_leaves_its_arguments_alone() -> None:
+def test_from_kwargs_does_not_change_its_arguments() -> None:
     prefetch = {"offload_group_size": 4}
     OffloadConfig.from_kwargs(prefetch=prefetch, offload_num_in_group=2)
     assert prefetch == {"offload_group_size": 4}
 
 
-def test_merged_lays_what_is_given_over_the_rest() -> None:
+def test_merged_overrides_only_the_passed_settings() -> None:
     base = OffloadConfig.from_kwargs(offload_group_size=8, offload_num_in_group=2, host_budget="1GiB", pin_memory=False)
     over = base.merged(offload_group_size=4, prefetch={"offload_prefetch_step": 3}, host_budget=None, pin_memory=True)
     assert over == OffloadConfig.from_kwargs(
@@ -565,7 +565,7 @@ def test_from_toml(tmp_path: Path) -> None:
     )
 
 
-def test_from_toml_judges_file_and_overrides_together(tmp_path: Path) -> None:
+def test_from_toml_checks_file_and_overrides_together(tmp_path: Path) -> None:
     path = write(tmp_path, "[uva]\ncpu_offload_gb = 1\n[prefetch]\noffload_group_size = 2\n")
     assert OffloadConfig.from_toml(path, cpu_offload_gb=0).backend == "prefetch"
     text = refusal(OffloadConfig.from_toml, path, cpu_offload_gb=0, offload_num_in_group=3)
@@ -588,13 +588,13 @@ def test_from_toml_refuses_bad_settings_and_names_the_file(tmp_path: Path, toml:
     assert refusal(OffloadConfig.from_toml, path).startswith(f"config file {path}: {named}")
 
 
-def test_from_toml_names_the_line_that_is_not_toml(tmp_path: Path) -> None:
+def test_from_toml_names_the_invalid_line(tmp_path: Path) -> None:
     text = refusal(OffloadConfig.from_toml, write(tmp_path, "pin_memory = true\nhost_budget 3\n"))
     assert str(tmp_path / "offload.toml") in text
     assert "line 2" in text
 
 
-def test_from_toml_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+def test_from_toml_refuses_an_unreadable_file(tmp_path: Path) -> None:
     missing = tmp_path / "absent.toml"
     assert f"config file {missing}: No such file" in refusal(OffloadConfig.from_toml, missing)
     assert f"config file {tmp_path}: Is a directory" in refusal(OffloadConfig.from_toml, tmp_path)
@@ -616,7 +616,7 @@ def test_the_environment_switches_off(monkeypatch: pytest.MonkeyPatch, variable:
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "NO", "Off"])
-def test_a_clear_false_leaves_the_configuration(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_clear_false_does_not_change_the_configuration(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(PIN, value)
     monkeypatch.setenv(UVA, value)
     for config in OffloadConfig(), OffloadConfig(pin_memory=False, use_uva=False):
@@ -664,7 +664,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 
-def test_the_table_below_holds_every_field() -> None:
+def test_the_table_below_has_every_field() -> None:
     own = OffloadConfig.model_fields.keys() - {"uva", "prefetch"}
     assert OTHER_VALUES.keys() == own | UVAOffloadConfig.model_fields.keys() | PrefetchOffloadConfig.model_fields.keys()
 
@@ -691,7 +691,7 @@ def test_the_hash_does_not_depend_on_process_or_set_order() -> None:
 
 
 def run_python(code: str, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter whose package has an empty `__init__.py`."""
+    """Output of `code` in a fresh interpreter, with an empty `__init__.py` in the package."""
     folder = Path(config_module.__file__).parents[1]
     stub = (
         "import sys, types; package = types.ModuleType('weightstream')\n"
@@ -734,7 +734,7 @@ def test_name_matches(pattern: str, name: str, matches: bool) -> None:
     assert name_matches(pattern, name) is matches
 
 
-def test_unmatched_patterns_are_each_told_once() -> None:
+def test_unmatched_patterns_are_each_reported_once() -> None:
     names = iter(["mlp.experts.w2_weight", "attn.q.weight"])
     assert unmatched_patterns(["w2", "experts", "zzz", "w2", "q"], names) == ["w2", "zzz"]
     assert unmatched_patterns([], ["a"]) == []
@@ -748,7 +748,7 @@ def test_the_examples_run() -> None:
 
 
 def test_the_table_of_settings_has_every_setting_with_its_default() -> None:
-    """docs/usage.md: one row for each field, in the words of the field where it has a default of its own."""
+    """docs/usage.md has one row for each field, with the field's default if it has one."""
     text = (Path(__file__).parents[2] / "docs" / "usage.md").read_text()
     table = text[text.index("| setting | default |") : text.index("```toml")]
     rows = [line.strip("|").split("|") for line in table.splitlines()[2:] if line.startswith("|")]
@@ -771,7 +771,7 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["3bit", "4bit", "small", "fast", "dense", "5bit", None, 3])
-def test_a_codec_that_is_none_names_those_that_there_are(name: Any) -> None:
+def test_an_unknown_codec_is_refused_with_the_known_names(name: Any) -> None:
     for codec in ("auto", "compressed", "none"):
         assert OffloadConfig(codec=codec).codec == codec
     with pytest.raises(ConfigError, match=rf"codec = {name!r}.*'auto', 'compressed' or 'none'"):
