@@ -62,7 +62,7 @@ class Lines:
 
 @contextmanager
 def interrupted(after_s: float) -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread, by a real signal, `after_s` seconds after the block began, if it lasts."""
+    """Raise KeyboardInterrupt in the main thread by a signal, `after_s` seconds after the block began, if it lasts."""
     done, main = threading.Event(), threading.main_thread().ident
 
     def interrupt(*_: object) -> None:
