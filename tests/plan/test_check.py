@@ -1,4 +1,4 @@
-"""The proof of a plan: each rule, broken by hand in plans that are right, is reported in words."""
+"""The proof of a plan: each rule is broken by hand in correct plans, and the violation is reported in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fills = tuple[tuple[int, ...], ...]
 
 
 def right_plans() -> list[Plan]:
-    """Plans with rings that wrap, uneven units, repeated positions and units that no position names."""
+    """Plans with rings that wrap, uneven units, repeated positions and units without a position."""
     plans = [equal_plan(n, k) for n in range(2, 7) for k in range(1, n)]
     for sizes in itertools.product((1, 2, 3), repeat=4):
         plans += [plan_of([s * GRAIN for s in sizes], range(4), c * GRAIN) for c in range(max(sizes), sum(sizes))]
@@ -57,7 +57,7 @@ def scheduled(plan: Plan) -> Iterator[tuple[int, int]]:
 
 
 def assert_judged_by_the_bytes(plan: Plan) -> set[str]:
-    """The schedule is reported if and only if the simulated ring holds a wrong byte or a fill that was not needed."""
+    """Check that the schedule is reported exactly if the simulated ring has a wrong byte or an unnecessary fill."""
     found = list(violations(plan))
     harm = faults(plan)
     assert any("is read before it is filled" in text for text in found) == ("stale" in harm)
@@ -74,7 +74,7 @@ def reported(plan: Plan, words: str) -> None:
     assert all(text in str(error.value) for text in found)
 
 
-def test_the_plans_to_break_are_right() -> None:
+def test_the_unbroken_plans_are_correct() -> None:
     assert len(RIGHT) > 400
     assert sum(1 for plan in RIGHT if any(plan.after)) > 300
     for plan in RIGHT:
@@ -98,7 +98,7 @@ def test_a_dropped_first_fill(plans: list[Plan]) -> None:
 
 
 @to_break
-def test_a_fill_one_release_earlier_overwrites_what_is_still_to_be_read(plans: list[Plan]) -> None:
+def test_a_fill_one_release_earlier_overwrites_unread_bytes(plans: list[Plan]) -> None:
     for plan in plans:
         for position, unit in scheduled(plan):
             after = also(without(plan.after, position, unit), (position - 1) % len(plan.after), unit)
@@ -106,7 +106,7 @@ def test_a_fill_one_release_earlier_overwrites_what_is_still_to_be_read(plans: l
 
 
 @to_break
-def test_a_fill_after_its_position_comes_too_late(plans: list[Plan]) -> None:
+def test_a_fill_after_its_position_is_too_late(plans: list[Plan]) -> None:
     for plan in plans:
         order = plan.manifest.order
         for position, unit in scheduled(plan):
@@ -126,7 +126,7 @@ def test_two_fills_swapped(plans: list[Plan]) -> None:
 
 
 @to_break
-def test_a_fill_of_a_unit_that_is_there(plans: list[Plan]) -> None:
+def test_a_fill_of_a_complete_unit(plans: list[Plan]) -> None:
     for plan in plans:
         for position, unit in enumerate(plan.manifest.order):
             if unit in plan.first and not any(unit in fills for fills in plan.after):
@@ -152,7 +152,7 @@ def test_a_fill_of_a_unit_that_does_not_stream() -> None:
 
 
 def test_a_fill_that_is_overwritten_before_it_is_read() -> None:
-    """It corrupts nothing, and moves bytes that no step counts on."""
+    """It corrupts nothing, but moves bytes that no step uses."""
     plan = equal_plan(3, 1)
     wasteful = replace(plan, after=((2, 1), *plan.after[1:]))
     assert faults(wasteful) == {"unread"}
@@ -162,12 +162,12 @@ def test_a_fill_that_is_overwritten_before_it_is_read() -> None:
 
 def test_a_fill_that_no_position_reads() -> None:
     plan = plan_of([GRAIN] * 3, (0, 1), 3 * GRAIN)
-    assert list(violations(replace(plan, first=(0, 1, 2)))), "unit 2 is copied, and no position names it"
+    assert list(violations(replace(plan, first=(0, 1, 2)))), "unit 2 is copied, but has no position"
 
 
 @examples(400)
 @given(data=st.data())
-def test_any_schedule_is_judged_as_the_bytes_judge_it(data: st.DataObject) -> None:
+def test_any_schedule_is_judged_like_its_bytes(data: st.DataObject) -> None:
     num = data.draw(st.integers(1, 4))
     order = tuple(data.draw(st.lists(st.integers(0, num - 1), min_size=1, max_size=5)))
     sizes = data.draw(st.lists(st.integers(1, 2), min_size=num, max_size=num))
@@ -181,7 +181,7 @@ def test_any_schedule_is_judged_as_the_bytes_judge_it(data: st.DataObject) -> No
 
 
 @to_break
-def test_a_shifted_extent_is_judged_as_the_bytes_judge_it(plans: list[Plan]) -> None:
+def test_a_shifted_extent_is_judged_like_its_bytes(plans: list[Plan]) -> None:
     num_harmful = 0
     for plan in plans:
         for unit, extent in enumerate(plan.extents):
@@ -239,8 +239,8 @@ def test_an_unknown_resident() -> None:
         reported(replace(plan, resident=plan.resident | {"lm_head", "ghost"}), "no unit has: ['ghost', 'lm_head']")
 
 
-def test_a_resident_forgotten() -> None:
-    """The extents were made without it, and the unit has become larger."""
+def test_a_missing_resident() -> None:
+    """The extents were computed without it, and the unit is larger now."""
     manifest = Manifest(units=(unit_of(0, 512, 1024), unit_of(1, 512)), order=(0, 1))
     plan = Plan.build(manifest, frozenset({"blocks.0.1"}), GRAIN)
     prove(plan)
@@ -257,13 +257,13 @@ def test_an_enclosing_unit_that_streams(plans: list[Plan]) -> None:
             reported(replace(plan, manifest=manifest), f"unit {index} encloses others and streams")
 
 
-def test_an_enclosing_unit_that_stays_is_right() -> None:
+def test_an_enclosing_unit_that_stays_is_correct() -> None:
     units = (replace(unit_of(0, 512), enclosing=True), unit_of(1, 512))
     prove(Plan.build(Manifest(units=units, order=(0, 1)), frozenset({"blocks.0.0"}), GRAIN))
 
 
 class Laid(Plan):
-    """A plan whose unit 0 is laid out by hand: the layout follows from the manifest and cannot be set."""
+    """A plan whose unit 0 is laid out by hand, since the layout follows from the manifest and cannot be set."""
 
     layout: dict[str, int]
 
@@ -282,7 +282,7 @@ class Laid(Plan):
         ((0, 1536), "unit 0 needs 2048 bytes, its extent has 1536"),
     ],
 )
-def test_tensors_inside_of_a_unit(offsets: tuple[int, int], words: str | None) -> None:
+def test_tensors_inside_a_unit(offsets: tuple[int, int], words: str | None) -> None:
     manifest = Manifest(units=(unit_of(0, 1000, 512), unit_of(1, 512)), order=(0, 1))
     right = Plan.build(manifest, frozenset(), 1536)
     assert right.streamed(0) == {"blocks.0.0": 0, "blocks.0.1": 1024}
@@ -311,7 +311,7 @@ def test_wrong_lengths_and_indices(broken: Callable[[Plan], Plan], words: str) -
     reported(broken(TWO_SLOTS), words)
 
 
-def test_every_rule_that_is_broken_is_named_in_one_error() -> None:
+def test_every_broken_rule_is_named_in_one_error() -> None:
     plan = replace(TWO_SLOTS, budget=1, resident=frozenset({"ghost"}), first=(0,))
     with pytest.raises(InvariantError) as error:
         prove(plan)
@@ -320,14 +320,14 @@ def test_every_rule_that_is_broken_is_named_in_one_error() -> None:
     assert "unit 1 is read before it is filled" in str(error.value)
 
 
-def test_a_model_without_units_or_positions_is_right() -> None:
+def test_a_model_without_units_or_positions_is_correct() -> None:
     prove(Plan.build(Manifest(units=()), frozenset(), 0))
     prove(Plan.build(Manifest(units=(UnitSpec(name="", tensors=()),), order=(0,)), frozenset(), 0))
     prove(Plan.build(Manifest(units=(unit_of(0, 512),), order=()), frozenset(), 512))
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "resident", "mapped"])
-def test_what_does_not_stream_is_not_on_disk(wrong: str) -> None:
+def test_only_streamed_weights_are_on_disk(wrong: str) -> None:
     manifest = Manifest(units=tuple(unit_of(i, GRAIN, GRAIN) for i in range(3)), order=(0, 1, 2))
     aside = manifest.without({"blocks.1.0"})
     plan = map_to_host(Plan.build(aside, frozenset({"blocks.0.0"}), 2 * GRAIN), manifest, 0)

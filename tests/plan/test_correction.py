@@ -33,11 +33,11 @@ from weightstream.runtime.ring.timeline import Kind, Measured
 from weightstream.runtime.streamer.replanning import Replanning
 from wrapped import Delay, Wrapper
 
-# -- a machine that is simulated ----------------------------------------------------------------------------------
+# -- a simulated machine ------------------------------------------------------------------------------------------
 
 
 def faster(profile: Profile, compute: float, link: float) -> Profile:
-    """A machine that computes and copies so many times faster."""
+    """A machine that computes and copies faster by these factors."""
     seconds = {name: tuple(s / compute for s in getattr(profile, name)) for name in ("unit_s", "host_s")}
     return replace(
         profile,
@@ -48,15 +48,15 @@ def faster(profile: Profile, compute: float, link: float) -> Profile:
 
 
 def on_host(planner: Planner, slow: float) -> Planner:
-    """The planner of a machine whose host takes so many times longer."""
+    """The planner of a machine whose host takes longer by this factor."""
     profile = correction._quicker(planner.machine.profile, slow)
     return replace(planner, machine=replace(planner.machine, profile=profile))
 
 
 def times_of(plan: Plan, profile: Profile) -> Times:
-    """What a timeline measures of a step on that machine: from wait to wait, cyclically.
+    """The times that a timeline measures in a step on that machine: from wait to wait, cyclically.
 
-    A wait begins once the device comes to it and the host has queued it: before that the unit ahead computes.
+    A wait begins when the device has reached it and the host has queued it. Before that, the previous unit computes.
     """
     order = plan.manifest.order
     resumed, waits = {}, list[tuple[int, float, float]]()
@@ -92,10 +92,10 @@ def times_of(plan: Plan, profile: Profile) -> Times:
     )
 
 
-def planned(percent: int, grain: str = "block", **given: Any) -> tuple[Planner, Plan]:
+def planned(percent: int, grain: str = "block", **settings: Any) -> tuple[Planner, Plan]:
     """A planner of the small decoder, and its plan for that share of the weights."""
     budget = decoder("block", **SMALL).nbytes * percent // 100
-    planner = inputs_of(SMALL, grains=(grain,), device_budget=budget, **given).planners[0]  # type: ignore[arg-type]
+    planner = inputs_of(SMALL, grains=(grain,), device_budget=budget, **settings).planners[0]  # type: ignore[arg-type]
     return planner, planner(decoder(grain, **SMALL))  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def planned(percent: int, grain: str = "block", **given: Any) -> tuple[Planner, 
 @pytest.mark.parametrize("grain", ["block", "half", "matrix"])
 @pytest.mark.parametrize("percent", [20, 45, 70, 90, 100])
 @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_a_corrected_plan_predicts_what_was_measured(percent: int, grain: str, workload: Workload) -> None:
+def test_a_corrected_plan_predicts_the_measured_times(percent: int, grain: str, workload: Workload) -> None:
     planner, plan = planned(percent, grain, workload=workload)
     for compute, link in itertools.product((0.2, 0.9, 6), (0.3, 1.1, 4)):
         times = times_of(plan, faster(planner.profile(plan.manifest), compute, link))
@@ -119,8 +119,8 @@ def predictions(plan: Plan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in ("step_s", "graph_s", "compute_s", "copy_s", "disk_s", "machine")}
 
 
-def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:
-    """Residents open no wait: what the units of a span took together is split as was predicted."""
+def test_seconds_are_divided_by_the_estimates_and_sum_up() -> None:
+    """Residents have no wait: the time of several units in one span is divided as predicted."""
     planner, plan = planned(60)
     assert not all(plan.streams(unit) for unit in plan.manifest.order)
     true = faster(planner.profile(plan.manifest), 0.3, 1)
@@ -132,14 +132,14 @@ def test_seconds_are_told_apart_by_the_estimates_and_sum_up() -> None:
     assert sum(found.values()) == pytest.approx(sum(times.computes.values()))
     first = next(unit for unit in plan.manifest.order if plan.streams(unit))
     last = max(unit for unit in plan.manifest.order if plan.streams(unit))
-    wrapped = [*range(last, len(plan.manifest.units)), *range(first)]  # the last wait's span goes on from the start
+    wrapped = [*range(last, len(plan.manifest.units)), *range(first)]  # the last wait's span continues from the start
     names = [plan.manifest.units[unit].name for unit in wrapped]
     assert sum(found[name] for name in names) == pytest.approx(times.computes[last])
     for name, unit in zip(names, wrapped, strict=True):
         assert found[name] / times.computes[last] == pytest.approx(estimates[unit] / sum(estimates[u] for u in wrapped))
 
 
-def test_where_nothing_streams_the_step_is_split() -> None:
+def test_without_streaming_the_step_is_divided() -> None:
     planner, plan = planned(100)
     assert not plan.step_nbytes
     times = Times(step_s=0.5, host_s=0.5, computes={}, copies={})
@@ -155,8 +155,8 @@ def test_a_unit_at_two_positions_counts_at_both() -> None:
     assert corrected(planner, plan, times).step_s == pytest.approx(times.step_s, rel=0.02)
 
 
-def test_what_no_unit_tells_counts_as_a_whole() -> None:
-    """Where others use the device in between, a step takes longer than its units do."""
+def test_time_outside_of_units_counts_for_the_whole_step() -> None:
+    """If other work uses the device in between, a step takes longer than its units."""
     planner, plan = planned(70, workload=PREFILL)
     assert plan.limit == "compute"
     times = times_of(plan, faster(planner.profile(plan.manifest), 40, 1))
@@ -169,8 +169,8 @@ def test_what_no_unit_tells_counts_as_a_whole() -> None:
         assert {name: getattr(found, name) for name in busy} == pytest.approx(busy)
 
 
-def test_a_profile_of_a_slow_host_is_mended_by_a_step() -> None:
-    """Also where its steps do take so long, as the plan for it has a shallow ring: the host was not what they took."""
+def test_a_profile_of_a_slow_host_is_corrected_by_a_step() -> None:
+    """Also if its steps do take that long, since the plan for it has a shallow ring: the host was not the cause."""
     planner, _ = planned(60)
     slow, true = on_host(planner, 40), on_host(planner, 8)
     plan = slow(decoder("block", **SMALL))
@@ -182,15 +182,15 @@ def test_a_profile_of_a_slow_host_is_mended_by_a_step() -> None:
     assert found.step_s < 0.5 * plan.step_s
 
 
-def test_a_host_that_was_held_up_is_not_taken_to_be_slower() -> None:
-    """It waits for the device where a step has more kernels than the queue, or where the model asks for a number."""
+def test_a_host_that_waited_is_not_assumed_to_be_slower() -> None:
+    """It waits for the device if a step has more kernels than the queue, or if the model reads a number."""
     planner, plan = planned(60)
     profile = planner.profile(plan.manifest)
     on_time = replace(times_of(plan, profile), host_s=cost.host_s(plan, profile))
     assert corrected(planner, plan, replace(on_time, host_s=1e3)) == corrected(planner, plan, on_time)
 
 
-def test_the_link_is_what_the_copies_took() -> None:
+def test_the_rate_of_the_link_is_that_of_the_copies() -> None:
     planner, plan = planned(50)
     copies = {2: (3 << 20, 0.375), 4: (1 << 20, 0.125), 6: (9, 1.0)}
     times = Times(step_s=0.01, host_s=1.0, computes={2: 0.01}, copies=copies)
@@ -200,7 +200,7 @@ def test_the_link_is_what_the_copies_took() -> None:
     assert corrected(planner, plan, replace(times, copies={})).copy_s == cost.copy_s(plan, profile)
 
 
-def test_a_disk_that_limits_is_corrected() -> None:
+def test_a_disk_that_is_the_bottleneck_is_corrected() -> None:
     planner, plan = planned(40, host_budget=20 << 20)
     assert plan.limit == "disk"
     true = replace(planner.profile(plan.manifest), disk_bytes_per_s=planner.machine.profile.disk_bytes_per_s / 3)
@@ -209,14 +209,14 @@ def test_a_disk_that_limits_is_corrected() -> None:
     assert found.disk_s == pytest.approx(cost.disk_s(plan, true), rel=0.01)
 
 
-def test_units_that_did_not_run_take_no_part() -> None:
+def test_units_that_did_not_run_are_ignored() -> None:
     planner, plan = planned(70, workload=PREFILL)
     partial = plan.reordered(plan.manifest.order[:-1])
     times = times_of(partial, faster(planner.profile(plan.manifest), 40, 1))
     assert corrected(planner, partial, times).step_s == pytest.approx(times.step_s, rel=0.01)
 
 
-def test_a_head_that_is_read_in_place_is_not_paid_twice() -> None:
+def test_a_head_that_is_read_in_place_is_not_counted_twice() -> None:
     budget = decoder("block", **WIDE).aliases[HEAD] - (1 << 20)
     planner = inputs_of(WIDE, grains=("block",), device_budget=budget).planners[0]
     manifest = decoder("block", **WIDE)
@@ -239,7 +239,7 @@ COPY_S = 0.01
 
 
 class Slow(Wrapper):
-    """Every copy takes `COPY_S` more."""
+    """Makes every copy take `COPY_S` longer."""
 
     def copy(self, copies: Any) -> None:
         self.backend.copy([replace(copy, prepare=self._late(copy)) for copy in copies])
@@ -260,15 +260,15 @@ def layers(seed: int = 0, depth: int = DEPTH) -> nn.Sequential:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, nothing_foreseen: None) -> Iterator[Callable[..., weightstream.Streamer]]:
-    """Opens a streamer on a machine whose profile says something else than what its steps take."""
+    """Opens a streamer on a machine whose profile differs from the measured steps."""
     streamers: list[weightstream.Streamer] = []
 
     def open_on(
-        module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **given: Any
+        module: nn.Module, backend: Any = None, profile: Profile = CPU_PROFILE, **settings: Any
     ) -> weightstream.Streamer:
         monkeypatch.setattr(machine_inputs, "profile_for", lambda _, **__: profile)
         monkeypatch.setattr(opening, "CpuBackend", lambda: backend or CpuBackend())
-        streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **given}))
+        streamers.append(weightstream.offload(module, device="cpu", **{"device_budget": BUDGET, **settings}))
         return streamers[-1]
 
     yield open_on
@@ -282,17 +282,17 @@ def step(module: nn.Module, seed: int, rows: int = 2) -> torch.Tensor:
 
 
 def assert_steps(module: nn.Module, num: int, plain: nn.Module | None = None, rows: int = 2) -> None:
-    """That many steps, each bitwise that of the plain layers."""
+    """Run `num` steps, each bitwise equal to the plain layers."""
     plain = layers() if plain is None else plain
     for seed in range(num):
         assert torch.equal(step(module, seed, rows), step(plain, seed, rows))
 
 
-# so slow a computation that copies hide behind it, and the plan takes the least memory
+# compute is so slow that copies hide behind it, so the plan takes the least memory
 SLOW_COMPUTE = replace(CPU_PROFILE, overhead_s=0.05)
 
 
-def test_the_plan_is_held_against_what_was_measured(
+def test_predictions_are_compared_with_measured_times(
     opened: Callable[..., weightstream.Streamer], caplog: pytest.LogCaptureFixture
 ) -> None:
     module = layers()
@@ -310,7 +310,7 @@ def test_the_plan_is_held_against_what_was_measured(
     assert f"{1e3 * planned_s:.1f} ms predicted; {1e3 * streamer.plan.step_s:.1f} ms with measured times" in caplog.text
 
 
-def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weightstream.Streamer]) -> None:
+def test_unpredicted_delays_change_no_bit(opened: Callable[..., weightstream.Streamer]) -> None:
     module = layers()
     streamer = opened(module, Delay(CpuBackend(), 3, 0.004), SLOW_COMPUTE)
     assert_steps(module, 24)
@@ -320,7 +320,7 @@ def test_delays_that_nobody_predicted_change_no_bit(opened: Callable[..., weight
 
 
 def look(learned: Replanning, plan: Plan, num_steps: int, measured: Measured) -> Plan | None:
-    """The plan in force as steps that were measured so correct it; None where it stays."""
+    """The current plan as corrected by these measured steps, or None if there is no correction."""
     timeline: Any = SimpleNamespace(kind=measured.kind, measured=lambda: measured, tally=Tally())
     return learned.correct(plan, num_steps, timeline)
 
@@ -330,23 +330,23 @@ def steps_of(seconds: float) -> Measured:
 
 
 @pytest.mark.parametrize(("size", "num_doubts"), [(2 * WIDTH, 1), (3 * WIDTH, 0)])
-def test_a_profile_is_doubted_by_steps_of_the_call_that_was_foreseen(
+def test_a_profile_is_doubted_by_steps_of_the_traced_call(
     size: int, num_doubts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of its class, but of another size, may well take another time."""
+    """Steps of its kind, but of another size, may take another time."""
     monkeypatch.setattr(machine_inputs, "profile_for", lambda _, **__: CPU_PROFILE)
     with weightstream.offload(layers(), device="cpu", device_budget=BUDGET) as streamer:
-        given, doubts = streamer._installed.replanning.inputs, []
-        plan = given.planners[0](given.grains[0])
-        learned = Replanning(given, lambda *_: given, lambda: doubts.append(1))
+        inputs, doubts = streamer._installed.replanning.inputs, []
+        plan = inputs.planners[0](inputs.grains[0])
+        learned = Replanning(inputs, lambda *_: inputs, lambda: doubts.append(1))
         learned.foresee(plan, Kind("forward", 2 * WIDTH), (), {})
         look(learned, plan, 4, replace(steps_of(3 * plan.step_s), kind=Kind("forward", size), num_steps=3))
         assert len(doubts) == num_doubts
 
 
 @pytest.mark.parametrize(("num_tokens", "num_doubts"), [(1, 1), (7, 0)])
-def test_a_profile_is_doubted_by_the_steps_that_were_planned_for(num_tokens: int, num_doubts: int) -> None:
-    """Those of a language model are known before any call."""
+def test_a_profile_is_doubted_by_the_planned_steps(num_tokens: int, num_doubts: int) -> None:
+    """Steps of a language model are known before any call."""
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
     with weightstream.offload(model, device="cpu", device_budget="80KiB") as streamer:
@@ -359,8 +359,8 @@ def test_a_profile_is_doubted_by_the_steps_that_were_planned_for(num_tokens: int
 
 
 @pytest.mark.parametrize("way", ["eager", "step", "compiled"])
-def test_a_plan_stays_where_another_would_be_faster(way: str, opened: Callable[..., weightstream.Streamer]) -> None:
-    """The prediction alone follows the measured times."""
+def test_a_plan_stays_if_another_would_be_faster(way: str, opened: Callable[..., weightstream.Streamer]) -> None:
+    """Only the prediction follows the measured times."""
     module = layers()
     streamer = opened(module, Slow(CpuBackend()), SLOW_COMPUTE)
     before, found = streamer.plan, streamer._installed.replanning.inputs
@@ -384,7 +384,7 @@ def test_a_plan_stays_where_another_would_be_faster(way: str, opened: Callable[.
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
-    """The measured times of all corrections so far, each of which predicts what was measured."""
+    """The measured times of all corrections so far, each of which predicts its measured time."""
     asked: list[Times] = []
 
     def found(planner: Planner, plan: Plan, times: Times) -> Plan:
@@ -395,8 +395,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
     return asked
 
 
-def test_steps_of_a_known_kind_are_looked_at_once_enough_came_since() -> None:
-    """A generation is looked at once, at its end, after any number of steps."""
+def test_steps_of_a_known_kind_are_used_after_enough_new_ones() -> None:
+    """A generation is used once, at its end, after any number of steps."""
     planner, plan = planned(60)
     learned = Replanning(
         PlannerInputs(
@@ -414,7 +414,7 @@ def test_steps_of_a_known_kind_are_looked_at_once_enough_came_since() -> None:
     assert looks == [(23, 1.0), (46, 1.0), (69, 1.0), (92, 4.0), (138, 4.0), (161, 8.0)]
 
 
-def test_one_kind_of_steps_is_looked_at_once(opened: Callable[..., weightstream.Streamer], asked: list[Times]) -> None:
+def test_one_kind_of_steps_is_used_once(opened: Callable[..., weightstream.Streamer], asked: list[Times]) -> None:
     module = layers()
     opened(module)
     assert_steps(module, 40)
@@ -434,7 +434,7 @@ def test_fixed_and_captured_steps_correct_predictions(
         assert_steps(module, 1)
     assert len(asked) == 1
     assert streamer.plan.step_s == asked[-1].step_s
-    graph = nn.Identity()  # anything that can be held weakly
+    graph = nn.Identity()  # any object that can be weakly referenced
     streamer.graphs.recordings[graph] = None  # type: ignore[assignment]
     assert_steps(module, 8, rows=4)
     assert len(asked) == 2

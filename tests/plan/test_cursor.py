@@ -1,4 +1,4 @@
-"""The cursor: every small order and every walk over it, against the rule in words and against who owns the bytes."""
+"""The cursor: every small order and every walk over it, compared with a simple rule and with the owner of each byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightstream.plan.schedule import Cursor
 
 
 def small_plans(num_units: int, palette: Sequence[int], longest: int) -> Iterator[Plan]:
-    """Units repeat, stand next to themselves, or are named by no position at all."""
+    """Orders in which units repeat, follow themselves, or have no position at all."""
     for num_positions in range(1, longest + 1):
         for order in orders(num_positions, num_units):
             for sizes in itertools.product(palette, repeat=num_units):
@@ -29,7 +29,7 @@ def cursor_of(plan: Plan) -> Cursor:
 
 
 class Ring:
-    """Who wrote each grain last; what is waited for and not there is filled on demand."""
+    """The last writer of each grain. A unit that is waited for and missing is filled on demand."""
 
     def __init__(self, plan: Plan) -> None:
         self.grains = [range(e.offset // GRAIN, -(-(e.offset + e.nbytes) // GRAIN)) for e in plan.extents]
@@ -50,8 +50,8 @@ class Ring:
         self.fill([due for due in cursor.release(unit) if not self.holds(due)])
 
 
-def told(plan: Plan, begin: int, end: int) -> list[int]:
-    """The fills of the positions [begin, end) when they are passed: of each, if nothing before `end` would read it."""
+def fills_after_skipping(plan: Plan, begin: int, end: int) -> list[int]:
+    """The fills that are due when the positions [begin, end) are skipped: those that nothing before `end` reads."""
     order = plan.manifest.order
     due = [(position, unit) for position in range(begin, end) for unit in plan.after[position]]
     return [unit for position, unit in due if all(order[p] != unit for p in range(end) if p > position)]
@@ -66,19 +66,19 @@ def test_every_reach_and_release_from_every_position(num_units: int, palette: Se
             ahead = [position for position in range(begin, num) if order[position] == unit]
             cursor = Cursor(order, plan.after, begin)
             assert cursor.is_behind(unit) == (unit in order[:begin] and not ahead)
-            assert [*cursor.reach(unit)] == (told(plan, begin, ahead[0]) if ahead else [])
+            assert [*cursor.reach(unit)] == (fills_after_skipping(plan, begin, ahead[0]) if ahead else [])
             assert cursor.position == (ahead[0] if ahead else begin)
-            assert [*cursor.reach(unit)] == []  # a unit inside of itself
+            assert [*cursor.reach(unit)] == []  # a unit inside itself
             assert [*cursor.release(unit)] == ([*plan.after[ahead[0]]] if ahead else [])
             assert cursor.position == (ahead[0] + 1 if ahead else begin)
             cursor = Cursor(order, plan.after, begin)
-            assert [*cursor.begin()] == told(plan, begin, num)
+            assert [*cursor.begin()] == fills_after_skipping(plan, begin, num)
             assert cursor.position == 0
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("num_units", "palette", "longest"), SMALL)
-def test_a_walk_in_order_is_the_plan(num_units: int, palette: Sequence[int], longest: int) -> None:
+def test_a_walk_in_order_equals_the_plan(num_units: int, palette: Sequence[int], longest: int) -> None:
     for plan in small_plans(num_units, palette, longest):
         cursor, ring = cursor_of(plan), Ring(plan)
         ring.fill(plan.first)
@@ -92,8 +92,9 @@ def test_a_walk_in_order_is_the_plan(num_units: int, palette: Sequence[int], lon
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("num_units", "palette", "longest"), SMALL)
-def test_what_is_needed_at_every_position(num_units: int, palette: Sequence[int], longest: int) -> None:
-    """It is there when a step comes in order, it finds room at once, and with nothing else the rest of it runs."""
+def test_the_need_at_every_position(num_units: int, palette: Sequence[int], longest: int) -> None:
+    """The needed unit is filled if a step comes in order, it finds memory at once, and the rest of the step runs
+    with it."""
     for plan in small_plans(num_units, palette, longest):
         order, num = plan.manifest.order, len(plan.manifest.order)
         ring, cursor = Ring(plan), cursor_of(plan)

@@ -1,5 +1,4 @@
-"""Caches of experts as they are planned: what slots there may be, how often a row is found in one, and when it is worth
-a cache at all."""
+"""Plans with caches of experts: the possible numbers of slots, the hit rate, and when a cache is worth it at all."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SHARE = 0.7
 
 
 def mixture(picks: bool = True, num_rows: int = NUM_ROWS) -> Manifest:
-    """Layers of an attention and experts, each a unit, whose stacks are nearly all of the bytes; and a head."""
+    """Layers of an attention and experts, each a unit, whose stacks are nearly all of the bytes, and a head."""
     units = []
     for layer in range(NUM_LAYERS):
         stacks = [weight(f"{layer}.up", num_rows, 2 * INNER, HIDDEN), weight(f"{layer}.down", num_rows, HIDDEN, INNER)]
@@ -49,7 +48,7 @@ IN_GRAPHS = machine(profile=H200.without_host())
 
 
 def ops_of(unit: UnitSpec, picked: int) -> tuple[Op, ...]:
-    """Of experts a copy of what is picked, and a product with that."""
+    """The work of experts: a copy of the picked rows, and a product with them."""
 
     def op(tensor: TensorSpec) -> tuple[Op, ...]:
         if len(tensor.shape) == 2:
@@ -90,16 +89,16 @@ def ways(budget: int, manifest: Manifest = MIXTURE, **more: Any) -> list[Cached]
 
 
 def is_coded(cached: Cached) -> bool:
-    """All of them are, or none."""
+    """Whether all of them are compressed. It must be all or none."""
     assert cached.coded.keys() in (set(), cached.sizes.keys())
     return bool(cached.coded)
 
 
-# -- what slots there may be -------------------------------------------------------------------------------------------
+# -- numbers of slots --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("percent", [8, 10, 20, 40, 60])
-def test_as_many_slots_as_there_is_room_for(percent: int) -> None:
+def test_slots_use_the_available_memory(percent: int) -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100
     found = ways(budget)
     assert [is_coded(cached) for cached in found] == [False, True]
@@ -115,8 +114,8 @@ def test_as_many_slots_as_there_is_room_for(percent: int) -> None:
     assert found[0].num_slots < found[1].num_slots
 
 
-def test_no_fewer_slots_than_a_step_picks() -> None:
-    """Other weights stream then."""
+def test_slots_hold_at_least_the_picks_of_a_step() -> None:
+    """With a smaller budget other weights stream instead."""
     least = BUFFER_NBYTES + NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048)
     plain, *_ = ways(least + 2048 * NUM_LAYERS * NUM_PICKED)
     assert (is_coded(plain), plain.num_slots) == (False, NUM_PICKED)
@@ -124,14 +123,14 @@ def test_no_fewer_slots_than_a_step_picks() -> None:
     assert ways(BUFFER_NBYTES) == []
 
 
-def test_as_many_slots_as_rows_are_no_cache() -> None:
+def test_with_a_slot_for_every_row_there_is_no_cache() -> None:
     room = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 72 // 100
-    assert [is_coded(cached) for cached in ways(room)] == [False], "compressed all have room"
+    assert [is_coded(cached) for cached in ways(room)] == [False], "all fit compressed"
     assert ways(MIXTURE.nbytes + BUFFER_NBYTES + STACKS_NBYTES // 50) == []
 
 
 def test_a_batch_has_the_same_slots() -> None:
-    """Its rows pass through them in waves; where it picks nearly all, it has none."""
+    """Its rows use them in waves. If it picks nearly all rows, there is no cache."""
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * 23 // 100
     alone, four, most = (ways(budget, workload=Workload(batch=batch)) for batch in (1, 4, 32))
     alone, four, most = ([cached._replace(ahead=0) for cached in found] for found in (alone, four, most))
@@ -153,21 +152,21 @@ def test_a_wave_costs_a_call(batch: int, percent: int, waves: int) -> None:
 
 
 @pytest.mark.parametrize("why", ["no unit picks", "no work is known", "no stacks", "shared"])
-def test_there_is_none_where(why: str) -> None:
+def test_there_is_no_cache_if(why: str) -> None:
     budget, manifest = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5, MIXTURE
     assert ways(budget)
     if why == "no unit picks":
         manifest = mixture(picks=False)
     elif why == "no stacks":
         manifest = MIXTURE.without(STACKS)
-    elif why == "shared":  # all by another unit, which may read all of them
+    elif why == "shared":  # another unit also has all of them, and may read all rows
         every = tuple(t for t in MIXTURE.tensors() if t.alias in STACKS)
         units = (*MIXTURE.units, UnitSpec(name="other", tensors=every))
         manifest = Manifest(units=units, order=tuple(range(len(units))))
     assert ways(budget, manifest, has_work=why != "no work is known") == []
 
 
-def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
+def test_compression_of_only_some_stacks_is_not_used_in_a_cache() -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
     planner = planner_of(budget)
     profile, sizes = planner.profile(MIXTURE), dict(planner.weights.codes)
@@ -175,24 +174,24 @@ def test_a_code_that_not_all_stacks_have_is_none_for_a_cache() -> None:
     assert [is_coded(c) for c in expert_cache.caches(MIXTURE, sizes, profile, budget, None)] == [False]
 
 
-# -- how often a row is found ------------------------------------------------------------------------------------------
+# -- hit rates ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_slots", "there"), [(12, 0.46), (32, 0.77), (64, 0.92), (128, 1.0)])
-def test_what_others_measured(num_slots: int, there: float) -> None:
+def test_published_measurements(num_slots: int, there: float) -> None:
     assert expert_cache._at(expert_cache._OF_MANY, num_slots / 128) == pytest.approx(there, abs=0.005)
     assert expert_cache._missed(128, 8, num_slots, Workload()) == pytest.approx(8 * (1 - there), abs=0.04)
 
 
 @pytest.mark.parametrize("law", [expert_cache._OF_MANY, expert_cache._OF_FEW])
-def test_the_laws_rise_from_nothing_to_all_and_bend_down(law: tuple[tuple[float, float], ...]) -> None:
+def test_hit_rates_rise_from_0_to_1_and_are_concave(law: tuple[tuple[float, float], ...]) -> None:
     found = [expert_cache._at(law, k / 200) for k in range(201)]
     assert (found[0], found[-1]) == (0.0, 1.0)
     steps = [b - a for a, b in itertools.pairwise(found)]
     assert min(steps) > 0
     assert all(later <= step + 1e-3 for step, later in itertools.pairwise(steps))
     assert expert_cache._at(law, 1.5) == 1.0
-    assert all(there >= k / 200 for k, there in enumerate(found)), "no less than the share of the slots"
+    assert all(there >= k / 200 for k, there in enumerate(found)), "at least the share of the slots"
 
 
 @pytest.mark.parametrize("workload", [None, Workload(), Workload(batch=2), Workload(batch=7), Workload(tokens=4)])
@@ -205,8 +204,8 @@ def test_more_slots_miss_less(num_rows: int, num_picked: int, workload: Workload
     assert found[-1] == pytest.approx(0)
 
 
-def test_sequences_do_not_share_what_they_use() -> None:
-    """The more there are, the more is missed of each row they name, down to what chance finds."""
+def test_sequences_do_not_share_hits() -> None:
+    """With more sequences, each of their rows is missed more often, down to the hit rate of random rows."""
     shares = []
     for batch in (1, 2, 8, 64, 10_000):
         different = expert_cache._missed(128, 8 * batch, 0, Workload(batch=batch))
@@ -216,7 +215,7 @@ def test_sequences_do_not_share_what_they_use() -> None:
     assert shares[-1] == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_cache_costs_what_it_fetches() -> None:
+def test_a_cache_costs_its_fetches() -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)
     profile = planner.profile(MIXTURE)
     (cached, *_) = ways(planner.budget or 0)
@@ -227,13 +226,13 @@ def test_a_cache_costs_what_it_fetches() -> None:
         assert after - before == pytest.approx(more), index
 
 
-# -- what was counted --------------------------------------------------------------------------------------------------
+# -- counted hits ------------------------------------------------------------------------------------------------------
 
-MANY = 10**7  # rows, beside which the law weighs nothing
+MANY = 10**7  # rows, so many that the law has no weight
 
 
 def counts_of(share: float, num_slots: int = 32, workload: Workload | None = None, num: int = MANY) -> Counts:
-    """So large a share was found."""
+    """Counts with this hit rate."""
     found = round(share * num)
     return Counts(num_slots, found, num - found, workload)
 
@@ -245,29 +244,29 @@ def missed(num_slots: int, counts: Counts | None, workload: Workload = Workload(
 
 @pytest.mark.parametrize("num_slots", [8, 32, 100])
 @pytest.mark.parametrize("share", [0.03, 0.4, 0.77, 0.995])
-def test_the_law_goes_through_what_was_counted(share: float, num_slots: int) -> None:
+def test_the_curve_goes_through_the_counts(share: float, num_slots: int) -> None:
     counts = counts_of(share, num_slots)
     assert missed(num_slots, counts) == pytest.approx(NUM_PICKED * (1 - share), rel=2e-3)
     curve = [missed(slots, counts) for slots in range(NUM_ROWS + 1)]
     assert (curve[0], curve[-1]) == (NUM_PICKED, 0)
     assert all(more <= less for less, more in itertools.pairwise(curve))
     by_law = [missed(slots, None) for slots in range(NUM_ROWS + 1)]
-    for told, law in zip(curve[1:-1], by_law[1:-1], strict=True):
-        assert (told > law) is (curve[num_slots] > by_law[num_slots]), "all of it is bent to one side"
+    for counted, law in zip(curve[1:-1], by_law[1:-1], strict=True):
+        assert (counted > law) is (curve[num_slots] > by_law[num_slots]), "the whole curve is bent to one side"
 
 
 def test_few_counts_change_little() -> None:
     for slots in (1, 32, 127):
         assert missed(slots, Counts(32, 0, 0)) == pytest.approx(missed(slots, None))
         assert missed(slots, Counts(32, 0, 1)) == pytest.approx(missed(slots, None), rel=0.06, abs=0.01)
-    told = [missed(32, counts_of(0.2, num=num)) for num in (0, 10, 100, 1000, MANY)]
-    assert told == sorted(told)
-    assert (told[0], told[-1]) == pytest.approx((missed(32, None), NUM_PICKED * 0.8), rel=1e-3)
+    missed_rows = [missed(32, counts_of(0.2, num=num)) for num in (0, 10, 100, 1000, MANY)]
+    assert missed_rows == sorted(missed_rows)
+    assert (missed_rows[0], missed_rows[-1]) == pytest.approx((missed(32, None), NUM_PICKED * 0.8), rel=1e-3)
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 32, 128, 200])
 @pytest.mark.parametrize(("found", "fetched"), [(0, 0), (0, MANY), (MANY, 0)])
-def test_no_counts_break_it(num_slots: int, found: int, fetched: int) -> None:
+def test_all_counts_are_valid(num_slots: int, found: int, fetched: int) -> None:
     for slots in (0, 1, 64, 128):
         assert 0 <= missed(slots, Counts(num_slots, found, fetched)) <= NUM_PICKED
 
@@ -275,18 +274,20 @@ def test_no_counts_break_it(num_slots: int, found: int, fetched: int) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("workload", [Workload(), Workload(batch=4), Workload(batch=2, tokens=2)], ids=str)
 @pytest.mark.parametrize("num_slots", [40, 90])
-def test_what_a_cache_counted_tells_what_a_step_fetches(num_slots: int, workload: Workload) -> None:
-    """A row that is named again in the same step counts once."""
+def test_the_counts_of_a_cache_predict_its_fetches(num_slots: int, workload: Workload) -> None:
+    """A row that occurs again in the same step counts once."""
     rng, table, num_steps = random.Random(3), Lru(num_slots), 3000
     num_tokens = workload.batch * workload.tokens
     for _ in range(num_steps):
         table.resolve([row for _ in range(num_tokens) for row in rng.sample(range(NUM_ROWS), NUM_PICKED)])
     counts = Counts(num_slots, table.hits, table.misses, workload)
     assert missed(num_slots, counts, workload) == pytest.approx(table.misses / num_steps, rel=0.05)
-    assert abs(missed(num_slots, None, workload) / (table.misses / num_steps) - 1) > 0.3, "the law is of other steps"
+    assert abs(missed(num_slots, None, workload) / (table.misses / num_steps) - 1) > 0.3, (
+        "the law describes other steps"
+    )
 
 
-def test_counts_of_one_workload_tell_of_another() -> None:
+def test_counts_of_one_workload_apply_to_another() -> None:
     one, four = Workload(), Workload(batch=4)
     better, worse = counts_of(0.9, workload=one), counts_of(0.6, workload=one)
     assert missed(32, better, four) < missed(32, None, four) < missed(32, worse, four)
@@ -303,7 +304,7 @@ def mixed(percent: int, batch: int, counts: Counts | None = None) -> Planner:
     ("percent", "batch", "share", "is_cached"),
     [(70, 4, None, True), (70, 4, 0.1, False), (80, 16, None, False), (80, 16, 0.98, True), (25, 1, 0.0, True)],
 )
-def test_what_was_counted_chooses_between_cache_and_ring(
+def test_the_counts_choose_between_cache_and_ring(
     percent: int, batch: int, share: float | None, is_cached: bool
 ) -> None:
     counts = None if share is None else counts_of(share, 90, Workload(batch=batch))
@@ -312,32 +313,33 @@ def test_what_was_counted_chooses_between_cache_and_ring(
     prove(plan)
 
 
-def test_a_plan_tells_what_was_counted() -> None:
+def test_a_plan_reports_the_counts() -> None:
     plan = mixed(25, 1)(MIXTURE)
     row_nbytes = STACKS_NBYTES // NUM_ROWS
     assert plan.found_share == pytest.approx(expert_cache._at(expert_cache._OF_MANY, plan.num_slots / NUM_ROWS))
     for share in (0.2, 0.95):
-        told = mixed(25, 1, counts_of(share, plan.num_slots)).priced(plan)
-        assert told.found_share == pytest.approx(share, abs=1e-4)
-        assert told.fetched_nbytes == pytest.approx((1 - share) * NUM_PICKED * row_nbytes, rel=1e-3)
-        fetched_s = (told.fetched_nbytes - plan.fetched_nbytes) / (0.92 * H200.link_bytes_per_s)
-        assert told.step_s - plan.step_s == pytest.approx(fetched_s, rel=0.01)
-        assert f"finds about {100 * share:.0f} % there" in str(told)
-        assert told.numbers()["found_share"] == told.found_share
-        assert Plan.from_json(told.to_json()) == told
+        counted = mixed(25, 1, counts_of(share, plan.num_slots)).priced(plan)
+        assert counted.found_share == pytest.approx(share, abs=1e-4)
+        assert counted.fetched_nbytes == pytest.approx((1 - share) * NUM_PICKED * row_nbytes, rel=1e-3)
+        fetched_s = (counted.fetched_nbytes - plan.fetched_nbytes) / (0.92 * H200.link_bytes_per_s)
+        assert counted.step_s - plan.step_s == pytest.approx(fetched_s, rel=0.01)
+        assert f"finds about {100 * share:.0f} % there" in str(counted)
+        assert counted.numbers()["found_share"] == counted.found_share
+        assert Plan.from_json(counted.to_json()) == counted
 
 
-# -- rows that are fetched ahead ---------------------------------------------------------------------------------------
+# -- prefetched rows ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("recall", [0.66, 0.85])
 @pytest.mark.parametrize("most", [1, 2, 4])
 @pytest.mark.parametrize("num_slots", [24, 42])
-def test_what_is_guessed_is_what_a_cache_fetches_ahead(
+def test_predicted_prefetches_equal_those_of_a_cache(
     num_slots: int, most: int, recall: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses that are right so often, and else any row; tokens as the law has them draw from rows used lately."""
+    """Predictions are right with this probability, otherwise any row. Tokens draw from recently used rows, as in the
+    law."""
     rng, table, num_steps = random.Random(3), Lru(num_slots), 4000
     order = list(range(NUM_ROWS))
     for step in range(num_steps):
@@ -352,8 +354,8 @@ def test_what_is_guessed_is_what_a_cache_fetches_ahead(
     there = (table.hits - table.used) / num_steps
     different = (table.hits + table.misses) / num_steps
     monkeypatch.setattr(expert_cache, "_RECALL", recall)
-    told = expert_cache._guessed(different - there, different, num_slots, NUM_ROWS, most, None)
-    assert told == pytest.approx((ahead, used), rel=0.2)
+    predicted = expert_cache._guessed(different - there, different, num_slots, NUM_ROWS, most, None)
+    assert predicted == pytest.approx((ahead, used), rel=0.2)
     counts = Counts(num_slots, MANY, MANY, ahead=10 * MANY, used=4 * MANY)
     ahead, used = expert_cache._guessed(different - there, different, num_slots, NUM_ROWS, most, counts)
     assert used == pytest.approx(0.4 * ahead, rel=1e-3)
@@ -361,8 +363,8 @@ def test_what_is_guessed_is_what_a_cache_fetches_ahead(
 
 
 @pytest.mark.parametrize("num_slots", [8, 9, 12])
-def test_no_more_are_fetched_ahead_than_slots_may_go(num_slots: int) -> None:
-    """A guess takes none that the last call used: with as many slots as a token picks there is none."""
+def test_no_more_rows_are_prefetched_than_slots_are_free(num_slots: int) -> None:
+    """A prefetch uses no slot of the last call: with as many slots as a token picks, nothing can be prefetched."""
     rng, table, num_steps = random.Random(3), Lru(num_slots), 2000
     for step in range(num_steps):
         rows = rng.sample(range(NUM_ROWS), NUM_PICKED)
@@ -373,9 +375,10 @@ def test_no_more_are_fetched_ahead_than_slots_may_go(num_slots: int) -> None:
     assert ahead == pytest.approx(table.ahead / num_steps, rel=0.25, abs=0.05)
 
 
-def test_as_many_are_fetched_ahead_as_pays() -> None:
-    """What the link moves meanwhile, and what is worth more than it takes: nothing where guesses are wrong, in steps of
-    several tokens, or where a layer takes no time beside a row."""
+def test_the_number_of_prefetched_rows_pays_off() -> None:
+    """The link must have time for them, and they must be worth their bytes. Nothing is prefetched if predictions are
+    wrong, in
+    steps of several tokens, or if a layer takes no time compared with a row."""
     budget, numbers = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, []
     planner = planner_of(budget, on=IN_GRAPHS)
     (cached, *_) = ways(budget)
@@ -396,12 +399,12 @@ def test_as_many_are_fetched_ahead_as_pays() -> None:
     assert numbers[-1] == expert_cache.MAX_PREFETCHED_ROWS
 
 
-def test_a_plan_tells_what_is_fetched_ahead() -> None:
+def test_a_plan_reports_its_prefetches() -> None:
     plan = mixed(25, 1)(MIXTURE)
     none, two = (mixed(25, 1).priced(replace(plan, ahead=ahead)) for ahead in (0, 2))
     assert (none.ahead, two.ahead) == (0, 2)
     assert two.found_share > none.found_share
-    assert two.fetched_nbytes > none.fetched_nbytes, "some guesses are wrong"
+    assert two.fetched_nbytes > none.fetched_nbytes, "some predictions are wrong"
     assert "ahead" not in str(none)
     assert "up to 2 ahead for each layer" in str(two)
     assert two.numbers()["ahead"] == 2
@@ -415,20 +418,20 @@ def times_of(step_s: float) -> Times:
     return Times(step_s=step_s, host_s=step_s, computes={}, copies={})
 
 
-def test_measured_steps_of_a_cache_keep_what_was_counted() -> None:
+def test_measured_steps_of_a_cache_keep_its_counts() -> None:
     plan = mixed(70, 4)(MIXTURE)
     counts = counts_of(0.8, plan.num_slots, Workload(batch=4))
     found = corrected(mixed(70, 4, counts), plan, times_of(1.04 * plan.step_s))
-    told = mixed(70, 4, counts).priced(plan)
+    counted = mixed(70, 4, counts).priced(plan)
     assert found.step_s == pytest.approx(1.04 * plan.step_s)
-    assert found.fetched_nbytes == told.fetched_nbytes != plan.fetched_nbytes
+    assert found.fetched_nbytes == counted.fetched_nbytes != plan.fetched_nbytes
     assert found.cached == plan.cached
     by_law = corrected(mixed(70, 4), plan, times_of(1.04 * plan.step_s))
     assert by_law.fetched_nbytes == plan.fetched_nbytes
     assert by_law.acts_as(plan)
 
 
-# -- when it is worth it -----------------------------------------------------------------------------------------------
+# -- when a cache is worth it ------------------------------------------------------------------------------------------
 
 
 def assert_sound(plan: Plan) -> None:
@@ -487,7 +490,7 @@ def made(candidates: Iterable[Any]) -> Iterator[Plan]:
 
 @pytest.mark.parametrize("on", [IN_GRAPHS, machine()], ids=["in graphs", "eager"])
 @pytest.mark.parametrize("codec", ["none", "compressed"])
-def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine) -> None:
+def test_fetches_and_streamed_units_share_the_link(codec: str, on: Machine) -> None:
     share = SHARE if codec == "compressed" else 1.0
     least = BUFFER_NBYTES + round(1.02 * share * NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048))
     planner = planner_of(least + REST_NBYTES * 3 // 4, codec=codec, on=on)
@@ -501,12 +504,12 @@ def test_what_is_fetched_and_what_streams_share_the_link(codec: str, on: Machine
     found = list(made(planner.candidates(MIXTURE, [])))
     assert sum(bool(each.cached) for each in found) > 1
     for each in found:
-        assert planner.priced(each).step_s == pytest.approx(each.step_s), "what a search compares"
+        assert planner.priced(each).step_s == pytest.approx(each.step_s), "the time that a search compares"
         assert each.step_s >= plan.step_s * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("share", [0.93, 1.1])
-def test_what_all_fits_coded_or_plain_has_no_cache(share: float) -> None:
+def test_a_model_that_fits_compressed_or_plain_has_no_cache(share: float) -> None:
     plan = planner_of(int(MIXTURE.nbytes * share), on=IN_GRAPHS)(MIXTURE)
     assert not plan.cached
     assert plan.slots_nbytes == 0
@@ -525,13 +528,13 @@ UNABLE: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("why", UNABLE)
-def test_without_what_it_takes_there_is_none(why: str) -> None:
+def test_without_its_requirements_there_is_no_cache(why: str) -> None:
     budget = REST_NBYTES + 2 * BUFFER_NBYTES + STACKS_NBYTES // 4
     planner = planner_of(budget, **UNABLE[why])
     assert not planner(UNABLE[why].get("manifest", MIXTURE)).cached
 
 
-def test_to_open_what_is_cached_takes_the_host_as_long_as_what_is_decoded() -> None:
+def test_opening_a_cached_unit_takes_the_host_as_long_as_decoding() -> None:
     plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)(MIXTURE)
     assert plan.cached
     slow = machine(profile=replace(H200, overhead_s=5e-3))
@@ -539,7 +542,7 @@ def test_to_open_what_is_cached_takes_the_host_as_long_as_what_is_decoded() -> N
 
 
 @pytest.mark.parametrize("codec", ["none", "compressed"])
-def test_a_plan_that_is_priced_again_keeps_its_cache(codec: str) -> None:
+def test_a_plan_that_is_evaluated_again_keeps_its_cache(codec: str) -> None:
     planner = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec=codec)
     plan = planner(MIXTURE)
     again = planner.priced(plan)
@@ -563,7 +566,7 @@ def test_a_move_into_a_cache_is_counted() -> None:
     assert moved_nbytes(plan, stays) == moved_nbytes(stays, plan) == nbytes
 
 
-def test_what_is_cached_is_nowhere_else() -> None:
+def test_cached_weights_are_nowhere_else() -> None:
     plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4)(MIXTURE)
     for wrong in (
         replace(plan, resident=plan.resident | {"2.up"}, budget=None),
@@ -583,8 +586,8 @@ def with_unit(manifest: Manifest, index: int, **changes: Any) -> Manifest:
     return replace(manifest, units=tuple(units))
 
 
-def test_what_is_cached_is_of_one_unit_that_encloses_none() -> None:
-    """Units inside of it would overwrite the buffer, and several would each want slots of their own."""
+def test_cached_weights_belong_to_one_unit_that_encloses_none() -> None:
+    """Inner units would overwrite the buffer, and several units would each need slots of their own."""
     plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec="none")(MIXTURE)
     assert plan.cached
     assert list(violations(plan)) == []
@@ -599,7 +602,7 @@ def test_what_is_cached_is_of_one_unit_that_encloses_none() -> None:
     assert list(violations(replace(plan, manifest=shared, budget=None))) == [expected]
 
 
-def test_no_cache_is_planned_for_units_that_enclose_others() -> None:
+def test_no_cache_is_planned_for_enclosing_units() -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
     of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.picks)
     manifest = with_unit(MIXTURE, of_layer, enclosing=True)
@@ -611,8 +614,8 @@ def test_no_cache_is_planned_for_units_that_enclose_others() -> None:
 
 
 @pytest.mark.parametrize(("slow", "percent"), [(1, 70), (2, 80), (3, 80)])
-def test_of_a_slow_host_as_much_counts_with_a_cache_as_without(slow: int, percent: int) -> None:
-    """Rows that are fetched ahead make graphs faster, which is no reason where no text comes from them."""
+def test_a_slow_host_counts_as_much_with_a_cache_as_without(slow: int, percent: int) -> None:
+    """Prefetched rows make graphs faster, which must not matter if no text is generated from graphs."""
     host = {"op_launch_s": 14.5e-6, "overhead_s": 60e-6, "show_s": 5e-6, "decoding_launch_s": 20e-6}
     on = machine(profile=replace(H200, **{name: slow * seconds for name, seconds in host.items()}))
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES * percent // 100

@@ -1,4 +1,4 @@
-"""Several devices for one model: whose block each is, the order of a step, and what it takes."""
+"""Several devices for one model: the device of each block, the order of a step, and its time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUSY = replace(LINK_BOUND, overhead_s=0.01)
 
 
 def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, hop_s: float = 0.0) -> Lane:
-    """A device of so many blocks of four grains each."""
+    """A device with a number of blocks of four grains each."""
     manifest = model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * num_blocks)
     units = tuple(replace(unit, name=f"blocks.{first + i}") for i, unit in enumerate(manifest.units))
     plan = place_within(replace(manifest, units=units), budget=budget, profile=profile)
@@ -35,7 +35,7 @@ def lane(num_blocks: int, budget: int, profile: Profile = BUSY, first: int = 0, 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("profile", [Profile(), LINK_BOUND, BUSY, replace(BUSY, overhead_s=2.0, handover_s=0.3)])
-def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
+def test_one_lane_takes_the_time_of_a_plan(profile: Profile) -> None:
     for manifest in SMALL_MODELS:
         for plan in placed(manifest, profile):
             one = Lane(plan=plan, simulated=plan, profile=profile)
@@ -46,7 +46,7 @@ def test_one_lane_takes_what_a_plan_takes(profile: Profile) -> None:
 
 @pytest.mark.parametrize("num_lanes", [2, 3, 4])
 @pytest.mark.parametrize("budget", [4, 5, 7, 9, 14])
-def test_striped_lanes_add_up_their_links_and_neighbours_do_not(num_lanes: int, budget: int) -> None:
+def test_the_links_of_striped_lanes_add_up_and_those_of_neighbours_do_not(num_lanes: int, budget: int) -> None:
     lanes = [lane(8, budget * GRAIN) for _ in range(num_lanes)]
     order = [k for _ in range(8) for k in range(num_lanes)]
     striped, contiguous = step_s(lanes, order), step_s(lanes, sorted(order))
@@ -59,8 +59,8 @@ def test_striped_lanes_add_up_their_links_and_neighbours_do_not(num_lanes: int, 
 
 @settings(deadline=None)
 @given(st.integers(2, 4), st.lists(st.integers(4, 40), min_size=4, max_size=4), st.floats(1e-3, 0.2))
-def test_striped_is_never_slower_where_links_are_the_limit(num: int, budgets: list[int], compute_s: float) -> None:
-    """Devices of equal links with budgets of their own, and the blocks that `whose` gives them."""
+def test_striped_is_never_slower_if_links_are_the_bottleneck(num: int, budgets: list[int], compute_s: float) -> None:
+    """Devices with equal links and budgets of their own, and the blocks that `whose` assigns to them."""
     room = [budget * GRAIN for budget in budgets[:num]]
     owners = whose([4 * GRAIN] * 6 * num, room, [1.0] * num)[0]
     used = sorted(set(owners))
@@ -75,7 +75,7 @@ PLACES = {f"blocks.{k}": k for k in range(24)}
 
 
 def dealt(owners: Sequence[int], budgets: Sequence[int], profile: Profile) -> dict[str, PlannerInputs]:
-    """What is planned with on each device, where blocks of four grains are dealt so."""
+    """The planner's inputs for each device, for this distribution of blocks of four grains."""
     units = [replace(u, name=f"blocks.{u.layer}") for u in model(*[(GRAIN, GRAIN, GRAIN, GRAIN)] * len(owners)).units]
     found = {}
     for k in sorted(set(owners)):
@@ -96,17 +96,17 @@ def taken_s(deal: dict[str, PlannerInputs]) -> float:
     return predicted_lanes({name: lane for name, (_, lane) in chosen(deal, PLACES).items()}, PLACES).step_s
 
 
-def test_neighbours_are_together_where_compute_is_the_limit_and_that_is_faster() -> None:
+def test_neighbours_are_together_if_compute_is_the_bottleneck_and_that_is_faster() -> None:
     budgets, profile = [23 * GRAIN, 27 * GRAIN], replace(LINK_BOUND, overhead_s=0.2)
     in_turn, apart = (dealt(o, budgets, profile) for o in whose([4 * GRAIN] * 12, budgets, [1.0, 1.0]))
     best, planned = fastest_deal([in_turn, apart], PLACES)
     assert best == 1
     assert any(lane.plan.step_nbytes for _, lane in planned.values())
     assert taken_s(in_turn) > 1.4 * taken_s(apart)
-    assert taken_s(apart) == pytest.approx(12 * 0.2, rel=0.01), "the links are never waited for"
+    assert taken_s(apart) == pytest.approx(12 * 0.2, rel=0.01), "nothing waits for the links"
 
 
-def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None:
+def test_neighbours_are_not_planned_together_if_links_are_the_bottleneck() -> None:
     budgets = [8 * GRAIN, 8 * GRAIN]
 
     def deals() -> Iterator[dict[str, PlannerInputs]]:
@@ -119,7 +119,7 @@ def test_neighbours_together_are_not_planned_where_links_are_the_limit() -> None
 @pytest.mark.stress
 @examples(40)
 @given(st.integers(2, 3), st.lists(st.integers(8, 40), min_size=3, max_size=3), st.floats(1e-3, 3.0))
-def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], compute_s: float) -> None:
+def test_no_faster_distribution_is_omitted(num: int, budgets: list[int], compute_s: float) -> None:
     budgets, profile = [budget * GRAIN for budget in budgets[:num]], replace(LINK_BOUND, overhead_s=compute_s)
     deals = [dealt(owners, budgets, profile) for owners in whose([4 * GRAIN] * 12, budgets, [1.0] * num)]
     best, planned = fastest_deal(deals, PLACES)
@@ -128,11 +128,13 @@ def test_no_deal_is_left_out_that_is_faster(num: int, budgets: list[int], comput
     assert found_s <= min(map(taken_s, deals)) / 0.99
 
 
-def test_what_moves_between_devices_takes_time() -> None:
+def test_moves_between_devices_take_time() -> None:
     order, near_s = [0, 1, 0, 1, 0, 1], step_s([lane(3, 12 * GRAIN)] * 2, [0, 1, 0, 1, 0, 1])
     far = [lane(3, 12 * GRAIN, hop_s=9.0), lane(3, 12 * GRAIN, hop_s=0.25)]
-    assert step_s(far, order) == pytest.approx(near_s + 6 * 0.25), "nothing moves to the first"
-    assert step_s(far, sorted(order)) == pytest.approx(near_s + 6 * 0.25), "what is between blocks is on the first"
+    assert step_s(far, order) == pytest.approx(near_s + 6 * 0.25), "nothing moves to the first device"
+    assert step_s(far, sorted(order)) == pytest.approx(near_s + 6 * 0.25), (
+        "modules between blocks are on the first device"
+    )
 
 
 def test_the_parts_of_a_block_move_its_tensors_once() -> None:
@@ -150,7 +152,7 @@ def test_more_bytes_take_longer_to_another_device() -> None:
 
 
 def test_a_lane_decodes_while_others_compute() -> None:
-    """Two matrices that decode in 4 s each, and compute in 4 s: one after the other where one device has both."""
+    """Two matrices that decode in 4 s each, and compute in 4 s: serially if one device has both."""
     manifest = model((4 * GRAIN,), (4 * GRAIN,))
     coded = manifest.coded(dict.fromkeys(manifest.aliases, 2 * GRAIN))
     profile = replace(
@@ -168,11 +170,11 @@ def test_a_lane_decodes_while_others_compute() -> None:
 def test_the_order_of_a_step() -> None:
     places = {"embed": 1, "blocks.0": 2, "blocks.1": 3, "blocks.2": 4, "blocks.3": 5, "rotary": 6, "norm": 7}
     orders = [["embed", "rotary", "blocks.0", "blocks.2", "norm"], ["blocks.1", "blocks.3"]]
-    assert walk(orders, places) == [0, 0, 0, 1, 0, 1, 0], "what is registered last runs early"
+    assert walk(orders, places) == [0, 0, 0, 1, 0, 1, 0], "the last registered block runs early"
     assert walk([[], ["blocks.1"]], places) == [1]
 
 
-def test_the_plan_of_all() -> None:
+def test_the_common_plan() -> None:
     found = {"cuda:0": lane(2, 4 * GRAIN), "cuda:1": lane(2, 8 * GRAIN, first=2)}
     plan = predicted_lanes(found, {f"blocks.{k}": k for k in range(4)})
     assert plan.step_s == step_s(list(found.values()), [0, 0, 1, 1])
@@ -185,7 +187,7 @@ def test_the_plan_of_all() -> None:
 
 
 def launched(host_s: float, more_s: float, host_share: float = 0.25) -> Profile:
-    """Units of 0.2 s on the device and `host_s` to launch, which take `more_s` more in a graph."""
+    """Units of 0.2 s on the device and `host_s` to launch, which take `more_s` longer in a graph."""
     times = {"unit_s": (0.2,) * 3, "host_s": (host_s,) * 3, "captured_s": (more_s,) * 3, "show_s": 0.0, "fill_s": 0.0}
     return replace(LINK_BOUND, overhead_s=0.0, host_share=host_share, **times)
 
@@ -201,8 +203,8 @@ def test_a_step_in_a_graph_does_not_wait_for_the_host(more_s: float, graph_s: fl
     assert "in a CUDA graph" in plan.predictions()["predicted"]
 
 
-def test_what_is_chosen_counts_a_share_of_what_the_host_adds() -> None:
-    """Of two ways one is faster eager, and the other in a graph."""
+def test_the_choice_weighs_the_hosts_additional_time() -> None:
+    """Of two distributions one is faster in eager mode, and the other in a graph."""
     slow_host, slow_device = launched(0.5, 0.0), replace(launched(0.0, 0.0), unit_s=(0.3,) * 3)
     ways = {"a": slow_host, "b": slow_device}
     for share, wanted in ((0.25, "a"), (0.95, "b")):
@@ -224,7 +226,7 @@ def test_the_bound_of_one_turn_holds_in_graphs() -> None:
     st.lists(st.integers(1, 60), min_size=1, max_size=4),
     st.integers(0, 30),
 )
-def test_whose_block_each_is(nbytes: list[int], budgets: list[int], beside: int) -> None:
+def test_the_device_of_each_block(nbytes: list[int], budgets: list[int], beside: int) -> None:
     for found in whose(nbytes, budgets, [1.0] * len(budgets), beside):
         assert_fair(found, nbytes, budgets, beside)
 
@@ -238,16 +240,16 @@ def assert_fair(found: list[int], nbytes: list[int], budgets: list[int], beside:
         return
     room = [budgets[0] - beside, *budgets[1:]]
     ideal = next(more for more in range(sum(nbytes) + 60) if sum(max(0, r + more) for r in room) >= sum(nbytes))
-    for lane in set(found):  # with blocks that cannot be cut nobody streams much more than with some that can
+    for lane in set(found):  # with indivisible blocks, no device streams much more than with some divisible ones
         assert held[lane] - budgets[lane] <= ideal + 2 * max(nbytes)
 
 
-def test_blocks_that_stream_take_turns_and_those_that_fit_stay_together() -> None:
+def test_streamed_blocks_take_turns_and_blocks_that_fit_stay_together() -> None:
     assert whose([4] * 6, [4, 4], [1, 1]) == [[0, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1]]
     assert whose([4] * 6, [8, 4], [1, 1]) == [[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
     assert whose([4] * 6, [12, 12], [1, 1]) == [[0, 0, 0, 1, 1, 1]]
     assert whose([4] * 6, [16, 20], [1, 1], outside_nbytes=8) == [[0, 0, 1, 1, 1, 1]]
-    assert whose([4] * 6, [4, 20], [1, 1], outside_nbytes=8) == [[1, 1, 1, 1, 1, 1]], "the first has its hands full"
+    assert whose([4] * 6, [4, 20], [1, 1], outside_nbytes=8) == [[1, 1, 1, 1, 1, 1]], "the first device is full"
 
 
 def test_a_slower_link_has_fewer_blocks() -> None:
@@ -256,6 +258,6 @@ def test_a_slower_link_has_fewer_blocks() -> None:
     assert found[:3].count(1) == 1
 
 
-def test_no_budget_is_no_plan() -> None:
+def test_without_a_budget_there_is_no_plan() -> None:
     with pytest.raises(PlanError):
         lane(4, 1)

@@ -57,7 +57,7 @@ def plans(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Plan:
 
 @examples(150)
 @given(plan=plans())
-def test_json_gives_the_same_plan_back(plan: Plan) -> None:
+def test_json_restores_the_plan(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert hash(again) == hash(plan)
@@ -68,8 +68,8 @@ def test_json_gives_the_same_plan_back(plan: Plan) -> None:
 
 @examples(150)
 @given(plan=plans())
-def test_a_step_moves_the_bytes_that_the_plan_says(plan: Plan) -> None:
-    """A ring that fetches at each position what is not there moves as much, tensor by tensor, without padding."""
+def test_a_step_moves_the_bytes_of_the_plan(plan: Plan) -> None:
+    """A ring that fetches missing tensors at each position moves as many bytes, tensor by tensor, without padding."""
 
     def own_nbytes(unit: int) -> int:
         return sum(n for a, n in plan.manifest.units[unit].aliases().items() if a not in plan.resident)
@@ -144,9 +144,9 @@ def test_bad_json_is_refused(text: str | bytes) -> None:
         Plan.from_json(text)
 
 
-def test_json_holds_nothing_that_is_derived() -> None:
+def test_json_has_no_derived_values() -> None:
     plan = equal_plan(3, 2)
-    assert plan.step_nbytes > 0  # the cached value must not enter the text, nor the comparison
+    assert plan.step_nbytes > 0  # the cached value must not be in the text, nor in the comparison
     assert plan == equal_plan(3, 2)
     assert json.loads(plan.to_json()).keys() == {field.name for field in fields(Plan)}
 
@@ -200,7 +200,7 @@ def test_reordering_keeps_homes_and_ring(data: st.DataObject) -> None:
 
 
 def test_reordering_there_and_back_is_the_same_plan() -> None:
-    """The ring's bytes are allocated once: an order that would do with fewer must not take them away."""
+    """The ring's bytes are allocated once: an order that needs fewer must not shrink it."""
     plan = plan_of([3 * GRAIN, 2 * GRAIN, 2 * GRAIN], (0, 1, 2), 4 * GRAIN)
     assert plan.ring_nbytes == 4 * GRAIN
     other = plan.reordered((1, 0, 2))
@@ -214,7 +214,7 @@ def test_the_summary_says_when_everything_fits() -> None:
     assert plan.summary() == "everything fits: 1.0MiB resident, nothing streams"
 
 
-def test_bytes_for_a_person() -> None:
+def test_formatted_bytes() -> None:
     assert [human(n) for n in (0, 512, 1024, 96 * MIB, 5 << 30, 2.0**40)] == [
         "0B",
         "512B",
@@ -225,20 +225,20 @@ def test_bytes_for_a_person() -> None:
     ]
 
 
-def test_rates_and_seconds_for_a_person() -> None:
+def test_formatted_rates_and_seconds() -> None:
     assert [per_second(55.2e9), per_second(684e12, "FLOP")] == ["55.2 GB/s", "684.0 TFLOP/s"]
     assert [milliseconds(s) for s in (0, 12e-6, 0.0125, 13.91)] == ["0.0 ms", "12 us", "12.5 ms", "13.9 s"]
     assert [rate(n) for n in (0.01234, 4.567, 78.94, 1234.5)] == ["0.0123", "4.57", "78.9", "1,234"]
 
 
 def from_disk() -> Plan:
-    """Four blocks of 1 and 2 MiB: the larger tensors of the last three are on disk, and block 0 is read twice."""
+    """Four blocks of 1 and 2 MiB. The larger tensors of the last three are on disk, and block 0 is read twice."""
     manifest = Manifest(units=tuple(unit_of(i, MIB, 2 * MIB) for i in range(4)), order=(0, 1, 2, 3, 0))
     plan = Plan.build(manifest, frozenset({"blocks.0.0"}), 6 * MIB)
     return replace(plan, disk=frozenset(f"blocks.{i}.1" for i in (1, 2, 3)), step_s=0.0125)
 
 
-def test_a_plan_is_printed_as_its_summary_and_what_is_predicted() -> None:
+def test_a_plan_is_printed_as_its_summary_and_predictions() -> None:
     lines = str(from_disk()).splitlines()
     assert lines == [from_disk().summary(), "predicted: 12.5 ms per step"]
     assert lines[0].endswith(", 6.0MiB of it from disk")
@@ -258,7 +258,7 @@ def test_bytes_on_disk_are_not_on_the_host() -> None:
     assert plan.unit_disk_nbytes == (0, 2 * MIB, 2 * MIB, 2 * MIB)
 
 
-def test_another_order_keeps_what_is_on_disk() -> None:
+def test_another_order_keeps_the_tensors_on_disk() -> None:
     plan = from_disk()
     again = plan.reordered((3, 1, 0, 2))
     assert (again.disk, again.step_s, again.ring_nbytes) == (plan.disk, plan.step_s, plan.ring_nbytes)
@@ -266,24 +266,26 @@ def test_another_order_keeps_what_is_on_disk() -> None:
     text = json.loads(plan.to_json())
     assert text["disk"] == ["blocks.1.1", "blocks.2.1", "blocks.3.1"]
     del text["disk"]
-    assert Plan.from_json(json.dumps(text)) == replace(plan, disk=frozenset()), "a plan written before there was one"
+    assert Plan.from_json(json.dumps(text)) == replace(plan, disk=frozenset()), (
+        "a plan from before there was a disk tier"
+    )
 
 
-PREDICTED = (  # and what was asked for
+PREDICTED = (  # and requested values
     *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "found_share", "fetched_nbytes"),
     *("workload", "activation_nbytes", "cache_nbytes", "machine", "budget", "slot_nbytes", "by_ends"),
 )
 
 
 def another(value: Any) -> Any:
-    """A value that is not the same."""
+    """A different value."""
     if isinstance(value, frozenset):
         return value ^ {"1"}
     return value[:-1] if isinstance(value, tuple) else "other" if isinstance(value, str) else (value or 0) + 1
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_plans_that_differ_in_what_a_step_does_act_differently(name: str) -> None:
+def test_plans_with_different_steps_act_differently(name: str) -> None:
     plan = equal_plan(5, 2)
     other = replace(plan, **{name: another(getattr(plan, name))})
     assert other != plan
@@ -292,7 +294,7 @@ def test_plans_that_differ_in_what_a_step_does_act_differently(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_plans_that_differ_in_what_is_predicted_act_alike(name: str) -> None:
+def test_plans_with_different_predictions_act_alike(name: str) -> None:
     plan = equal_plan(5, 2)
     other = replace(plan, **{name: another(getattr(plan, name))})
     assert other != plan
@@ -303,7 +305,7 @@ def test_each_field_of_a_plan_acts_or_is_predicted() -> None:
     assert sorted((*ACTS, *PREDICTED, "manifest")) == sorted(field.name for field in fields(Plan))
 
 
-def test_another_order_acts_differently_where_anything_opens() -> None:
+def test_another_order_acts_differently_if_anything_opens() -> None:
     plan, turned = equal_plan(4, 2), (0, 2, 1, 3)
     assert not plan.acts_as(replace(plan, manifest=replace(plan.manifest, order=turned)))
     resident = Plan.build(plan.manifest, frozenset(plan.manifest.aliases), 0)

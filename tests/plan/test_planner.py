@@ -1,4 +1,4 @@
-"""The planner: budgets, what is read from host memory, the disk, the inputs; and what its plans reach by simulation."""
+"""The planner: budgets, zero-copy reads, the disk, the inputs, and the simulated times of its plans."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def inputs_of(
     grains: tuple[Grain, ...] = GRAINS,
     **settings: Any,
 ) -> PlannerInputs:
-    """The decoder of that shape in these grains; `settings` configure."""
+    """The decoder of that shape in these granularities. `settings` configure the planner."""
     manifests = tuple(decoder(grain, **shape) for grain in grains)
     names = {alias: (alias,) for alias in manifests[0].aliases}
     known = Weights(names=names, **{"by_row": frozenset({TABLE}), "movable": frozenset(names), **(weights or {})})
@@ -142,7 +142,7 @@ def plan_of(shape: Mapping[str, int], workload: Workload | None = DECODE, **sett
     return plan
 
 
-# -- how much memory ----------------------------------------------------------------------------------------------
+# -- the budget ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def plan_of(shape: Mapping[str, int], workload: Workload | None = DECODE, **sett
         ({"max_memory": {"cpu": "30GiB"}}, 130 * GIB - 64 * MIB - 130 * GIB // 50),
     ],
 )
-def test_a_budget_as_it_is_given(settings: Mapping[str, Any], wanted: int) -> None:
+def test_an_explicit_budget(settings: Mapping[str, Any], wanted: int) -> None:
     assert inputs_of(SMALL, **settings).planners[0].budget == wanted
 
 
-def test_without_a_budget_it_is_what_a_step_leaves_free() -> None:
+def test_the_default_budget_is_the_memory_that_a_step_leaves_free() -> None:
     found = inputs_of(SMALL, activation_nbytes=3 * GIB, cache_nbytes=5 * GIB).planners[0]
     assert found.budget == (130 - 3 - 5) * GIB - 64 * MIB - 130 * GIB // 50
     little = replace(found, machine=machine(free_nbytes=10 * GIB))
@@ -169,12 +169,12 @@ def test_without_a_budget_it_is_what_a_step_leaves_free() -> None:
     assert none.budget == 0
 
 
-def test_without_a_budget_and_a_demand_it_is_the_old_share() -> None:
+def test_the_default_budget_without_a_demand() -> None:
     assert inputs_of(SMALL, None).planners[0].budget == int(130 * GIB * 0.9) - GIB
     assert inputs_of(SMALL, None, on=machine(free_nbytes=GIB)).planners[0].budget == 0
 
 
-def test_on_the_cpu_it_is_what_is_free() -> None:
+def test_the_default_budget_on_the_cpu_is_the_free_memory() -> None:
     found = inputs_of(SMALL, activation_nbytes=3 * GIB, on=machine(on_cpu=True, free_nbytes=7 * GIB)).planners[0]
     assert found.budget == 7 * GIB
 
@@ -184,7 +184,7 @@ def test_classic_settings_have_no_budget_of_their_own() -> None:
     assert inputs_of(SMALL, cpu_offload_gb=0.1).planners[0].budget is None
 
 
-def test_a_plan_carries_its_workload_and_what_it_takes() -> None:
+def test_a_plan_has_its_workload_and_its_bytes() -> None:
     plan = plan_of(SMALL, BATCH, device_budget=100 * MIB, activation_nbytes=7, cache_nbytes=9)
     assert (plan.workload, plan.activation_nbytes, plan.cache_nbytes, plan.machine) == (BATCH, 7, 9, "H200")
     assert plan.device_nbytes <= 100 * MIB
@@ -192,7 +192,7 @@ def test_a_plan_carries_its_workload_and_what_it_takes() -> None:
     assert (bare.workload, bare.activation_nbytes, bare.cache_nbytes) == (None, 0, 0)
 
 
-def test_a_shortage_is_told_with_its_sum() -> None:
+def test_a_shortage_is_reported_with_its_sum() -> None:
     found = inputs_of(SMALL, device_budget=100 * MIB, activation_nbytes=GIB, cache_nbytes=2 * GIB)
     _, plan = found.plan()
     needed = plan.device_nbytes + 3 * GIB + 64 * MIB
@@ -202,20 +202,20 @@ def test_a_shortage_is_told_with_its_sum() -> None:
         return replace(found, machine=on).shortage(plan)
 
     assert shortage(free_nbytes=needed) is None
-    told = shortage(free_nbytes=needed - 1)
-    assert told is not None
+    message = shortage(free_nbytes=needed - 1)
+    assert message is not None
     for nbytes in (plan.device_nbytes, GIB, 2 * GIB, 64 * MIB, needed):
-        assert human(nbytes) in told
-    assert "lower device_budget, batch or context" in told
+        assert human(nbytes) in message
+    assert "lower device_budget, batch or context" in message
     assert shortage(free_nbytes=needed - 1, on_cpu=True) is None
-    assert shortage(free_nbytes=0) is None  # a GPU of which nothing is known
+    assert shortage(free_nbytes=0) is None  # a GPU without known facts
 
 
 # -- the seconds of units -----------------------------------------------------------------------------------------
 
 
 def test_a_step_in_a_graph_has_work_of_its_own() -> None:
-    """A cache that does not grow costs kernels, or saves copies, in a graph alone; and no other plan is made for it."""
+    """A cache that does not grow costs kernels, or saves copies, only in a graph. The plan stays the same."""
     planner = inputs_of(SMALL, device_budget=GIB, grains=("block",)).planners[0]
     manifest = decoder("block", **SMALL)
     name, work = manifest.units[3].name, planner.demand.work
@@ -238,8 +238,9 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("slow", [1, 3])
-def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
-    """Finer units need less ring, and more time of the host, of which a graph takes none: a slower one tells again."""
+def test_for_text_from_graphs_the_host_counts_less(slow: int) -> None:
+    """Finer units need a smaller ring, and more of the host's time, which a graph does not need. A slower host still
+    matters."""
     host = {name: slow * s for name, s in (("op_launch_s", 14.5e-6), ("overhead_s", 60e-6), ("show_s", 5e-6))}
     budget = decoder("block", **SMALL).nbytes * 7 // 10
     ahead = inputs_of(SMALL, device_budget=budget, on=machine(profile=replace(H200, **host)))
@@ -248,10 +249,10 @@ def test_where_text_comes_from_graphs_the_host_counts_less(slow: int) -> None:
     assert captured.graph_s < 0.9 * eager.graph_s
     assert eager.step_s < captured.step_s
     both_s = [plan.graph_s + 0.25 * (plan.step_s - plan.graph_s) for plan in (captured, eager)]
-    assert both_s[0] < both_s[1], "a quarter of what the host adds counts"
+    assert both_s[0] < both_s[1], "the host's additional time counts with a weight of 0.25"
 
 
-def test_units_take_what_was_measured_else_their_work() -> None:
+def test_units_take_their_measured_time_or_their_estimated_work() -> None:
     planner = inputs_of(SMALL, device_budget=100 * MIB, grains=("block",)).planners[0]
     manifest, work = decoder("block", **SMALL), demand(decoder("block", **SMALL), DECODE).work
     measured = {manifest.units[2].name: 0.25}
@@ -262,10 +263,10 @@ def test_units_take_what_was_measured_else_their_work() -> None:
         assert max(profile.times_s(index, unit)) == wanted
 
 
-# -- what kernels read from host memory ---------------------------------------------------------------------------
+# -- zero-copy reads ----------------------------------------------------------------------------------------------
 
 
-def test_the_table_is_read_in_place_where_something_must_stream() -> None:
+def test_the_table_is_read_in_place_if_something_must_stream() -> None:
     nbytes = decoder("block", **SMALL).nbytes
     table = decoder("block", **SMALL).aliases[TABLE]
     assert plan_of(SMALL, device_budget=nbytes).mapped == frozenset()
@@ -284,7 +285,7 @@ def test_the_table_is_read_in_place_where_something_must_stream() -> None:
     ],
 )
 @pytest.mark.parametrize("percent", [50, 90])
-def test_what_is_never_read_in_place(never: Mapping[str, Any], percent: int) -> None:
+def test_tensors_that_are_never_read_in_place(never: Mapping[str, Any], percent: int) -> None:
     budget = decoder("block", **WIDE).nbytes * percent // 100
     assert plan_of(WIDE, **{"device_budget": budget, **never}).mapped == frozenset()
 
@@ -307,7 +308,7 @@ def test_a_head_that_the_ring_cannot_hold_is_read_in_place() -> None:
         plan_of(WIDE, replace(DECODE, batch=65), device_budget=budget)
 
 
-def test_a_refusal_asks_for_no_more_than_the_least_that_works() -> None:
+def test_a_refusal_names_the_smallest_budget_that_works() -> None:
     """The table is the largest unit, and need not be on the device."""
     manifest = decoder("matrix", **WIDE).without(frozenset({HEAD}))
 
@@ -323,8 +324,8 @@ def test_a_refusal_asks_for_no_more_than_the_least_that_works() -> None:
         plan(least - 512)
 
 
-def test_a_head_in_place_is_a_matter_of_time() -> None:
-    """Between what the ring must hold and plenty, the plan is the faster of both."""
+def test_a_head_is_read_in_place_if_that_is_faster() -> None:
+    """Between the least ring and plenty of memory, the plan is the faster one of both."""
     both = set()
     for percent in (34, 40, 50, 60, 80):
         budget = decoder("block", **WIDE).nbytes * percent // 100
@@ -342,15 +343,15 @@ def test_a_head_in_place_is_a_matter_of_time() -> None:
     assert both == {True, False}
 
 
-def test_only_a_unit_that_stands_out_is_lone() -> None:
-    """A head of four times the next unit and no more goes through the ring."""
+def test_only_a_much_larger_unit_is_alone() -> None:
+    """A head of at most four times the next unit goes through the ring."""
     shape = SMALL | {"vocab": 4 * 29 * MIB // (2 * 1024), "layers": 4}
     manifest = decoder("block", **shape)
     assert manifest.aliases[HEAD] <= 4 * manifest.units[1].nbytes
     assert HEAD not in plan_of(shape, device_budget=manifest.aliases[HEAD] + MIB, grains=("block",)).mapped
 
 
-def test_named_weights_are_read_in_place_whatever_fits() -> None:
+def test_named_weights_are_read_in_place_even_if_everything_fits() -> None:
     nbytes = decoder("block", **SMALL).nbytes
     for budget in (nbytes, nbytes // 2):
         plan = plan_of(SMALL, device_budget=budget, zero_copy_params=["3.q"])
@@ -370,7 +371,7 @@ def test_named_weights_are_read_over_the_link() -> None:
     assert plan.copy_s == pytest.approx(read_s)
 
 
-def test_uva_maps_what_it_places_beside_what_is_named() -> None:
+def test_uva_maps_its_bytes_besides_named_weights() -> None:
     placed = plan_of(SMALL, cpu_offload_gb=0.01, cpu_offload_params=["gate"]).mapped
     assert {alias.partition(".")[2] for alias in placed} == {"gate"}
     both = plan_of(SMALL, cpu_offload_gb=0.01, cpu_offload_params=["gate"], zero_copy_params=["7.down"]).mapped
@@ -388,7 +389,7 @@ def test_a_budget_that_classic_settings_ignore_changes_nothing(settings: Mapping
 # -- the host and the disk ----------------------------------------------------------------------------------------
 
 
-def test_what_the_host_has_no_room_for_is_on_disk() -> None:
+def test_weights_over_the_host_budget_are_on_disk() -> None:
     device, host = 60 * MIB, 64 * MIB
     plan = plan_of(SMALL, device_budget=device, host_budget=host)
     assert plan.disk
@@ -399,14 +400,14 @@ def test_what_the_host_has_no_room_for_is_on_disk() -> None:
     assert plan_of(SMALL, device_budget=device, host_budget=GIB).disk == frozenset()
 
 
-def test_a_disk_that_was_measured_goes_over_the_profile() -> None:
+def test_a_measured_disk_overrides_the_profile() -> None:
     budgets = {"device_budget": 60 * MIB, "host_budget": 64 * MIB}
     slow = plan_of(SMALL, on=machine(disk_bytes_per_s=1e9), **budgets)
     assert slow.disk_s == pytest.approx(slow.step_disk_nbytes / 1e9)
     assert plan_of(SMALL, **budgets).disk_s == pytest.approx(slow.step_disk_nbytes / H200.disk_bytes_per_s, rel=0.2)
 
 
-def test_without_a_host_budget_it_is_what_is_free() -> None:
+def test_the_default_host_budget_is_the_free_memory() -> None:
     device = 60 * MIB
     assert plan_of(SMALL, device_budget=device).disk == frozenset()
     little = machine(host_free_nbytes=64 * MIB)
@@ -418,7 +419,7 @@ def test_without_a_host_budget_it_is_what_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "parts"),
     [
         ({"host_budget": MIB}, ["Raise host_budget, name an offload_folder to keep the rest on disk, or raise device"]),
         ({"host_budget": MIB, "offload_folder": "."}, ["Raise host_budget, or raise device_budget."]),
@@ -429,17 +430,17 @@ def test_without_a_host_budget_it_is_what_is_free() -> None:
         ({"max_memory": {0: 60 * MIB, "cpu": MIB}, "device_budget": None}, ["host budget 1.0MiB"]),
     ],
 )
-def test_too_little_host_memory_says_what_to_do(settings: Mapping[str, Any], told: list[str]) -> None:
+def test_too_little_host_memory_names_remedies(settings: Mapping[str, Any], parts: list[str]) -> None:
     with pytest.raises(PlanError) as error:
         plan_of(SMALL, weights={"movable": frozenset()}, **{"device_budget": 60 * MIB, **settings})
-    for part in told:
+    for part in parts:
         assert part in str(error.value)
 
 
 # -- inputs -------------------------------------------------------------------------------------------------------
 
 
-def test_the_faster_grain_is_chosen() -> None:
+def test_the_faster_granularity_is_chosen() -> None:
     for percent in (15, 40, 70, 95, 100):
         found = inputs_of(SMALL, device_budget=decoder("block", **SMALL).nbytes * percent // 100)
         index, plan = found.plan()
@@ -448,7 +449,7 @@ def test_the_faster_grain_is_chosen() -> None:
         assert plan.manifest == found.grains[index]
 
 
-def test_a_budget_that_no_grain_fits_tells_of_the_finest() -> None:
+def test_a_budget_that_no_granularity_fits_names_the_finest() -> None:
     with pytest.raises(PlanError) as error:
         inputs_of(SMALL, BATCH, device_budget=3 * MIB).plan()
     text = str(error.value)
@@ -474,14 +475,14 @@ def test_a_sweep_plans_each_budget() -> None:
         assert more.step_s <= 1.01 * less.step_s
 
 
-def test_another_device_budget_leaves_the_host_its_own() -> None:
-    given = inputs_of(SMALL, max_memory={0: 100 * MIB, "cpu": 64 * MIB})
-    _, plan = given.at_budget(60 * MIB).plan()
+def test_another_device_budget_keeps_the_host_budget() -> None:
+    inputs = inputs_of(SMALL, max_memory={0: 100 * MIB, "cpu": 64 * MIB})
+    _, plan = inputs.at_budget(60 * MIB).plan()
     assert plan.budget == 60 * MIB
     assert plan == plan_of(SMALL, device_budget=60 * MIB, host_budget=64 * MIB)
 
 
-def test_enough_is_less_memory_in_the_same_time() -> None:
+def test_enough_is_the_least_memory_with_the_same_time() -> None:
     found = inputs_of(SMALL, PREFILL, device_budget=decoder("block", **SMALL).nbytes * 95 // 100)
     _, plan = found.plan()
     assert plan.limit == "compute"
@@ -495,18 +496,18 @@ def test_enough_is_less_memory_in_the_same_time() -> None:
     assert cost.simulated_s(less, profile)[1] <= plan.step_s * 1.001
 
 
-def test_a_step_that_copies_longest_has_no_enough() -> None:
+def test_a_step_limited_by_copies_has_no_enough() -> None:
     found = inputs_of(SMALL, DECODE, device_budget=decoder("block", **SMALL).nbytes // 2)
     _, plan = found.plan()
     assert plan.limit == "link"
     assert found.enough(plan) is None
 
 
-# -- what the plans reach -----------------------------------------------------------------------------------------
+# -- simulated times ----------------------------------------------------------------------------------------------
 
 
 def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, int]:
-    """Seconds and bytes of the best of all choices, each simulated."""
+    """Seconds and bytes of the best of all choices, each of them simulated."""
     chosen = candidates.choices(manifest, search.always_resident(manifest), budget)
     slots = ((r, ring, s, ends) for r, ring, unit_nbytes, ends in chosen for s in {0, unit_nbytes * (not ends)})
     plans = (Plan.build(manifest, r, ring, slot_nbytes=slot, by_ends=ends) for r, ring, slot, ends in slots)
@@ -516,8 +517,8 @@ def unpruned(manifest: Manifest, budget: int, profile: Profile) -> tuple[float, 
 
 
 @pytest.mark.parametrize("compute_s", only([0.0, 0.7, 2.0], 0.7))
-def test_no_choice_that_is_left_out_is_better(compute_s: float) -> None:
-    """The bound that the search stops at: also for steps that read some units twice, or not at all."""
+def test_no_omitted_choice_is_better(compute_s: float) -> None:
+    """The bound at which the search stops also holds for steps that read some units twice, or not at all."""
     manifests = [
         *SMALL_MODELS[12:],
         *(model_of(*[sizes] * n) for sizes, n in [((2048, 1024, 512), 5), ((1536, 1024), 7)]),
@@ -565,8 +566,9 @@ def classic(found: PlannerInputs) -> Iterator[tuple[int, float, tuple[int, int, 
 def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_classic_settings(
     shape: Mapping[str, int], workload: Workload, percents: tuple[int, ...]
 ) -> None:
-    """The bound counts every weight that has to cross the link: all that the budget leaves out, tables read in place
-    apart, and those that give up their place to the ring."""
+    """The bound counts every weight that has to cross the link: all that exceed the budget, except tables read in
+    place, and
+    those whose memory the ring takes."""
     found = inputs_of(shape, workload)
     settings = list(classic(found))
     assert len(settings) == 30
@@ -586,8 +588,8 @@ def test_a_step_takes_little_more_than_compute_or_the_link_and_no_more_than_clas
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0, 5.0])
-def test_a_host_that_is_the_limit_is_not_slower_with_more_memory(slower: float) -> None:
-    """Plans that stream nothing are held against the others in the same way."""
+def test_with_the_host_as_bottleneck_more_memory_is_not_slower(slower: float) -> None:
+    """Plans that stream nothing are compared with the others in the same way."""
     on = machine(profile=replace(H200, op_launch_s=slower * H200.op_launch_s))
     nbytes = decoder("block", **SMALL).nbytes
     budgets = [nbytes * percent // 100 for percent in (90, 94, 97, 99)]

@@ -1,4 +1,4 @@
-"""The planner with codes: what it codes, what that takes, and what it gains, on made-up sizes of the coded forms."""
+"""The planner with compression: which weights are compressed, the cost, and the gain, with made-up compressed sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Shape = Mapping[str, int]
 
 
 def sizes_of(manifest: Manifest, noise: float = 0.0) -> dict[str, int]:
-    """Compressed bytes of all but the table, in whole 512 bytes; with noise no two are quite alike."""
+    """Compressed bytes of all weights except the table, in units of 512 bytes. With noise, hardly any two are equal."""
     chance = random.Random(0)
     found: dict[str, int] = {}
     for alias, nbytes in manifest.aliases.items():
@@ -77,7 +77,7 @@ def plan_of(shape: Shape, workload: Workload | None = DECODE, **settings: Any) -
 
 
 def assert_sound(plan: Plan) -> None:
-    """It is proved, comes back from JSON, and everything coded lies in the buffer, apart from each other."""
+    """Check a plan: it is proved, survives JSON, and its compressed tensors lie in the buffer without overlap."""
     prove(plan)
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.device_nbytes == plan.resident_nbytes + plan.ring_nbytes + plan.buffer_nbytes
@@ -93,12 +93,14 @@ def assert_sound(plan: Plan) -> None:
         assert end <= plan.buffer_nbytes
 
 
-# -- what it gains ------------------------------------------------------------------------------------------------
+# -- the gain -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("percent", "noise"), thinned([6, 15, 30], [0.0, 0.004]))
-def test_a_step_that_streams_nearly_all_takes_the_coded_bytes_time(percent: int, noise: float) -> None:
+def test_a_step_that_streams_nearly_everything_takes_the_time_of_the_compressed_bytes(
+    percent: int, noise: float
+) -> None:
     budget = decoder("block", **EIGHT).nbytes * percent // 100
     raw, plan = (plan_of(EIGHT, noise=noise, device_budget=budget, codec=codec) for codec in ("none", "auto"))
     assert (raw.limit, plan.limit) == ("link", "link")
@@ -117,21 +119,21 @@ def test_more_memory_is_never_slower(noise: float) -> None:
         assert more.step_s <= 1.01 * less.step_s
         assert more.device_nbytes <= (more.budget or 0)
     assert plans[-1].step_s < plans[0].step_s / 30
-    assert plans[-1].manifest.codes == {}, "all of it fits as it is"
+    assert plans[-1].manifest.codes == {}, "everything fits uncompressed"
     assert all(plan.manifest.codes for plan in plans[:-1])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("percent", [76, 80, 85, 90])
-def test_what_fits_coded_does_not_stream(percent: int) -> None:
-    """Of the bytes that are left, weights that need no decoding are made: the more memory, the less is decoded."""
+def test_a_model_that_fits_compressed_does_not_stream(percent: int) -> None:
+    """Remaining bytes are used for uncompressed weights: the more memory, the less is decoded."""
     whole = decoder("block", **EIGHT)
     plan = plan_of(EIGHT, noise=0.004, device_budget=whole.nbytes * percent // 100)
     assert plan.step_nbytes == 0
     assert plan.offloaded_nbytes == plan.mapped_nbytes == whole.aliases[TABLE]
     assert plan.manifest.codes
     assert plan.device_nbytes > 0.99 * (plan.budget or 0)
-    assert HEAD not in plan.manifest.codes, "its buffer would be larger than what it saves"
+    assert HEAD not in plan.manifest.codes, "its buffer would be larger than its saving"
     raw = plan_of(EIGHT, noise=0.004, device_budget=plan.budget, codec="none")
     assert plan.step_s < 0.7 * raw.step_s
 
@@ -153,7 +155,7 @@ def test_70b_in_80_gib_is_three_times_as_fast(noise: float) -> None:
     assert 3 * plan.step_s < raw.step_s
 
 
-def test_where_compute_is_the_limit_nothing_is_coded() -> None:
+def test_if_compute_is_the_bottleneck_nothing_is_compressed() -> None:
     for budget in (2 * GIB, 8 * GIB):
         plan = plan_of(EIGHT, Workload(tokens=16384, context=16384), device_budget=budget)
         assert plan.manifest.codes == {}
@@ -197,12 +199,12 @@ def test_each_dtype_of_a_unit_takes_a_launch_and_has_a_rate(dtypes: tuple[str, .
     assert profile.decode_s(0, coded.units[0]) == pytest.approx(seconds + num * 8e-6)
 
 
-def test_a_device_that_decodes_slowly_codes_nothing() -> None:
+def test_for_a_device_that_decodes_slowly_nothing_is_compressed() -> None:
     slow = machine(profile=replace(H200, decode_bfloat16_bytes_per_s=1.0))
     assert plan_of(SMALL, on=slow, device_budget=60 * MIB) == plan_of(SMALL, device_budget=60 * MIB, codec="none")
 
 
-# -- where it may ------------------------------------------------------------------------------------------------
+# -- where compression is allowed --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,17 +218,17 @@ def test_a_device_that_decodes_slowly_codes_nothing() -> None:
         {"offload_group_size": 2},
     ],
 )
-def test_without_codes_plans_are_what_they_were(settings: Mapping[str, Any]) -> None:
-    """On the CPU, and under the classic settings, no code is used that is not asked for."""
-    given = {"device_budget": 60 * MIB} if not settings.keys() & {"cpu_offload_gb", "offload_group_size"} else {}
+def test_without_compression_plans_are_unchanged(settings: Mapping[str, Any]) -> None:
+    """On the CPU, and with the classic settings, nothing is compressed unless that is requested."""
+    budget = {"device_budget": 60 * MIB} if not settings.keys() & {"cpu_offload_gb", "offload_group_size"} else {}
     plain = {name: value for name, value in settings.items() if name not in ("codec", "weights")}
-    expected = inputs_of(SMALL, **given, **plain, codec="none").plan().plan
-    assert plan_of(SMALL, **given, **settings) == expected
+    expected = inputs_of(SMALL, **budget, **plain, codec="none").plan().plan
+    assert plan_of(SMALL, **budget, **settings) == expected
 
 
 @pytest.mark.parametrize("on", [machine(), machine(on_cpu=True, free_nbytes=4 * GIB)])
 @pytest.mark.parametrize("percent", [30, 100, 200])
-def test_compression_that_is_asked_for_is_everywhere(on: Machine, percent: int) -> None:
+def test_requested_compression_is_used_everywhere(on: Machine, percent: int) -> None:
     whole = decoder("block", **SMALL)
     plan = plan_of(SMALL, on=on, device_budget=whole.nbytes * percent // 100, codec="compressed")
     plain = whole.aliases.keys() - plan.manifest.codes.keys() - plan.mapped
@@ -234,7 +236,7 @@ def test_compression_that_is_asked_for_is_everywhere(on: Machine, percent: int) 
     assert (plan.offloaded_nbytes == 0) == (percent > 30)
 
 
-def test_classic_settings_code_what_streams() -> None:
+def test_classic_settings_compress_streamed_weights() -> None:
     raw, plan = (plan_of(SMALL, offload_group_size=2, codec=codec) for codec in ("none", "compressed"))
     streamed = raw.manifest.aliases.keys() - raw.resident
     assert plan.manifest.aliases.keys() - plan.resident == streamed
@@ -246,8 +248,8 @@ def test_classic_settings_code_what_streams() -> None:
     ("codec", "share", "gains"),
     [("auto", 0.96, True), ("auto", 0.98, False), ("compressed", 0.98, True), ("compressed", 1.0, False)],
 )
-def test_weights_that_gain_nothing_stay_as_they_are(codec: str, share: float, gains: bool) -> None:
-    """By default little gain is none, as decoding has a price; where all is to be compressed nothing grows."""
+def test_weights_that_gain_nothing_stay_uncompressed(codec: str, share: float, gains: bool) -> None:
+    """By default a small gain does not count, since decoding has a cost. With "compressed", only no tensor may grow."""
     aliases, codes = decoder("block", **SMALL).aliases, dict(known(**SMALL, noise=0.0))
     codes |= {alias: int(aliases[alias] * share) for alias in codes if "gate" in alias}
     plan = plan_of(SMALL, weights={"codes": codes}, device_budget=60 * MIB, codec=codec)
@@ -255,14 +257,14 @@ def test_weights_that_gain_nothing_stay_as_they_are(codec: str, share: float, ga
     assert any("gate" in alias for alias in plan.manifest.codes) is gains
 
 
-def test_what_kernels_read_is_not_coded() -> None:
+def test_weights_that_kernels_read_in_place_are_not_compressed() -> None:
     plan = plan_of(SMALL, device_budget=60 * MIB, zero_copy_params=["3.q"])
     assert "3.q" in plan.mapped
     assert plan.manifest.codes
     assert not plan.manifest.codes.keys() & plan.mapped
 
 
-def test_weights_of_units_that_enclose_others_are_not_coded() -> None:
+def test_weights_of_enclosing_units_are_not_compressed() -> None:
     whole = decoder("block", **SMALL)
     units = tuple(replace(u, enclosing=u.layer == 3) for u in whole.units)
     found = ahead(SMALL, None, device_budget=100 * MIB, grains=("block",)).planners[0]
@@ -275,7 +277,7 @@ def test_weights_of_units_that_enclose_others_are_not_coded() -> None:
 # -- a head, which sets the size of the buffer ---------------------------------------------------------------------
 
 
-def test_a_head_that_fits_nowhere_is_read_in_place_and_plain() -> None:
+def test_a_head_that_fits_nowhere_is_read_in_place_uncompressed() -> None:
     head = decoder("matrix", **WIDE).aliases[HEAD]
     plan = plan_of(WIDE, device_budget=head - MIB)
     assert plan.mapped == {TABLE, HEAD}
@@ -284,7 +286,7 @@ def test_a_head_that_fits_nowhere_is_read_in_place_and_plain() -> None:
 
 
 @pytest.mark.parametrize("percent", [40, 50, 55])
-def test_the_buffer_is_no_larger_for_a_head(percent: int) -> None:
+def test_the_buffer_does_not_grow_for_a_head(percent: int) -> None:
     whole = decoder("block", **WIDE)
     plan = plan_of(WIDE, device_budget=whole.nbytes * percent // 100)
     assert HEAD in plan.resident - plan.manifest.codes.keys()
@@ -292,8 +294,8 @@ def test_the_buffer_is_no_larger_for_a_head(percent: int) -> None:
 
 
 @pytest.mark.parametrize("can_map", [True, False])
-def test_a_unit_that_is_nearly_all_of_the_model_stays_plain(can_map: bool) -> None:
-    """To decode it takes more memory than to hold it."""
+def test_a_unit_that_is_nearly_the_whole_model_stays_uncompressed(can_map: bool) -> None:
+    """Decoding it takes more memory than storing it."""
     shape = SMALL | {"layers": 1, "vocab": 131072}
     plan = plan_of(shape, on=machine(maps_host_memory=can_map), device_budget=500 * MIB)
     assert HEAD not in plan.manifest.codes
@@ -304,8 +306,8 @@ def test_a_unit_that_is_nearly_all_of_the_model_stays_plain(can_map: bool) -> No
     assert planner(one).manifest.codes == {}
 
 
-def test_the_buffer_is_as_large_as_pays() -> None:
-    """Of units in three sizes: a few of the second are not worth a buffer that holds one of them, many are."""
+def test_the_size_of_the_buffer_pays_off() -> None:
+    """Units have three sizes. A few of the second size are not worth a buffer for one of them; many are."""
     aliases = known(**SMALL, noise=0.0)
     whole = decoder("matrix", **SMALL)
     few = whole.without(frozenset(a for a in whole.aliases if "gate" in a or "up" in a or "down" in a) - {"0.gate"})
@@ -315,7 +317,7 @@ def test_the_buffer_is_as_large_as_pays() -> None:
     assert found.keys() == {alias for alias in aliases if alias in few.aliases and alias[2:] in ("q", "o", "k", "v")}
 
 
-def test_a_budget_that_the_buffer_breaks_is_refused_with_its_sum() -> None:
+def test_a_budget_exceeded_by_the_buffer_is_refused_with_the_sum() -> None:
     with pytest.raises(PlanError, match=r"ring \S+ \+ decode buffer \S+ = \S+ \(\d+ bytes\)") as error:
         plan_of(SMALL, on=machine(on_cpu=True), device_budget=40 * MIB, codec="compressed")
     needed = int(str(error.value).split("(")[2].split()[0])
@@ -325,8 +327,8 @@ def test_a_budget_that_the_buffer_breaks_is_refused_with_its_sum() -> None:
 # -- the host and the disk ----------------------------------------------------------------------------------------
 
 
-def test_coded_weights_take_less_of_the_host() -> None:
-    """With nothing that may be on disk, a budget that the plain weights break is kept."""
+def test_compressed_weights_take_less_host_memory() -> None:
+    """Nothing may be on disk, and only the compressed weights fit the host budget."""
     kept = {"movable": frozenset[str]()}
     budget = 200 * MIB
     plan = plan_of(SMALL, weights=kept, device_budget=100 * MIB, host_budget=budget)
@@ -336,15 +338,15 @@ def test_coded_weights_take_less_of_the_host() -> None:
         plan_of(SMALL, weights=kept, device_budget=100 * MIB, host_budget=budget, codec="none")
 
 
-def test_what_is_coded_in_memory_cannot_be_on_disk() -> None:
-    """What is in a file in plain form is read from there in that form, or not at all."""
+def test_weights_compressed_in_memory_cannot_be_on_disk() -> None:
+    """A tensor that is uncompressed in its file is read from disk uncompressed, or not at all."""
     settings = {"device_budget": 60 * MIB, "host_budget": 100 * MIB}
     plan = plan_of(SMALL, **settings)
     assert plan.disk
     assert not plan.disk & plan.manifest.codes.keys()
 
 
-def test_what_is_coded_in_a_file_is_on_disk_in_that_form() -> None:
+def test_weights_compressed_in_a_file_stay_compressed_on_disk() -> None:
     every = frozenset(known(**SMALL, noise=0.0))
     weights = {"coded_in_files": every}
     settings = {"device_budget": 60 * MIB, "host_budget": 100 * MIB, "weights": weights}
@@ -369,7 +371,8 @@ CODED_MODELS = [
 
 
 def coded(manifest: Manifest, *, uneven: bool) -> Manifest:
-    """All that may be, in about three quarters of the bytes; every other one a little more, or not."""
+    """Compressed bytes of all compressible tensors: about three quarters, and for every other one a little more, or
+    not."""
     aliases = sorted(manifest.aliases.keys() - kept_anyway(manifest))
     more = itertools.cycle((0, 512) if uneven else (0,))
     return manifest.coded({a: manifest.aliases[a] * 3 // 4 // 512 * 512 + next(more) for a in aliases})
@@ -379,7 +382,7 @@ def coded(manifest: Manifest, *, uneven: bool) -> Manifest:
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("compute_s", [0.0, 4.0])
 def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
-    """Each plan is proved, and none of the choices that the search leaves out is faster."""
+    """Each plan is proved, and no choice that the search leaves out is faster."""
     profile = replace(LINK_BOUND, overhead_s=compute_s, decode_bfloat16_bytes_per_s=1e30)
     num = 0
     for plain in CODED_MODELS:
@@ -401,8 +404,8 @@ def test_every_budget_of_small_models(compute_s: float, uneven: bool) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("uneven", [False, True])
-def test_room_that_is_left_goes_to_plain_weights(uneven: bool) -> None:
-    """Whatever there is room for, in every small model: never over the budget, never slower than without."""
+def test_remaining_memory_is_used_for_uncompressed_weights(uneven: bool) -> None:
+    """For every small model and budget: never over the budget, never slower than without compression."""
     profile = replace(LINK_BOUND, decode_bfloat16_bytes_per_s=1000.0)
     for plain in CODED_MODELS:
         manifest = coded(plain, uneven=uneven)
@@ -422,7 +425,7 @@ def test_room_that_is_left_goes_to_plain_weights(uneven: bool) -> None:
 # -- manifests and proofs ------------------------------------------------------------------------------------------
 
 
-def test_a_coded_manifest_is_the_plain_one_again() -> None:
+def test_a_compressed_manifest_converts_back() -> None:
     whole = decoder("half", **SMALL)
     codes = known(**SMALL, noise=0.0)
     manifest = whole.coded(codes)
@@ -441,7 +444,7 @@ def test_an_alias_group_has_one_form() -> None:
         Manifest(units=(*whole.units, replace(whole.units[3], tensors=(other,))))
 
 
-def test_a_plan_that_breaks_a_rule_of_codes_is_found() -> None:
+def test_a_plan_that_breaks_a_rule_of_compression_is_found() -> None:
     plan = plan_of(SMALL, device_budget=100 * MIB, grains=("block",))
     layer = next(index for index, unit in enumerate(plan.manifest.units) if unit.coded())
 
@@ -458,7 +461,7 @@ def test_a_plan_that_breaks_a_rule_of_codes_is_found() -> None:
     assert any("compressed and zero-copy" in text for text in violations(replace(mapped, resident=frozenset())))
 
 
-def test_another_order_keeps_what_is_coded() -> None:
+def test_another_order_keeps_the_compression() -> None:
     plan = plan_of(SMALL, device_budget=100 * MIB)
     other = plan.reordered(tuple(reversed(plan.manifest.order)))
     prove(other)
@@ -466,7 +469,7 @@ def test_another_order_keeps_what_is_coded() -> None:
     assert other.device_nbytes <= plan.device_nbytes
 
 
-def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
+def test_a_planner_accepts_a_compressed_manifest() -> None:
     found = ahead(SMALL, device_budget=100 * MIB, grains=("block",))
     planner: Planner = found.planners[0]
     plan = planner(found.grains[0])
@@ -476,8 +479,8 @@ def test_a_planner_takes_a_coded_manifest_as_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("budget", [6 * GIB, 13 * GIB])
-def test_measured_seconds_hold_decoding_once(budget: int) -> None:
-    """A plan that takes what was predicted is predicted to take the same from what was measured."""
+def test_measured_seconds_include_decoding_once(budget: int) -> None:
+    """If a plan's steps take the predicted time, the prediction from measured times is the same."""
     found = ahead(EIGHT, device_budget=budget, grains=("block",), on=machine(maps_host_memory=False))
     planner, plan = found.planners[0], found.plan().plan
     assert plan.manifest.codes
@@ -494,10 +497,10 @@ def test_measured_seconds_hold_decoding_once(budget: int) -> None:
     assert found.compute_s == pytest.approx(sum(computes), rel=1e-6)
 
 
-# -- what is shown ------------------------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------------------
 
 
-def test_a_coded_plan_says_so() -> None:
+def test_a_compressed_plan_is_printed_so() -> None:
     plan = plan_of(EIGHT, noise=0.004, device_budget=6 * GIB)
     summary = plan.summary()
     assert " decode buffer" in summary
@@ -506,7 +509,7 @@ def test_a_coded_plan_says_so() -> None:
     assert "weights: 9.1GiB compressed without loss from 13.0GiB; decoding takes 12.1 ms of a step's compute" in text
 
 
-def test_a_model_that_fits_coded_says_so() -> None:
+def test_a_model_that_fits_compressed_is_printed_so() -> None:
     plan = plan_of(EIGHT, device_budget=13 * GIB, on=machine(maps_host_memory=False))
     assert plan.offloaded_nbytes == 0
     assert plan.summary().startswith("everything fits: 12.")

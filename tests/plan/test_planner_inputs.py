@@ -1,4 +1,4 @@
-"""What the planner's inputs print, and whether a faster plan is worth the move of weights to it."""
+"""The printed inputs of the planner, and whether a faster plan is worth moving the weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weightstream.plan.units import human
 
 
 def planned(percent: int) -> tuple[Machine, Plan]:
-    """A machine, and the plan of the small decoder there for that share of the weights."""
+    """A machine, and its plan of the small decoder with that share of the weights."""
     manifest = decoder("block", **SMALL)
     planner = inputs_of(SMALL, PREFILL, grains=("block",), device_budget=manifest.nbytes * percent // 100).planners[0]
     return planner.machine, planner(manifest)
 
 
 def other(plan: Plan, num: int = 2, faster: float = 2.0) -> Plan:
-    """A plan with fewer residents whose steps are so many times faster."""
+    """A plan with fewer residents whose steps are faster by a factor."""
     return replace(plan, resident=plan.resident - set(sorted(plan.resident)[:num]), step_s=plan.step_s / faster)
 
 
@@ -47,14 +47,14 @@ def test_a_gain_must_pay_for_the_move_in_500_steps() -> None:
         assert is_worth(replace(plan, step_s=2 * gain_s), replace(found, step_s=gain_s), machine) is pays
 
 
-def test_the_host_must_hold_what_comes_home() -> None:
+def test_the_host_must_have_memory_for_weights_that_leave_the_device() -> None:
     machine, plan = planned(60)
     plan = replace(plan, step_s=100.0)
     for free_nbytes, fits in ((plan.manifest.nbytes, True), (plan.manifest.nbytes - 1, False)):
         assert is_worth(plan, other(plan), replace(machine, host_free_nbytes=free_nbytes)) is fits
 
 
-def test_what_moves_is_what_has_another_place_or_form() -> None:
+def test_only_weights_with_another_place_or_form_move() -> None:
     _, plan = planned(60)
     aliases = sorted(plan.resident)[:3]
     assert moved_nbytes(plan, plan) == 0
@@ -70,10 +70,10 @@ def test_what_moves_is_what_has_another_place_or_form() -> None:
         assert moved_nbytes(plan, found) == moved_nbytes(found, plan) == nbytes
 
 
-# -- what the inputs print -------------------------------------------------------------------------------------------
+# -- the printed inputs ----------------------------------------------------------------------------------------------
 
 MANIFEST = decoder("matrix", **SMALL)
-COMPRESSED = sorted(MANIFEST.aliases)[:5]  # stands for those that can be
+COMPRESSED = sorted(MANIFEST.aliases)[:5]  # stands for the compressible alias groups
 CODES = {alias: MANIFEST.aliases[alias] * 2 // 3 for alias in COMPRESSED}
 
 
@@ -85,7 +85,7 @@ def rows(inputs: PlannerInputs) -> dict[str, str]:
     return table
 
 
-def test_inputs_print_a_row_for_each_thing_that_a_plan_depends_on() -> None:
+def test_inputs_print_a_row_for_each_fact_of_a_plan() -> None:
     profile = Profile(machine="A GPU", link_bytes_per_s=50e9, decode_bfloat16_bytes_per_s=1.5e12)
     inputs = inputs_of(
         SMALL,
@@ -126,26 +126,26 @@ def test_inputs_print_a_row_for_each_thing_that_a_plan_depends_on() -> None:
     ],
     ids=str,
 )
-def test_a_row_says_what_is_unknown_or_set_otherwise(changed: dict[str, object], label: str, text: str) -> None:
+def test_a_row_shows_unknown_and_changed_facts(changed: dict[str, object], label: str, text: str) -> None:
     names = ("total_nbytes", "on_cpu")
     on = machine_of(**{"profile": Profile()} | {name: changed[name] for name in names if name in changed})
     settings = {name: value for name, value in changed.items() if name not in names}
     assert rows(inputs_of(SMALL, None, on=on, **settings))[label] == text
 
 
-def test_rates_of_decompression_are_printed_only_where_something_can_be_decompressed() -> None:
+def test_decoding_rates_are_printed_only_if_something_can_be_decoded() -> None:
     inputs = inputs_of(SMALL, weights={"codes": CODES})
     assert "decompression of bfloat16" in rows(inputs)["rates"]
     assert "decompression" not in rows(replace(inputs, machine=replace(inputs.machine, can_decode=False)))["rates"]
 
 
-def test_a_share_replaces_the_budget_that_is_printed() -> None:
+def test_a_share_replaces_the_printed_budget() -> None:
     inputs = replace(inputs_of(SMALL, device_budget=60 * MIB), share=Share(2 * GIB, GIB))
     kept_and_ring = "2.0GiB of device memory for resident weights, 1.0GiB for a ring that other models use, too"
     assert rows(inputs)["budget"] == kept_and_ring
 
 
-def test_facts_about_experts_are_printed_where_there_are_any() -> None:
+def test_facts_about_experts_are_printed_if_there_are_experts() -> None:
     inputs = inputs_of(SMALL)
     assert "experts" not in rows(inputs)
     assert rows(replace(inputs, counts=Counts(8, 30, 10)))["experts"] == "30 hits and 10 misses in 8 slots"

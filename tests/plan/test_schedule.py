@@ -1,4 +1,4 @@
-"""The ring rule, for all small cases, against a simulation of who owns every byte that shares no code with it."""
+"""The ring rule for all small cases, compared with an independent simulation of the owner of every byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import RingExtent, allocate, neighbours_nbytes, previous_holders, refills
 
-GRAIN = 512  # the alignment of every extent, written out: the tests do not ask schedule.py for it
+GRAIN = 512  # the alignment of every extent, written out, so that the tests do not take it from schedule.py
 
 
 @cache
@@ -35,7 +35,7 @@ def unit_of(index: int, *sizes: int) -> UnitSpec:
 
 
 def plan_of(sizes: Sequence[int], order: Sequence[int], capacity: int, *, by_ends: bool = False) -> Plan:
-    """Units of one tensor each, all of them streaming through `capacity` bytes."""
+    """Units of one tensor each, all of which stream through `capacity` bytes."""
     units = tuple(unit_of(index, nbytes) for index, nbytes in enumerate(sizes))
     return Plan.build(Manifest(units=units, order=tuple(order)), frozenset(), capacity, by_ends=by_ends)
 
@@ -45,10 +45,10 @@ def equal_plan(num_units: int, num_slots: int) -> Plan:
 
 
 def faults(plan: Plan, steps: int = 4) -> set[str]:
-    """What goes wrong when the plan is run over a ring in which every grain of bytes remembers who wrote it last.
+    """Errors of a plan on a ring in which every grain of bytes remembers its last writer.
 
-    stale: a position reads bytes of another unit. again: a fill of a unit that is whole. late: the position whose
-    release a fill waits for shares no bytes with it. unread: a fill is overwritten before anybody reads it.
+    stale: a position reads bytes of another unit. again: a fill of a unit that is complete. late: the position whose
+    release a fill waits for shares no bytes with it. unread: a fill is overwritten before it is read.
     """
     grains = [frozenset(range(e.offset // GRAIN, -(-(e.offset + e.nbytes) // GRAIN))) for e in plan.extents]
     owner: dict[int, int] = {}
@@ -78,7 +78,7 @@ def faults(plan: Plan, steps: int = 4) -> set[str]:
 
 
 def lazy_fills(plan: Plan) -> list[int]:
-    """The units that one steady step fetches when each is fetched at its position, and only if it is not whole."""
+    """The units that a steady step fetches if each is fetched at its position, and only if it is incomplete."""
     grains = [range(e.offset // GRAIN, -(-(e.offset + e.nbytes) // GRAIN)) for e in plan.extents]
     owner: dict[int, int] = {}
     fetched: list[int] = []
@@ -108,7 +108,7 @@ def capacities(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def orders(num_positions: int, num_units: int) -> Iterator[tuple[int, ...]]:
-    """Every order up to the units' names: a new unit is always the next one. Units at the end may go unnamed."""
+    """Every order, up to renaming of units: a new unit is always the next one. The last units may have no position."""
 
     def grow(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(order) == num_positions:
@@ -120,7 +120,7 @@ def orders(num_positions: int, num_units: int) -> Iterator[tuple[int, ...]]:
     return grow(())
 
 
-# How many units, and the sizes in grains that are tried in all combinations.
+# The number of units, and the sizes in grains that are tried in all combinations.
 DENSE: list[tuple[int, tuple[int, ...]]] = [(num_units, (0, 1, 2, 3)) for num_units in range(1, 6)] + [(6, (1, 2, 3))]
 SPARSE: list[tuple[int, tuple[int, ...]]] = [
     (num_units, palette) for num_units in (7, 8) for palette in ((1, 2), (1, 3), (2, 3))
@@ -149,7 +149,7 @@ def test_every_small_plan_in_order(num_units: int, palette: tuple[int, ...]) -> 
     ],
 )
 def test_every_small_order(num_units: int, palette: tuple[int, ...], longest: int) -> None:
-    """Units repeat, stand next to themselves, or are named by no position at all."""
+    """Orders in which units repeat, follow themselves, or have no position at all."""
     for num_positions in range(longest + 1):
         for order in orders(num_positions, num_units):
             for sizes in itertools.product(palette, repeat=num_units):
@@ -160,7 +160,7 @@ def test_every_small_order(num_units: int, palette: tuple[int, ...], longest: in
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_units", range(1, 6))
 def test_every_small_plan_by_the_ends_of_the_ring(num_units: int) -> None:
-    """Neighbours share bytes of a ring that does not hold both, and no others; but around the end of an odd number."""
+    """Neighbours share bytes only if the ring cannot hold both, or around the end of an odd number of units."""
     for sizes in itertools.product((0, 1, 2, 3), repeat=num_units):
         nbytes = [s * GRAIN for s in sizes]
         for capacity in capacities(sizes):
@@ -185,8 +185,8 @@ def are_apart(plan: Plan) -> bool:
     return not any(one.overlaps(other) for one, other in itertools.pairwise([*extents, *around]))
 
 
-def test_units_that_no_position_names_fit_between_the_ends() -> None:
-    """One that is larger than any two neighbours, and a ring that is no multiple of the alignment."""
+def test_units_without_a_position_fit_between_the_ends() -> None:
+    """One of them is larger than any two neighbours, and the ring is not a multiple of the alignment."""
     nbytes = [GRAIN, 2 * GRAIN, GRAIN, 9 * GRAIN]
     assert neighbours_nbytes(range(3), nbytes) == 9 * GRAIN
     plan = plan_of(nbytes, range(3), 9 * GRAIN + 7, by_ends=True)
@@ -229,12 +229,12 @@ def naive_plan(num_units: int, num_slots: int) -> Plan:
 
 
 @pytest.mark.parametrize("num_units", range(1, 11))
-def test_the_naive_rule_is_caught_exactly_when_it_is_wrong(num_units: int) -> None:
+def test_the_naive_rule_is_detected_exactly_when_it_is_wrong(num_units: int) -> None:
     for num_slots in range(1, num_units + 3):
         plan = naive_plan(num_units, num_slots)
         found = list(violations(plan))
         if num_slots >= num_units:
-            assert found, f"{num_units} units, {num_slots} slots: re-copies what is there"
+            assert found, f"{num_units} units, {num_slots} slots: copies complete units again"
             assert all("filled though it is in the ring" in text for text in found)
             assert faults(plan) >= {"again"}
         elif num_units % num_slots:
@@ -255,7 +255,7 @@ def test_mixed_sizes_and_any_order(data: st.DataObject) -> None:
     assert_right(plan_of(sizes, order, capacity, by_ends=data.draw(st.booleans())), capacity)
 
 
-def test_a_ring_that_is_used_by_its_ends_holds_at_most_one_unit_for_good() -> None:
+def test_a_ring_used_by_its_ends_keeps_at_most_one_unit_forever() -> None:
     for sizes in itertools.product((1, 2, 3), repeat=7):
         nbytes = [s * GRAIN for s in sizes]
         ring = neighbours_nbytes(range(7), nbytes)
@@ -265,8 +265,8 @@ def test_a_ring_that_is_used_by_its_ends_holds_at_most_one_unit_for_good() -> No
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_ring_that_goes_around_twice_holds_at_most_one_unit_for_good(num_slots: int) -> None:
-    """What the search for a placement takes for the least that a step copies."""
+def test_a_ring_that_wraps_twice_keeps_at_most_one_unit_forever(num_slots: int) -> None:
+    """The search for a placement uses this as the least that a step copies."""
     held = set()
     for sizes in itertools.product((1, 2, 3), repeat=7):
         largest, streamed = max(sizes) * GRAIN, sum(sizes) * GRAIN
@@ -284,7 +284,7 @@ def test_a_unit_larger_than_the_ring_is_refused_with_both_sizes() -> None:
         allocate([0, 1], [512, 1025], 1024)
 
 
-def test_units_that_no_position_names_have_an_extent_and_no_fill() -> None:
+def test_units_without_a_position_have_an_extent_and_no_fill() -> None:
     plan = plan_of([GRAIN] * 4, (0, 1), 3 * GRAIN)
     assert [e.offset // GRAIN for e in plan.extents] == [0, 1, 2, 0]
     assert plan.first == (0, 1)
@@ -298,7 +298,7 @@ def test_previous_holder_goes_back_and_around() -> None:
     assert previous_holders((0, 1, 0), slots) == [2, None, 0]
 
 
-def test_fills_after_one_release_come_soonest_needed_first() -> None:
+def test_fills_after_one_release_are_in_order_of_need() -> None:
     """Unit 1 covers both others: unit 2 is read next, unit 0 only in the next step."""
     extents = [RingExtent(offset=0, nbytes=512), RingExtent(offset=0, nbytes=1024), RingExtent(offset=512, nbytes=512)]
     assert refills((0, 1, 2), extents) == ((1,), (2, 0), ())

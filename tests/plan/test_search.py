@@ -1,4 +1,4 @@
-"""Placement: every budget of small models against brute force, the classic rules, and the predicted time."""
+"""Placement: every budget of small models compared with brute force, the classic rules, and the predicted time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightstream.plan.search import candidates, map_to_host, place_homes, place
 from weightstream.plan.units import human
 from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 
-# One grain takes a second on the link, and computing takes nothing: the predicted time counts streamed bytes.
+# One grain takes a second on the link, and computing takes no time: the predicted time counts streamed bytes.
 LINK_BOUND = Profile(link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0, device_bytes_per_s=1e30)
 
 
@@ -38,17 +38,17 @@ def tensor(name: str, nbytes: int, alias: str | None = None) -> TensorSpec:
 
 
 def model(*blocks: Sequence[int], outer: Sequence[UnitSpec] = ()) -> Manifest:
-    """Blocks of the given tensor sizes, behind units that are no blocks."""
+    """Blocks with these tensor sizes, after units that are not blocks."""
     units = (*outer, *(unit_of(i, *sizes) for i, sizes in enumerate(blocks)))
     return Manifest(units=units, order=tuple(range(len(units))))
 
 
-def grouped(size: int, num: int, step: int, **given: frozenset[str]) -> PrefetchOffloadConfig:
-    return PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=num, offload_prefetch_step=step, **given)
+def grouped(size: int, num: int, step: int, **names: frozenset[str]) -> PrefetchOffloadConfig:
+    return PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=num, offload_prefetch_step=step, **names)
 
 
-def on_host(nbytes: int, **given: frozenset[str]) -> UVAOffloadConfig:
-    return UVAOffloadConfig(cpu_offload_gb=nbytes / 2**30, **given)
+def on_host(nbytes: int, **names: frozenset[str]) -> UVAOffloadConfig:
+    return UVAOffloadConfig(cpu_offload_gb=nbytes / 2**30, **names)
 
 
 def root(nbytes: int, *, enclosing: bool) -> UnitSpec:
@@ -124,7 +124,7 @@ def placed(manifest: Manifest, profile: Profile) -> Iterator[Plan]:
 
 
 def kept_anyway(manifest: Manifest) -> set[str]:
-    """What may never stream: tensors of enclosing units, and those of 1/256 of the largest unit or less."""
+    """Tensors that must not stream: those of enclosing units, and those of 1/256 of the largest unit or less."""
     largest = max(unit.nbytes for unit in manifest.units)
     return {
         alias
@@ -134,7 +134,7 @@ def kept_anyway(manifest: Manifest) -> set[str]:
 
 
 def smallest_budget(manifest: Manifest) -> int:
-    """The least device bytes of any choice of residents beside a ring of one slot, or of all of them."""
+    """The least device bytes of any choice of residents with a ring of one slot, or of all of them."""
     kept = kept_anyway(manifest)
     free = sorted(manifest.aliases.keys() - kept)
     least = manifest.nbytes
@@ -188,7 +188,7 @@ def test_odd_sizes_are_refused_at_most_one_grain_per_resident_too_early() -> Non
 
 
 def most_regained(plans: Iterable[Plan]) -> int:
-    """By how many bytes a plan streams more than the plan of some smaller budget."""
+    """How many more bytes a plan streams than the plan of some smaller budget."""
     least, regained = math.inf, 0
     for plan in plans:
         least = min(least, plan.step_nbytes)
@@ -208,7 +208,7 @@ def test_streamed_bytes_do_not_rise_with_the_budget_if_only_they_count() -> None
     [(32, 4096, 14336, 1024, 128256), pytest.param((28, 1024, 3072, 1024, 151936), marks=pytest.mark.stress)],
 )
 def test_streamed_bytes_of_a_decoder_rise_by_less_than_a_block(shape: tuple[int, int, int, int, int]) -> None:
-    """The slack: a larger budget may be spent on a deeper ring, to stream a little more in less time."""
+    """The slack: a larger budget may be used for a deeper ring, to stream a little more in less time."""
     manifest = decoder(*shape)
     block = max(unit.nbytes for unit in manifest.units if unit.layer is not None)
     budgets = [manifest.nbytes * i // 100 for i in range(30, 101)]
@@ -219,14 +219,15 @@ def test_streamed_bytes_of_a_decoder_rise_by_less_than_a_block(shape: tuple[int,
 
 
 def test_residents_are_weights_that_the_step_reads() -> None:
-    """A larger unit that no position names stays on the host, and the ring keeps both of those that are read."""
+    """A larger unit that no position reads stays on the host, and the ring holds both of those that are read."""
     manifest = replace(model((512,), (1024,), (1536,)), order=(0, 1))
     moved = {plan.budget: plan.step_nbytes for plan in placed(manifest, LINK_BOUND)}
     assert moved == {1536: 0, 2048: 0, 2560: 0, 3072: 0, 3584: 0}
 
 
 def test_more_budget_predicts_no_slower_step_beyond_one_copy() -> None:
-    """The plan of a smaller budget fits the larger one too; the search tries a part of all, and may miss one tensor."""
+    """The plan of a smaller budget fits the larger one too. The search tries only a part of all plans, and may miss
+    one tensor."""
     worse: list[str] = []
     manifests = [model(*[sizes] * n) for n in (4, 5) for sizes in [(1024, 512), (2048, 512), (1536, 1024)]]
     for manifest in manifests:
@@ -265,7 +266,7 @@ def test_a_partial_column_is_spread_over_the_depth() -> None:
 
 
 def test_small_tensors_stay() -> None:
-    """A norm of exactly a 256th of the largest unit stays; a larger one is worth a copy."""
+    """A norm of exactly 1/256 of the largest unit stays; a larger one is worth a copy."""
     block = 256 * 512
     plan = place_within(model(*[(block - 512, 512)] * 4), budget=block + 4 * 512, profile=LINK_BOUND)
     assert plan.resident == {f"blocks.{i}.1" for i in range(4)}
@@ -274,7 +275,7 @@ def test_small_tensors_stay() -> None:
 
 
 def test_a_unit_that_is_small_as_a_whole_stays() -> None:
-    """A final norm: small against the largest unit, not against its own."""
+    """A final norm is small compared with the largest unit, not with its own."""
     norm = UnitSpec(name="norm", tensors=(tensor("norm.weight", 512),))
     plan = place_within(model((1 << 18,), (1 << 18,), outer=[norm]), budget=(1 << 18) + 512, profile=LINK_BOUND)
     assert plan.resident == {"norm.weight"}
@@ -287,7 +288,7 @@ def test_a_block_of_many_equal_tensors_can_stream() -> None:
     assert plan.step_nbytes >= manifest.nbytes // 2
 
 
-def test_enclosing_units_stay_with_all_that_is_tied_to_them() -> None:
+def test_enclosing_units_stay_with_all_tied_weights() -> None:
     outer = UnitSpec(name="", enclosing=True, tensors=(tensor("embed.weight", 2048),))
     head = UnitSpec(name="head", tensors=(tensor("head.weight", 2048, "embed.weight"), tensor("head.bias", 512)))
     manifest = Manifest(units=(outer, unit_of(0, 1024), unit_of(1, 1024), head), order=(0, 1, 2, 3))
@@ -312,7 +313,7 @@ def test_tied_weights_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("manifest", [SMALL_MODELS[0], tied_model(), model((700,), (1, 3)), Manifest(units=())])
-def test_what_fits_does_not_stream(manifest: Manifest) -> None:
+def test_a_model_that_fits_does_not_stream(manifest: Manifest) -> None:
     for budget in (manifest.nbytes, manifest.nbytes + 1, 1 << 60, None):
         plan = place_within(manifest, budget=budget)
         assert plan.resident == manifest.aliases.keys()
@@ -380,7 +381,7 @@ def test_the_classic_rule(group_size: int, num_in_group: int, layers: list[int],
     prove(plan)
 
 
-def test_the_classic_rule_leaves_ineligible_tensors_where_they_are() -> None:
+def test_the_classic_rule_does_not_move_ineligible_tensors() -> None:
     manifest = model(*[(1024, 512)] * 4)
     plan = place_layers(manifest, grouped(2, 1, 1, offload_params=frozenset({"1.1", "3.1"})))
     assert plan.manifest.aliases.keys() - plan.resident == {"blocks.1.1", "blocks.3.1"}
@@ -394,7 +395,7 @@ def test_the_classic_rule_without_an_eligible_tensor_streams_nothing() -> None:
     assert plan.step_nbytes == plan.ring_nbytes == 0
 
 
-def test_the_classic_rule_keeps_what_an_enclosing_unit_shares_with_a_layer() -> None:
+def test_the_classic_rule_keeps_weights_shared_by_an_enclosing_unit_and_a_layer() -> None:
     tied = UnitSpec(
         name="blocks.1", layer=1, tensors=(tensor("blocks.1.w", 512), tensor("blocks.1.tied", 1024, "embed.weight"))
     )
@@ -455,7 +456,8 @@ def lower_bound_s(plan: Plan, profile: Profile) -> float:
 
 
 def closed_form_s(plan: Plan, profile: Profile) -> float:
-    """The lower bound plus the copies that nothing can hide: those whose unit follows the release they wait for."""
+    """The lower bound plus the copies that nothing can hide: those whose unit follows the release that they wait
+    for."""
     exposed = 0.0
     computes, order = cost.unit_s(plan, profile), plan.manifest.order
     for position, fills in enumerate(plan.after):
@@ -509,7 +511,7 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
 
 
 def test_the_host_runs_ahead_of_the_device() -> None:
-    """Units that the device is busy with hide those that the host is, and a step takes at least all launches."""
+    """The host's time for a unit is hidden by compute of earlier units, and a step takes at least all launches."""
     manifest = model((GRAIN,), (GRAIN,))
     plan = place_within(manifest, budget=None)
     fast = Profile(overhead_s=0.0)
@@ -534,8 +536,8 @@ def test_the_host_runs_ahead_of_the_device() -> None:
     assert cost.simulated_s(decoded, profile)[1] == pytest.approx(1 + 50 - 30 + 5 + 12)
 
 
-def test_a_late_host_delays_the_copies_behind_it() -> None:
-    """One slot: each copy waits for the release before it, which the host has not come to."""
+def test_a_late_host_delays_the_copies_after_it() -> None:
+    """With one slot, each copy waits for the release before it, which the host has not reached."""
     profile = Profile(
         link_bytes_per_s=GRAIN, copy_latency_s=0.0, overhead_s=0.0, unit_s=(0.0,) * 4, host_s=(3.0, 0.0, 0.0, 0.0)
     )
@@ -547,8 +549,8 @@ def test_a_late_host_delays_the_copies_behind_it() -> None:
 
 @examples(200)
 @given(data=st.data())
-def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None:
-    """Else a search would pass it over."""
+def test_no_plan_takes_less_than_its_candidates_bound(data: st.DataObject) -> None:
+    """Otherwise a search would skip it."""
     sizes = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=6))
     manifest = model(*[[s * GRAIN for s in unit] for unit in sizes])
     profile = data.draw(profiles_of(len(sizes)))
@@ -561,13 +563,14 @@ def test_no_plan_takes_less_than_its_candidate_says(data: st.DataObject) -> None
         assert candidate.bound_s <= candidate.plan().step_s + 1e-9
 
 
-def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
-    """Rings of any depth are as fast by prediction, and a host that is quicker than told would wait for the least."""
+def test_with_the_host_as_bottleneck_the_device_still_counts() -> None:
+    """Rings of any depth have the same predicted time. If the host is quicker than predicted, the shallowest would
+    wait."""
     manifest = model(*[(GRAIN,) * 4] * 8)
     copies = Profile(copy_latency_s=0.0, link_bytes_per_s=GRAIN, overhead_s=0.5, unit_s=(2.0,) * 8, host_s=(9.0,) * 8)
     chosen = place_within(manifest, budget=16 * GRAIN, profile=copies)
     careless = place_within(manifest, budget=16 * GRAIN, profile=replace(copies, host_share=1.0))
-    assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "what is told is what is predicted"
+    assert chosen.step_s == careless.step_s == cost.host_s(chosen, copies), "the reported time is the predicted one"
     assert careless.ring_nbytes < chosen.ring_nbytes
     on_device = [cost.simulated_s(plan, copies)[0] for plan in (chosen, careless)]
     assert on_device[0] < 0.9 * on_device[1]
@@ -575,7 +578,7 @@ def test_where_the_host_is_the_limit_the_device_is_not_forgotten() -> None:
     assert on_device == [cost.simulated_s(plan, no_host)[1] for plan in (chosen, careless)]
 
 
-def test_measured_seconds_replace_the_estimate_and_small_units_take_their_overhead() -> None:
+def test_measured_seconds_replace_the_estimate_and_small_units_pay_their_overhead() -> None:
     small, large = model((1,), (10**9,)).units
     assert Profile(unit_s=(3.0, 4.0)).times_s(1, large) == (4.0, 0.0)
     assert Profile(overhead_s=0.25).times_s(0, small) == (0.25, 0.0)
@@ -618,7 +621,7 @@ REMEDY = "Do something about it."
 
 @st.composite
 def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profile]:
-    """Plans of odd models with ties, units read twice or never, a part resident, a part read by kernels on the host."""
+    """Plans of odd models: with ties, units read twice or never, some weights resident, and some read in place."""
     sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=9))
     groups = {f"group {i}": nbytes for i, nbytes in enumerate(sizes)}
     units = tuple(
@@ -647,7 +650,7 @@ def unplaced(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Plan, Profi
 @pytest.mark.stress
 @examples(150)
 @given(drawn=unplaced())
-def test_a_host_that_is_never_late_takes_no_time(drawn: tuple[Plan, Profile]) -> None:
+def test_a_host_that_is_never_late_costs_no_time(drawn: tuple[Plan, Profile]) -> None:
     alone_s, step_s = cost.simulated_s(*drawn)
     with_host, without = (
         cost._simulated(*drawn, cost.times_s(*drawn), has_host=has_host).step_s for has_host in (True, False)
@@ -679,7 +682,7 @@ def test_homes_keep_the_host_budget_or_are_refused(drawn: tuple[Plan, Profile], 
     assert placed.disk <= movable - plan.resident - plan.mapped
     assert placed.disk <= aliases.keys()
     assert replace(placed, disk=frozenset(), step_s=plan.step_s, disk_s=plan.disk_s) == plan
-    assert all(placed.host_nbytes + aliases[a] > budget for a in placed.disk if aliases[a]), "it had room"
+    assert all(placed.host_nbytes + aliases[a] > budget for a in placed.disk if aliases[a]), "it would have fitted"
     if budget >= plan.offloaded_nbytes:
         assert placed is plan
     assert placed.disk_nbytes + placed.host_nbytes == plan.offloaded_nbytes
@@ -706,7 +709,7 @@ def test_equal_blocks_read_about_the_same_share_from_disk(sizes: tuple[int, ...]
         assert max(read) <= placed.disk_nbytes / num_blocks + max(sizes)
 
 
-def test_a_decoder_on_disk_is_read_evenly_and_takes_what_the_disk_takes() -> None:
+def test_a_decoder_on_disk_is_read_evenly_at_the_rate_of_the_disk() -> None:
     manifest = decoder(32, 4096, 14336, 1024, 128256)
     plan = place_within(manifest, budget=manifest.nbytes // 5)
     profile = Profile(disk_bytes_per_s=2e9)
@@ -733,7 +736,7 @@ def test_with_a_disk_the_simulation_lies_between_its_bounds(drawn: tuple[Plan, P
     assert predicted <= most
 
 
-def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_not() -> None:
+def test_a_disk_sets_the_pace_only_if_it_is_slower_than_the_link() -> None:
     plan = replace(equal_plan(6, 2), disk=frozenset(f"blocks.{i}.0" for i in range(6)))
     for disk, wanted in [(GRAIN / 4, 24.0), (GRAIN * 1000.0, 6.0)]:
         profile = replace(LINK_BOUND, disk_bytes_per_s=disk)
@@ -742,7 +745,7 @@ def test_a_disk_slower_than_the_link_sets_the_pace_and_one_that_is_faster_does_n
     assert cost.disk_s(equal_plan(6, 2), LINK_BOUND) == 0.0
 
 
-def test_a_unit_that_no_position_names_may_be_the_largest() -> None:
+def test_a_unit_without_a_position_may_be_the_largest() -> None:
     manifest = Manifest(
         units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate([10] * 6 + [26])), order=tuple(range(6))
     )
@@ -752,9 +755,10 @@ def test_a_unit_that_no_position_names_may_be_the_largest() -> None:
         prove(plan)
 
 
-def test_uneven_units_use_the_ring_by_its_ends() -> None:
-    """Matrices of layers whose largest is as large as the others together: while one of them is worked on, the next is
-    copied. A ring that is filled in order has no place for it."""
+def test_uneven_units_use_the_two_ends_of_the_ring() -> None:
+    """The largest matrix of a layer has as many bytes as all others together. While one is used, the next is copied.
+    A ring
+    that is filled in order has no place for it."""
     sizes = (2, 1, 9, 4) * 6
     manifest = Manifest(units=tuple(unit_of(i, n * GRAIN) for i, n in enumerate(sizes)), order=tuple(range(24)))
     profile = replace(LINK_BOUND, overhead_s=0.9)  # of work per unit, and a second per grain that is copied
@@ -768,14 +772,15 @@ def test_uneven_units_use_the_ring_by_its_ends() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_streams_keep_step_with_blocks_that_compute_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of one half compute twice as long as those of the other, and all of compute as long as all copies.
+def test_streamed_bytes_follow_uneven_compute_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one half compute twice as long as those of the other, and all of compute takes as long as all
+    copies.
 
-    Columns, the same of every block, would have compute wait in one half, and copies in the other.
+    The same columns of every block would make compute wait in one half, and copies in the other.
     """
     blocks = model(*[[GRAIN] * 4 for _ in range(80)])
     profile = replace(LINK_BOUND, unit_s=(2.0,) * 40 + (4.0,) * 40)
-    budget = 80 * GRAIN + 8 * GRAIN  # a quarter stays, beside a ring of two blocks
+    budget = 80 * GRAIN + 8 * GRAIN  # a quarter stays, besides a ring of two blocks
     plan = place_within(blocks, budget=budget, profile=profile)
     assert plan.device_nbytes <= budget
     prove(plan)
@@ -784,8 +789,8 @@ def test_streams_keep_step_with_blocks_that_compute_unevenly(monkeypatch: pytest
     assert place_within(blocks, budget=budget, profile=profile).step_s > 1.1 * plan.step_s
 
 
-def test_a_share_has_the_plan_that_it_was_cut_for() -> None:
-    """A ring that is shared is as large as the plan of one model needs, which may be no number of its largest units."""
+def test_a_share_has_the_plan_that_it_was_made_for() -> None:
+    """A shared ring is as large as the plan of one model needs, which may not be a multiple of its largest unit."""
     blocks = model(*[[2 * GRAIN, 5 * GRAIN, 5 * GRAIN, 2 * GRAIN]] * 20, *[[3 * GRAIN, 4 * GRAIN, GRAIN]] * 20)
     profile = replace(LINK_BOUND, unit_s=(6.6,) * 20 + (11.0,) * 20)
     budget = 152 * GRAIN
