@@ -1,4 +1,4 @@
-"""A model over several devices: the bits of one, whose block each is, and what goes from one device to another."""
+"""A model over several devices: the bits of one device, the device of each block, and the copies between devices."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fail_at_the_second(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Non
         for num in (2, 3)
     ],
 )
-def test_the_bits_are_those_of_one_device(name: str, num: int) -> None:
+def test_outputs_equal_those_of_one_device(name: str, num: int) -> None:
     model, reference = MODELS[name](), plain(name, "cpu")
     with striped(model, num) as stripes:
         assert 1 <= len(stripes.parts) <= num
@@ -80,7 +80,7 @@ def test_blocks_that_share_a_tensor_are_found() -> None:
 
 
 class Elsewhere(DeviceCrossing):
-    """A way whose copies are on the same device, told by their memory."""
+    """A crossing whose copies stay on the same device, and are recognised by their memory."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.device("cpu"))
@@ -109,7 +109,7 @@ def crossed(way: DeviceCrossing, forward: Any) -> Any:
 
 
 def as_there(way: Elsewhere, forward: Any) -> Any:
-    """A block on the other device: whatever it gives or leaves in its arguments is there."""
+    """A block on the other device: its output, and everything that it leaves in its arguments, must be copied back."""
 
     def block(*args: Any, **kwargs: Any) -> Any:
         assert all(way.comes(tensor) for tensor in tensors_in((args, kwargs)))
@@ -151,7 +151,7 @@ def writes_and_raises(a: torch.Tensor) -> None:
 
 
 X = torch.arange(6.0)
-CALLS: dict[str, tuple[Any, Any]] = {  # what a block does, and arguments for it that are new in every call
+CALLS: dict[str, tuple[Any, Any]] = {  # the operations of a block, and arguments for it that are new in every call
     "one tensor twice": (twice_written, lambda: [(x := X.clone()), x]),
     "views that overlap": (twice_written, lambda: [(x := X.clone())[:4], x[2:]]),
     "a view of all": (lambda a, b: (a.add_(1), b)[1], lambda: [(x := X.clone()), x[:2]]),
@@ -174,7 +174,8 @@ CALLS: dict[str, tuple[Any, Any]] = {  # what a block does, and arguments for it
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_are_shared_as_on_one_device(name: str, inference: bool) -> None:
-    """Twice, as copies are kept; afterwards what came back is written to, which arguments that share it see."""
+    """Twice, since copies are kept. Afterwards, written results must be visible in arguments that share their
+    memory."""
     block, arguments = CALLS[name]
     way = Elsewhere()
     call = as_there(way, block)
@@ -211,7 +212,7 @@ def _assert_alike(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_several_blocks_are_given_goes_once_and_what_is_written_comes_back(inference: bool) -> None:
+def test_shared_arguments_are_copied_once_and_writes_come_back(inference: bool) -> None:
     way = Elsewhere()
 
     def block(x: torch.Tensor, *, mask: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,8 +230,8 @@ def test_what_several_blocks_are_given_goes_once_and_what_is_written_comes_back(
             assert same is cache
             assert torch.equal(y, x + 1)
             assert torch.equal(cache, torch.full((5,), step + 1.0))
-        assert way.num_copied.count(5) == 3, "it was written to"
-        assert way.num_copied.count(3) == (9 if inference else 7), "without versions each goes again"
+        assert way.num_copied.count(5) == 3, "it was copied again after a write"
+        assert way.num_copied.count(3) == (9 if inference else 7), "without versions each is copied again"
         mask.add_(1)
         assert torch.equal(call(torch.zeros(3), mask=mask, cache=cache)[0], torch.full((3,), 2.0))
 
@@ -284,7 +285,7 @@ def test_a_copy_of_the_model_is_plain() -> None:
     assert_same(run(copied, "cpu", 3), run(reference, "cpu", 3))
 
 
-def test_it_generates_as_the_plain_model() -> None:
+def test_it_generates_like_the_plain_model() -> None:
     model, reference = MODELS["llama"]().module, plain("llama", "cpu").module
     ids = torch.arange(1, 9).view(1, 8)
     with striped(Model(module=model, inputs=MODELS["llama"]().inputs), 2):
@@ -292,7 +293,7 @@ def test_it_generates_as_the_plain_model() -> None:
     assert torch.equal(found, reference.generate(ids, max_new_tokens=8, do_sample=False))
 
 
-def test_it_is_refused_where_it_cannot_be() -> None:
+def test_impossible_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="no repeated blocks"):
         striped(MODELS["NoModuleList"](), 2)
     model = MODELS["Stack"]()
@@ -310,7 +311,7 @@ def test_it_is_refused_where_it_cannot_be() -> None:
 
 
 class Failing(nn.Module):
-    """The block that is asked to raises."""
+    """Makes the chosen block raise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +326,7 @@ class Failing(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("fails_at", [0, 3])
-def test_a_step_that_fails(fails_at: int) -> None:
+def test_a_failing_step(fails_at: int) -> None:
     torch.manual_seed(1)
     model = Failing()
     x, reference = torch.randn(2, 16), copy.deepcopy(model)
@@ -340,7 +341,7 @@ def test_a_step_that_fails(fails_at: int) -> None:
     assert torch.equal(model(x), reference(x))
 
 
-def test_it_tells_of_itself(tmp_path: Path) -> None:
+def test_its_reports(tmp_path: Path) -> None:
     model = MODELS["Stack"]()
     with striped(model, 2) as stripes:
         with stripes.trace() as trace:
@@ -365,18 +366,18 @@ def test_it_tells_of_itself(tmp_path: Path) -> None:
             stripes.replay(stripes)
 
 
-def test_budgets_of_the_host_are_shared_out() -> None:
+def test_the_host_budget_is_divided() -> None:
     model = MODELS["Stack"]()
     nbytes = model_nbytes(model.module)
     few = {0: nbytes // 4, 1: nbytes // 4}
     with pytest.raises(PlanError, match="host_budget"):
         weightstream.offload(model.module, device="cpu", device_budget=few, host_budget=nbytes // 16)
     with striped(model, 2, host_budget=nbytes) as stripes:
-        given = [part._installed.replanning.inputs.planners[0]._host_budget for part in stripes.parts.values()]
-        assert nbytes - 2 <= sum(given) <= nbytes
+        budgets = [part._installed.replanning.inputs.planners[0]._host_budget for part in stripes.parts.values()]
+        assert nbytes - 2 <= sum(budgets) <= nbytes
 
 
-def test_settings_that_are_for_one_device() -> None:
+def test_settings_for_one_device() -> None:
     model = MODELS["Stack"]().module
     budgets = {0: 1 << 30, 1: 1 << 30}
     with pytest.raises(ConfigError, match="leave out device"):
@@ -398,8 +399,8 @@ def test_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.arange(1, 9).view(1, 8)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     budget = model_nbytes(plain_model) // 3
-    for given in ({"device_map": "auto", "device_budget": budget}, {"device_budget": {0: budget, 1: budget}}):
-        model = weightstream.from_pretrained(tmp_path, device="cpu", progress=False, **given)
+    for devices in ({"device_map": "auto", "device_budget": budget}, {"device_budget": {0: budget, 1: budget}}):
+        model = weightstream.from_pretrained(tmp_path, device="cpu", progress=False, **devices)
         assert isinstance(model.weightstream, Stripes)
         assert len(model.weightstream.parts) == 2
         assert model.hf_device_map[""] == torch.device("cpu")
@@ -415,7 +416,7 @@ def test_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_late_copies_and_poisoned_rings() -> None:
-    """One device's copies come late, then the other's; what is read too early is no number."""
+    """The copies of one device come late, then those of the other. A read that is too early sees NaN."""
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     nbytes = model_nbytes(model.module)
     config = OffloadConfig(max_memory={0: nbytes // 4, 1: nbytes // 5}, codec="none")
@@ -426,7 +427,7 @@ def test_late_copies_and_poisoned_rings() -> None:
             assert_same(run(model, "cpu", seed % 5), run(reference, "cpu", seed % 5))
 
 
-def test_a_copy_that_fails_on_one_device() -> None:
+def test_a_failing_copy_on_one_device() -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     nbytes = model_nbytes(model.module)
     failing: list[int] = []
@@ -444,8 +445,8 @@ def test_a_copy_that_fails_on_one_device() -> None:
     assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
 
 
-def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second device cannot do with its budget, or fails while its weights move."""
+def test_nothing_is_left_if_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second device cannot work with its budget, or fails while its weights move."""
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     nbytes = model_nbytes(model.module)
     before = {name: tensor.data_ptr() for name, tensor in weights(model.module).items()}
@@ -465,7 +466,7 @@ def test_nothing_is_left_where_a_part_has_no_plan(monkeypatch: pytest.MonkeyPatc
         assert_same(run(model, "cpu", 1), run(reference, "cpu", 1))
 
 
-def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_have_their_concurrent_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     with striped(model, 2) as stripes:
         alone = [part._installed.replanning.inputs for part in stripes.parts.values()]
@@ -476,11 +477,11 @@ def test_links_are_as_fast_as_they_are_at_once(monkeypatch: pytest.MonkeyPatch) 
         found = [part._installed.replanning.inputs for part in stripes.parts.values()]
         rates = [{p.machine.profile.link_bytes_per_s for p in inputs.planners} for inputs in found]
         assert rates == [{1e3}, {alone[1].planners[0].machine.profile.link_bytes_per_s}]
-        assert stripes.plan.plans["cpu:0"].step_nbytes < nbytes, "a slow link has less to bring"
+        assert stripes.plan.plans["cpu:0"].step_nbytes < nbytes, "a slow link has fewer bytes to copy"
 
 
-def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Once per process; where one of them fails, the others do not wait for it."""
+def test_links_are_measured_concurrently(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once per process. If one of them fails, the others do not wait for it."""
     multi_gpu_links.rates_together.cache_clear()
     devices = (torch.device("cpu"),) * 2
     found = multi_gpu_links.rates_together(devices)
@@ -507,10 +508,11 @@ def test_links_are_measured_at_once(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 @pytest.mark.few(1)
 @torch.no_grad()
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("has_example", [False, True])
 @pytest.mark.parametrize("codec", ["none", "compressed"])
-def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is faster: what is predicted before anything is dealt anew is what the plans then take."""
+def test_neighbours_together(has_example: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster distribution is chosen. Its predicted time, from before the blocks are moved, is that of the new
+    plans."""
     monkeypatch.setattr(multi_device, "_WORTH", 1e9)
     tried, fastest = [], multi_device.fastest_deal
 
@@ -526,7 +528,7 @@ def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyP
     want, places = model(x), [tensor.data_ptr() for tensor in model.parameters()]
     budget = model_nbytes(model) // 3
     settings: dict[str, Any] = {"device_budget": {0: budget, 1: budget}, "codec": codec}
-    with weightstream.offload(model, device="cpu", example_inputs=x if told else None, **settings) as stripes:
+    with weightstream.offload(model, device="cpu", example_inputs=x if has_example else None, **settings) as stripes:
         owned = [{unit.name.split(".")[0] for unit in part.plan.manifest.units} for part in stripes.parts.values()]
         assert owned == [set(map(str, range(6))), set(map(str, range(6, 12)))]
         [(best, plan)] = tried
@@ -539,7 +541,7 @@ def test_neighbours_together(told: bool, codec: str, monkeypatch: pytest.MonkeyP
 
 
 class Deeper(nn.Module):
-    """Calls itself, on half of what it got."""
+    """Calls itself, on half of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,7 +564,7 @@ def test_a_model_that_calls_itself() -> None:
 
 
 @torch.no_grad()
-def test_a_process_that_was_forked_is_told() -> None:
+def test_a_forked_process_is_refused() -> None:
     model = MODELS["Stack"]()
     with striped(model, 2):
         run(model, "cpu", 0)
@@ -576,7 +578,7 @@ def test_a_process_that_was_forked_is_told() -> None:
 
 
 @torch.no_grad()
-def test_it_is_removed_while_others_compute() -> None:
+def test_it_is_removed_while_other_threads_compute() -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     wanted = run(reference, "cpu", 1)
     stripes = striped(model, 2)
@@ -589,7 +591,7 @@ def test_it_is_removed_while_others_compute() -> None:
     assert_same(run(model, "cpu", 1), wanted)
 
 
-def test_weights_in_a_folder_outlive_what_made_them(tmp_path: Path) -> None:
+def test_weights_in_a_folder_outlive_their_loader(tmp_path: Path) -> None:
     """Both devices keep most of their weights on disk."""
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     nbytes = model_nbytes(model.module)
@@ -606,7 +608,7 @@ def test_weights_in_a_folder_outlive_what_made_them(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_part_that_fails_does_not_take_the_folder_from_others(
+def test_a_failing_part_does_not_remove_the_folder_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
@@ -624,8 +626,8 @@ def test_a_part_that_fails_does_not_take_the_folder_from_others(
 
 
 @torch.no_grad()
-def test_a_forward_of_ones_own_is_kept() -> None:
-    """A function on a block, and a wrapper that comes later and stays."""
+def test_a_users_forward_is_kept() -> None:
+    """A function on a block, and a wrapper that is added later and stays."""
     torch.manual_seed(3)
     model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))), torch.randn(2, 16)
     for block in model:

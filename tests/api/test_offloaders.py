@@ -1,4 +1,5 @@
-"""The life cycle: layers are taken one by one while a model is built, weights change until `post_init`, and stream."""
+"""The life cycle: layers are taken one by one while a model is built, weights change until `post_init`, and then
+stream."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NUM_LAYERS = 8
 
 
 class Layer(Block):
-    """A block with a buffer, which no rule of the classic settings offloads."""
+    """A block with a buffer, which the classic settings never offload."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ def run(modules: list[nn.Module], seed: int, width: int = 32, dtype: torch.dtype
 
 
 def assert_steps_equal(modules: list[nn.Module], plain: list[nn.Module], num_steps: int = 6) -> None:
-    """Often enough for the ring to wrap."""
+    """Run so often that the ring wraps."""
     for seed in range(num_steps):
         assert torch.equal(run(modules, seed), run(plain, seed))
 
@@ -120,7 +121,7 @@ def test_the_ring_holds_as_many_layers_as_the_prefetch_step(step: int) -> None:
         ((0, 1, 1), "offload_group_size = 0"),
     ],
 )
-def test_wrong_arguments_are_told_with_their_values(arguments: tuple[Any, ...], text: str) -> None:
+def test_wrong_arguments_are_reported_with_their_values(arguments: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         PrefetchOffloader(*arguments)
 
@@ -204,7 +205,7 @@ def test_offload_params_choose_by_name_segment(pattern: str) -> None:
     assert_steps_equal(modules, list(layers()))
 
 
-def test_a_pattern_without_a_match_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_without_a_match_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     offloader = PrefetchOffloader(2, 1, 1, {"up", "experts"})
     offloader.wrap_modules(layers())
     offloader.post_init()
@@ -213,7 +214,7 @@ def test_a_pattern_without_a_match_is_told_once(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_what_layers_share_stays() -> None:
+def test_weights_shared_by_layers_stay() -> None:
     def tied() -> list[Any]:
         found: list[Any] = list(layers())
         found[3].up.weight = found[1].up.weight
@@ -252,7 +253,7 @@ def test_sync_before_each_step_changes_nothing() -> None:
         offloader.join_after_forward()
 
 
-def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_leaves_the_layers_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.runtime.devices.opening.CpuBackend", lambda: Limit(CpuBackend(), 4096))
     offloader = PrefetchOffloader(1, 1, 2)
     modules = offloader.wrap_modules(layers())
@@ -281,14 +282,14 @@ def test_out_of_memory_leaves_the_layers_as_they_were(monkeypatch: pytest.Monkey
         ({"max_memory": {"cpu": "6GiB"}}, NoopOffloader),
     ],
 )
-def test_create_offloader_carries_every_setting(settings: dict[str, Any], kind: type[BaseOffloader]) -> None:
+def test_create_offloader_passes_every_setting(settings: dict[str, Any], kind: type[BaseOffloader]) -> None:
     config = OffloadConfig(**settings)
     offloader = create_offloader(config)
     assert type(offloader) is kind
     assert getattr(offloader, "config", config) is config
 
 
-def test_uva_takes_parameters_in_order_and_streams_where_the_host_is_the_device(
+def test_uva_takes_parameters_in_order_and_streams_if_the_host_is_the_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     offloader = UVAOffloader(20_000)
@@ -310,7 +311,7 @@ def test_the_offloader_of_the_process() -> None:
     assert type(get_offloader()) is NoopOffloader
 
 
-def test_noop_passes_everything_on() -> None:
+def test_noop_changes_nothing() -> None:
     offloader, built = NoopOffloader(), list(layers(2))
     assert offloader.wrap_modules(iter(built)) == built
     offloader.sync_prev_onload()
@@ -323,7 +324,7 @@ def test_noop_passes_everything_on() -> None:
 
 
 class Peeking(Block):
-    """A layer that reads a weight of its child beside calling it."""
+    """A layer that calls its child, and also reads a weight of it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.up.weight.sum()
@@ -340,7 +341,7 @@ def names(offloader: Any) -> list[str]:
 
 
 def step_of(modules: list[nn.Module]) -> Callable[[], None]:
-    """A step that tells nothing of memory."""
+    """A step that returns no bytes of memory."""
 
     def step() -> None:
         run(modules, 0)
@@ -369,7 +370,9 @@ def test_a_budget_is_kept(share: float, is_watched: bool) -> None:
 def test_units_are_layers_unless_a_step_is_watched() -> None:
     plain = list(layers())
     largest = max(p.nbytes for module in plain for p in module.parameters())
-    budget = nbytes(plain) // NUM_LAYERS // 2 + largest // 2 + 1024  # less than a layer, and what always stays
+    budget = (
+        nbytes(plain) // NUM_LAYERS // 2 + largest // 2 + 1024
+    )  # less than a layer and the weights that always stay
     whole = BudgetOffloader(budget, codec="none")
     whole.wrap_modules(layers())
     with pytest.raises(PlanError):
@@ -406,10 +409,11 @@ def test_the_order_of_a_step_is_learned() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_layers_stay_whole_where_weights_are_read_outside_of_finer_units(
+def test_layers_stay_whole_if_weights_are_read_outside_of_finer_units(
     is_compiled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kept on the device where the budget has room for them, and else inside of one unit with their reader."""
+    """Such weights stay on the device if the budget has room for them; otherwise they are in one unit with their
+    reader."""
     plain = list(peeking())
     room = sum(module.up.weight.nbytes for module in plain)  # type: ignore[union-attr]
     for budget in (nbytes(plain) // 3, room + nbytes(plain) // 3):
@@ -424,7 +428,7 @@ def test_layers_stay_whole_where_weights_are_read_outside_of_finer_units(
     assert any("each layer is one" in record.getMessage() for record in caplog.records) == is_compiled
 
 
-def test_what_a_step_leaves_free_is_used() -> None:
+def test_the_memory_that_a_step_leaves_free_is_used() -> None:
     plain = list(layers())
     offloader = BudgetOffloader(nbytes(plain) // 4, codec="none")
     modules = offloader.wrap_modules(layers())
@@ -443,29 +447,29 @@ def test_what_a_step_leaves_free_is_used() -> None:
 
 
 @pytest.mark.parametrize("too_little", [0, -1 << 30])
-def test_another_try_has_the_settings_of_the_first(too_little: int) -> None:
-    """A budget that a step told is none of the user's, and takes the place of any that they gave."""
-    plain, told = list(layers()), [too_little, nbytes(list(layers())) // 2]
+def test_a_second_attempt_has_the_settings_of_the_first(too_little: int) -> None:
+    """A budget that a step returns is not the user's, and replaces any budget of the user."""
+    plain, returned = list(layers()), [too_little, nbytes(list(layers())) // 2]
     offloader = BudgetOffloader()
     offloader.config = before = OffloadConfig(max_memory={0: 2 * nbytes(plain)}, codec="none")
     modules = offloader.wrap_modules(layers())
 
     def step() -> int:
         run(modules, 0)
-        return told[0]
+        return returned[0]
 
     with pytest.raises(PlanError, match=r"budget 1B .*largest unit, 0\.(up|down)"):  # not the layer, which needs more
         offloader.post_init(step)
     assert_steps_equal(modules, plain, num_steps=1)
-    del told[0]
+    del returned[0]
     offloader.post_init(step)
     assert offloader.config is before
     assert offloader.streamer is not None
-    assert offloader.streamer.plan.budget == told[0]
+    assert offloader.streamer.plan.budget == returned[0]
     assert_steps_equal(modules, plain)
 
 
-def test_a_step_that_fails_leaves_the_layers_as_they_were() -> None:
+def test_a_failing_step_leaves_the_layers_unchanged() -> None:
     offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none")
     modules = offloader.wrap_modules(layers())
 
@@ -491,7 +495,7 @@ def test_layers_of_a_draft_are_given_back() -> None:
         assert torch.equal(run([*modules, *draft], 1), run([*layers(4), *layers(2)], 1))
 
 
-def test_towers_are_chosen_by_their_prefix(caplog: pytest.LogCaptureFixture) -> None:
+def test_towers_are_selected_by_their_prefix(caplog: pytest.LogCaptureFixture) -> None:
     tower = nn.Sequential(*layers(3))
     offloader = UVAOffloader(1 << 20, {"visual"})
     assert offloader.supports_tower_offload
@@ -510,7 +514,8 @@ def test_towers_are_chosen_by_their_prefix(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Partial(Block):
-    """A layer that a profiling step does not run to its end. What is left reads a child's weight and calls it not."""
+    """A layer that a profiling step leaves before its end. The rest reads a child's weight without calling the
+    child."""
 
     is_profiling = False
 
@@ -533,12 +538,12 @@ Profile = Callable[..., None]
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
-    """Runs layers as a profiling step does."""
+    """Run layers as a profiling step does."""
 
-    def profile(modules: list[nn.Module], *given: Any) -> None:
+    def profile(modules: list[nn.Module], *inputs: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Partial, "is_profiling", True)
-            run(modules, 0, *given)
+            run(modules, 0, *inputs)
 
     return profile
 
@@ -546,7 +551,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.8])
-def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_reader(
+def test_weights_that_a_watched_step_does_not_reach_stay_or_share_a_unit_with_their_reader(
     is_compiled: bool, share: float, profile: Profile
 ) -> None:
     plain = list(partial())
@@ -563,7 +568,7 @@ def test_what_a_watched_step_does_not_reach_stays_or_is_in_one_unit_with_its_rea
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "kind", "is_compiled"), thinned([0.5, 0.8, 2.0], [peeking, partial], [False, True]))
-def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
+def test_units_that_open_only_with_the_budget_of_a_step_are_watched_too(
     first: float, kind: Callable[[], Iterator[nn.Module]], is_compiled: bool, profile: Profile
 ) -> None:
     plain, chosen = list(kind()), []
@@ -581,13 +586,13 @@ def test_what_opens_only_in_a_budget_that_a_step_told_is_watched_too(
         assert offloader.streamer.plan.device_nbytes <= room
         assert_steps_equal(modules, plain)
         chosen.append(any("." in name for name in names(offloader)))
-    assert chosen[-1] or not is_compiled  # what must stay has room
+    assert chosen[-1] or not is_compiled  # the weights that must stay fit
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.7, 0.95, 1.2])
-def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(share: float, profile: Profile) -> None:
-    """Even those that stay: their bytes are decoded where the module that owns them runs, and only then."""
+def test_compressed_weights_that_a_watched_step_does_not_reach_become_plain(share: float, profile: Profile) -> None:
+    """Even those that stay: they are decoded only when the module that owns them runs."""
 
     def wide() -> Iterator[nn.Module]:
         for index in range(NUM_LAYERS):
@@ -609,8 +614,9 @@ def test_coded_weights_that_a_watched_step_does_not_reach_are_plain(share: float
         assert torch.equal(run(modules, seed, *like), run(plain, seed, *like))
 
 
-def test_what_another_tensor_of_the_layer_shows_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Mamba's `conv_weights`. From a GPU `.cpu()` makes a copy, and the other would go on to show the old memory."""
+def test_weights_viewed_by_another_tensor_of_the_layer_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba's `conv_weights` is such a view. From a GPU `.cpu()` makes a copy, and the view would keep the old
+    memory."""
 
     class Viewing(Block):
         def __init__(self) -> None:
@@ -633,8 +639,8 @@ def test_what_another_tensor_of_the_layer_shows_is_not_moved(monkeypatch: pytest
     assert streamed_names(offloader)
 
 
-def test_what_a_step_leaves_free_may_ask_for_finer_units() -> None:
-    """Another step shows what these read, and in which order."""
+def test_the_memory_that_a_step_leaves_free_may_need_finer_units() -> None:
+    """Another step shows their reads and their order."""
     plain = list(layers())
     offloader, runs = BudgetOffloader(nbytes(plain) // 2, codec="none"), []
     modules = offloader.wrap_modules(layers())
@@ -651,8 +657,8 @@ def test_what_a_step_leaves_free_may_ask_for_finer_units() -> None:
     assert_steps_equal(modules, plain)
 
 
-def test_towers_of_one_name() -> None:
-    """Both are chosen by it, and no module is put into another."""
+def test_towers_with_one_name() -> None:
+    """The name selects both, and no module is put into another."""
     towers: list[Any] = [nn.Sequential(*layers(2)) for _ in range(2)]
     children = [name for name, _ in towers[0].named_modules()]
     offloader = UVAOffloader(1 << 20, {"visual"})
@@ -667,8 +673,8 @@ def test_towers_of_one_name() -> None:
 
 
 @pytest.mark.parametrize("prefixes", [("visual", "visual.0"), ("visual.merger", "visual")])
-def test_towers_whose_names_lie_in_each_other(prefixes: tuple[str, str]) -> None:
-    """No module takes the place of another, and the weights of both stream."""
+def test_towers_with_nested_names(prefixes: tuple[str, str]) -> None:
+    """No module replaces another, and the weights of both stream."""
     towers: list[Any] = [nn.Sequential(*layers(2)) for _ in range(2)]
     children, offloader = dict(towers[0].named_children()), UVAOffloader(1 << 20)
     for tower, prefix in zip(towers, prefixes, strict=True):
@@ -678,8 +684,8 @@ def test_towers_whose_names_lie_in_each_other(prefixes: tuple[str, str]) -> None
     assert dict(towers[0].named_children()) == children
 
 
-def test_the_step_to_plan_for_is_heeded() -> None:
-    """Its rows are work for the device; in CUDA graphs the host has none."""
+def test_the_planned_step_is_used() -> None:
+    """Its rows are work for the device. In CUDA graphs the host has no work."""
 
     def plan_of(rows: int, **options: bool) -> Any:
         offloader = BudgetOffloader(nbytes(list(layers())) // 2, codec="none", tokens=rows)
@@ -696,7 +702,7 @@ def test_the_step_to_plan_for_is_heeded() -> None:
 
 
 def test_two_engines_of_one_process() -> None:
-    """Compiled code of one does not find the streamer of the other."""
+    """Compiled code of one engine does not find the streamer of the other."""
     plain = list(layers(4))
     built = []
     for _ in range(2):

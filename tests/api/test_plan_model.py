@@ -1,4 +1,5 @@
-"""`plan_model` against the plan that `from_pretrained` makes of the same folder, and what it needs to know of a GPU."""
+"""`plan_model` compared with the plan that `from_pretrained` makes of the same folder, and the facts of a GPU that
+it needs."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ transformers = pytest.importorskip("transformers")
 
 KIB = 1024
 ELSEWHERE = Profile(machine="Elsewhere", device_nbytes=1 << 30, link_bytes_per_s=20e9, overhead_s=60e-6)
-# the least budget that works is nearly that of the largest matrix, or of the experts of a layer
+# the least budget that works is nearly that of the largest matrix, or of a layer's experts
 BUDGETS = {"llama": 140 * KIB, "llama-bf16": 80 * KIB, "mixtral": 600 * KIB, "qwen3_moe-bf16": 140 * KIB}
 
 
 @pytest.fixture(autouse=True)
 def reasons(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure shows why work or an order was not known."""
+    """Log why work or an order is unknown, for failing tests."""
     caplog.set_level(logging.INFO, "weightstream")
 
 
@@ -67,26 +68,26 @@ def assert_same_plan(path: Path, **settings: Any) -> Plan:
     return plan
 
 
-def test_an_encoder_is_given_its_text_at_once(tmp_path: Path) -> None:
-    """512 tokens where nobody says how many: a T5 names no number of positions."""
+def test_the_text_of_an_encoder_is_one_step(tmp_path: Path) -> None:
+    """512 tokens by default, since a T5 config has no number of positions."""
     options = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4, "vocab_size": 128}
     config = transformers.T5Config(**options)
     transformers.T5EncoderModel(config).save_pretrained(tmp_path / "encoder")
-    for given, length in (({}, 512), ({"context": 32}, 32), ({"tokens": 48}, 512), ({"tokens": 600}, 600)):
-        planned = weightstream.plan_model(tmp_path / "encoder", device="cpu", device_budget="200KiB", **given)
+    for workload, length in (({}, 512), ({"context": 32}, 32), ({"tokens": 48}, 512), ({"tokens": 600}, 600)):
+        planned = weightstream.plan_model(tmp_path / "encoder", device="cpu", device_budget="200KiB", **workload)
         assert planned.workload == Workload(batch=1, tokens=length, context=length)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "times"), thinned(BUDGETS, [1.0, 1.5, 99]))
-def test_it_is_the_plan_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:
+def test_the_plan_equals_that_of_the_loaded_model(folders: Mapping[str, Path], name: str, times: float) -> None:
     plan = assert_same_plan(folders[name], device_budget=int(times * BUDGETS[name]))
     assert (plan.step_nbytes > 0) == (times < 99)
     assert plan.step_s > 0
 
 
 WORKLOADS = [
-    ({}, Workload(batch=1, tokens=1, context=64)),  # all positions that the model has
+    ({}, Workload(batch=1, tokens=1, context=64)),  # all positions of the model
     ({"batch": 3}, Workload(batch=3, tokens=1, context=64)),
     ({"batch": 2, "context": 32}, Workload(batch=2, tokens=1, context=32)),
     ({"tokens": 48, "context": 48}, Workload(batch=1, tokens=48, context=48)),
@@ -96,7 +97,7 @@ WORKLOADS = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "settings", "workload"), thinned(["llama", "mixtral"], WORKLOADS))
-def test_the_workload_counts(
+def test_the_workload_affects_the_plan(
     folders: Mapping[str, Path], name: str, settings: Mapping[str, int], workload: Workload
 ) -> None:
     plan = assert_same_plan(folders[name], device_budget=BUDGETS[name], **settings)
@@ -118,7 +119,7 @@ def test_the_workload_counts(
         {"device_budget": "200KiB", "host_budget": "400KiB"},
     ],
 )
-def test_every_setting_counts(folders: Mapping[str, Path], settings: Mapping[str, Any]) -> None:
+def test_every_setting_affects_the_plan(folders: Mapping[str, Path], settings: Mapping[str, Any]) -> None:
     plan = assert_same_plan(folders["llama"], **settings)
     assert (len(plan.disk) > 0) == ("host_budget" in settings)
     assert (len(plan.mapped) > 0) == ("zero_copy_params" in settings)
@@ -130,7 +131,7 @@ def test_weights_are_not_needed(folders: Mapping[str, Path], tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["config.json"]
 
 
-# -- a GPU that is not here ---------------------------------------------------------------------------------------
+# -- a GPU that this machine lacks --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_without_a_gpu_bandwidths_are_assumed(folders: Mapping[str, Path]) -> No
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_the_profile_of_another_machine_is_planned_for(folders: Mapping[str, Path]) -> None:
+def test_the_profile_of_another_machine_is_used(folders: Mapping[str, Path]) -> None:
     path = folders["llama"]
     plan = weightstream.plan_model(path, profile=ELSEWHERE, device_budget="200KiB")
     assert plan.machine == "Elsewhere"
@@ -175,17 +176,17 @@ def test_the_profile_of_another_machine_is_planned_for(folders: Mapping[str, Pat
     assert found.device_nbytes + found.activation_nbytes + found.cache_nbytes <= 600 * KIB
 
 
-# -- what is no model, or no plan ---------------------------------------------------------------------------------
+# -- folders without a model, and impossible plans ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe-bf16"])
 def test_a_graph_has_the_kernels_of_a_static_cache(folders: Mapping[str, Path], name: str) -> None:
-    """On a GPU whose host takes no time only these tell a step in a graph from any other."""
+    """On a GPU whose host takes no time, only these kernels distinguish a step in a graph."""
     op_s = 1e-3
     quick = replace(ELSEWHERE, op_s=op_s, op_launch_s=0.0, overhead_s=0.0, device_nbytes=1 << 30)
     plan = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick)
     config = transformers.AutoConfig.from_pretrained(folders[name])
-    # arange, add, add_ and twice index_copy_ in place of two cat, and what a mask makes of attention; the mask once
+    # arange, add, add_ and twice index_copy_ instead of two cat, and attention with a mask; the mask counts once
     in_layers = round((plan.graph_s - plan.step_s) / op_s - 7)
     assert 3 * config.num_hidden_layers <= in_layers <= 10 * config.num_hidden_layers
     prompt = weightstream.plan_model(folders[name], device_budget="100MiB", profile=quick, tokens=8)
@@ -200,10 +201,10 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         planned(tmp_path, device_budget="1GiB")
 
 
-def test_a_budget_that_cannot_work_is_refused_as_it_is_when_loading(folders: Mapping[str, Path]) -> None:
-    told = []
-    for make in (planned, lambda path, **given: loaded(path, **given).__enter__()):
+def test_an_impossible_budget_is_refused_as_at_load(folders: Mapping[str, Path]) -> None:
+    errors = []
+    for make in (planned, lambda path, **settings: loaded(path, **settings).__enter__()):
         with pytest.raises(PlanError, match="must hold the largest unit") as error:
             make(folders["llama"], device_budget="4KiB")  # type: ignore[operator]
-        told.append(str(error.value))
-    assert told[0] == told[1]
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
