@@ -1,4 +1,4 @@
-"""Calls that are followed before they run: plan, order and grain fit the first step already, and no bit changes."""
+"""Calls that are traced before they run: plan, order and granularity already fit the first step, and no bit changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = 4 * WIDTH * WIDTH
 
 
 class Backwards(nn.Module):
-    """Its layers run from the last to the first, the middle one twice."""
+    """Its layers run from the last to the first, and the middle one twice."""
 
     def __init__(self, depth: int = 8) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Backwards(nn.Module):
 
 
 class Looks(Backwards):
-    """What runs depends on a value."""
+    """A forward whose path depends on a value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x if x.sum() > 0 else -x)
@@ -63,13 +63,13 @@ def assert_steps(model: nn.Module, plain: nn.Module, num: int = 3, rows: int = 2
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, a call is followed to its end."""
+    """Disable the time limit of tracing, for busy machines."""
     monkeypatch.setattr(gathering, "_FOLLOW_S", 300.0)
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the calls that were followed."""
+    """The sizes of the calls that were traced."""
     sizes: list[int] = []
     follow = gathering.follow
 
@@ -110,21 +110,21 @@ def test_first_steps_of_models_of_every_kind(name: str) -> None:
         assert streamer.plan.activation_nbytes > 0
 
 
-def test_example_inputs_tell_it_ahead(asked: list[int]) -> None:
+def test_example_inputs_are_traced_ahead(asked: list[int]) -> None:
     model, plain = models()
-    for given in (x(), (x(),), {"x": x()}, UserDict(x=x())):
-        with weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=given) as streamer:
+    for example in (x(), (x(),), {"x": x()}, UserDict(x=x())):
+        with weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=example) as streamer:
             ahead = streamer.plan
             assert ahead.manifest.order == (7, 6, 5, 4, 3, 2, 1, 0, 4)
             assert ahead.activation_nbytes > 0
             assert_steps(model, plain, 1)
             assert streamer.plan.resident == ahead.resident
             assert streamer.stats().unplanned_fills == 0
-    assert asked, "only looked at by their shapes"
+    assert asked, "only their shapes are used"
 
 
 @pytest.mark.parametrize("inputs", [{"y": 1}, (1, 2, 3), ()])
-def test_an_example_that_the_forward_does_not_take_is_refused(inputs: Any) -> None:
+def test_an_example_that_the_forward_does_not_accept_is_refused(inputs: Any) -> None:
     model, plain = models()
     with pytest.raises(ConfigError, match=r"example_inputs: Backwards\.forward\(\) does not take them"):
         weightstream.offload(model, device="cpu", device_budget=4 * LAYER, example_inputs=inputs)
@@ -138,7 +138,7 @@ def test_an_example_for_a_forward_without_a_signature_is_no_error() -> None:
         assert torch.equal(model(x()), torch.relu(x()))
 
 
-def test_an_example_that_tells_nothing_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_example_that_cannot_be_traced_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     model, plain = models(Looks)
     with (
         caplog.at_level(logging.WARNING, "weightstream"),
@@ -157,10 +157,10 @@ def test_a_call_that_depends_on_values_is_learned_from_its_first_step(asked: lis
         before = streamer.stats().unplanned_fills
         assert_steps(model, plain, 4)
         assert streamer.stats().unplanned_fills == before
-    assert len(asked) == 1, "one try for each kind"
+    assert len(asked) == 1, "one attempt per kind"
 
 
-def test_calls_of_another_size_are_followed_and_no_more_than_a_few(asked: list[int]) -> None:
+def test_only_a_few_calls_of_other_sizes_are_traced(asked: list[int]) -> None:
     model, plain = models()
     with weightstream.offload(model, device="cpu", device_budget=4 * LAYER):
         for rows in (2, 3, 2, 3, 16, 17, 2):
@@ -171,7 +171,7 @@ def test_calls_of_another_size_are_followed_and_no_more_than_a_few(asked: list[i
     assert len(asked) == 8
 
 
-def test_a_language_model_is_followed_where_a_kind_repeats(asked: list[int]) -> None:
+def test_a_call_of_a_language_model_is_traced_if_its_kind_repeats(asked: list[int]) -> None:
     made = ARCHITECTURES["llama"]()
     nbytes = sum(parameter.nbytes for parameter in made.module.parameters())
     with weightstream.offload(made.module, device="cpu", device_budget=nbytes // 2) as streamer, torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_language_model_is_followed_where_a_kind_repeats(asked: list[int]) -> 
         assert len(asked) == 1
 
 
-def test_an_error_of_following_is_no_error_of_the_call(
+def test_an_error_of_tracing_is_no_error_of_the_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def breaks(*_: Any, **__: Any) -> Any:
@@ -200,7 +200,7 @@ def test_an_error_of_following_is_no_error_of_the_call(
     assert caplog.text.count("is not known before it runs") == 1
 
 
-def test_a_switch_that_fails_is_no_error_of_the_call(
+def test_a_failed_switch_is_no_error_of_the_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle, calls = Homes.settle, []
@@ -218,14 +218,14 @@ def test_a_switch_that_fails_is_no_error_of_the_call(
         weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer,
     ):
         assert_steps(model, plain, 1)
-        assert calls[2] == calls[0], "the plan before"
+        assert calls[2] == calls[0], "the previous plan"
         assert "the plan stays as it is" in caplog.text
         assert_steps(model, plain, 4)
         assert streamer.plan.manifest.order == (7, 6, 5, 4, 3, 2, 1, 0, 4), "learned from its steps"
 
 
 class Peeks(nn.Module):
-    """Of 16 rows it reads a layer's weight by itself."""
+    """Reads a layer's weight by itself if the input has 16 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Peeks(nn.Module):
         return x
 
 
-def test_what_one_kind_of_calls_keeps_stays_for_all() -> None:
+def test_weights_kept_for_one_kind_of_calls_stay_for_all() -> None:
     model, plain = models(Peeks)
     with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:
         for rows in (2, 16, 64, 256):
@@ -276,7 +276,7 @@ class Deep(nn.Module):
         return x
 
 
-def test_a_plan_of_another_grain_can_be_put_in_force() -> None:
+def test_a_plan_of_another_granularity_can_be_put_in_force() -> None:
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
         found = streamer._installed.replanning.inputs
@@ -291,7 +291,7 @@ def test_a_plan_of_another_grain_can_be_put_in_force() -> None:
 
 
 class Reads(Two):
-    """It computes with a weight of its layer, which is outside of the layer's forward."""
+    """Computes with a weight of its layer outside of the layer's forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.linear(x, self.up.weight))  # type: ignore[no-any-return]
@@ -304,7 +304,7 @@ class DeepReads(Deep):
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-def test_reads_outside_of_finer_units_are_seen_after_a_change_of_grain() -> None:
+def test_reads_outside_of_finer_units_are_seen_after_a_change_of_granularity() -> None:
     model, plain = models(DeepReads)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
         found = streamer._installed.replanning.inputs
@@ -317,7 +317,7 @@ def test_reads_outside_of_finer_units_are_seen_after_a_change_of_grain() -> None
             assert_steps(model, plain, 2)
 
 
-def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_switch_to_another_granularity_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = models(Deep)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
         assert_steps(model, plain, 2)
@@ -340,8 +340,8 @@ def test_a_switch_to_another_grain_that_fails_leads_back(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("part", ["mapped", "disk", "ahead", "step_s"])
-def test_a_foreseen_plan_is_put_in_force_unless_it_is_but_predicted(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the plan says is what homes and copies do."""
+def test_a_foreseen_plan_is_put_in_force_if_it_acts_differently(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan in force must agree with homes and copies."""
     switched: list[Any] = []
     model, _ = models()
     with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:

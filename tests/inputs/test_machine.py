@@ -1,4 +1,4 @@
-"""What planners are told of codes: sizes from weights, files and shapes; and plans and screens of real models."""
+"""The planner's inputs for compression: sizes from weights, files and shapes; plans and screens of real models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WIDTH = 256
 
 
 class Several(nn.Module):
-    """Weights of every kind: that can be coded, and that cannot."""
+    """Weights of every kind: compressible ones, and others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _random(dtype: str) -> torch.Tensor:
     return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)).to(getattr(torch, dtype))
 
 
-def test_parameters_of_floats_can_be_coded() -> None:
+def test_float_parameters_can_be_compressed() -> None:
     by_alias = groups(Several())
     sizes = sizes_of(by_alias, {}, {}, frozenset({"table"}))
     assert sizes.keys() == {*(f"of_{name}" for name in ELEMENTS), "tied"}
@@ -67,7 +67,7 @@ def test_parameters_of_floats_can_be_coded() -> None:
         assert layout.nbytes == nbytes < by_alias[alias].nbytes
 
 
-def test_weights_that_are_not_there_are_assumed() -> None:
+def test_missing_weights_have_assumed_sizes() -> None:
     by_alias = groups(Several().to("meta"), allow_meta=True)
     codes = sizes_of(by_alias, {}, {}, frozenset())
     for name in ELEMENTS:
@@ -75,10 +75,10 @@ def test_weights_that_are_not_there_are_assumed() -> None:
     with torch.device("meta"):
         little = nn.Linear(5, 3, bias=False, dtype=torch.bfloat16)
     (nbytes,) = sizes_of(groups(little, allow_meta=True), {}, {}, frozenset()).values()
-    assert nbytes == Layout(dtype="bfloat16", count=15, num_escapes=0).nbytes, "a tile is whole"
+    assert nbytes == Layout(dtype="bfloat16", count=15, num_escapes=0).nbytes, "tiles are whole"
 
 
-def test_the_size_of_what_is_coded_in_a_file_is_known() -> None:
+def test_the_size_of_compressed_weights_in_a_file_is_known() -> None:
     layout = Layout(dtype="bfloat16", count=WIDTH**2, num_escapes=76)
     found = sizes_of(groups(Several()), {"of_bfloat16": layout}, {}, frozenset())
     assert found["of_bfloat16"] == layout.nbytes < found["tied"]
@@ -92,7 +92,7 @@ def test_the_size_of_what_is_coded_in_a_file_is_known() -> None:
         ({"device_budget": 10**9, "codec": "compressed"}, True),
     ],
 )
-def test_weights_are_read_where_a_plan_depends_on_them(
+def test_weights_are_read_only_if_a_plan_depends_on_them(
     settings: dict[str, Any], is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -125,10 +125,10 @@ def test_the_cpu_decodes_on_request(settings: dict[str, Any], expected: bool) ->
         ({"cpu_offload_gb": 1}, ["bfloat16"], set()),
     ],
 )
-def test_kernels_are_compiled_early_for_what_a_plan_may_code(
+def test_kernels_are_compiled_early_for_dtypes_that_a_plan_may_compress(
     settings: dict[str, Any], dtypes: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU with 1 GiB free; on a CPU rates are measured on request only."""
+    """On a GPU with 1 GiB free. On a CPU rates are measured only on request."""
     monkeypatch.setattr(machine.cuda, "memory", lambda _: (1 << 30, 2 << 30))
     model = nn.Sequential(*[nn.Linear(256, 256, dtype=getattr(torch, dtype)) for dtype in dtypes])
     config = OffloadConfig.from_kwargs(**settings)
@@ -140,7 +140,7 @@ def test_kernels_are_compiled_early_for_what_a_plan_may_code(
     )
     codable = {dtype for dtype in dtypes if dtype in ELEMENTS}
     among = machine.dtypes_to_compress(by_alias, gpu, config, among=True)  # type: ignore[arg-type]
-    assert among == (codable if config.uses_codes else set()), "all of them know the same rates before they plan"
+    assert among == (codable if config.uses_codes else set()), "all ranks know the same rates before they plan"
     backend.close()
 
 
@@ -166,10 +166,10 @@ def test_kernels_are_compiled_early_for_the_dtype_of_a_load(
 
 
 @pytest.mark.parametrize(("dtype", "codec"), [("bfloat16", "auto"), ("float16", "auto"), ("bfloat16", "none")])
-def test_a_load_tells_what_it_is_going_to_need(
+def test_a_load_announces_the_dtypes_that_it_needs(
     dtype: str, codec: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a weight is read, with the dtype and the bytes of the checkpoint; nothing else is compiled."""
+    """Before a weight is read, with the dtype and bytes of the checkpoint. Nothing else is compiled."""
     asked: list[tuple[torch.dtype, int]] = []
     prepared: list[set[str]] = []
     monkeypatch.setattr(machine, "dtypes_to_load", lambda *about: asked.append(about[:2]) or {"bfloat16"})
@@ -182,7 +182,7 @@ def test_a_load_tells_what_it_is_going_to_need(
 
 
 @pytest.mark.parametrize(("dtype", "is_asked"), [("bfloat16", True), ("float32", False)])
-def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
+def test_no_kernel_is_awaited_if_nothing_is_decoded(
     dtype: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -192,8 +192,8 @@ def test_no_kernel_is_waited_for_that_has_nothing_to_decode(
     assert asked == [frozenset({"bfloat16"})] * is_asked
 
 
-def test_operators_are_tried_when_nothing_compiles_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are of the same device: a trial of `example_inputs` waits for the kernels."""
+def test_operators_are_timed_after_all_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the same device: timing for `example_inputs` waits for the kernels."""
     calls: list[str] = []
     for_call = Gatherer.for_call
     monkeypatch.setattr(gathering, "can_decompress", lambda *_: calls.append("kernels") or True)
@@ -246,13 +246,13 @@ def test_a_packed_checkpoint_is_planned_as_it_is_loaded(packed: Path, budget: st
         loaded.weightstream.remove()
 
 
-def test_codes_of_a_checkpoint_are_assumed(folder: Path) -> None:
+def test_compressed_sizes_of_a_checkpoint_are_assumed(folder: Path) -> None:
     plan = weightstream.plan_model(folder, device="cpu", device_budget="2MiB", codec="compressed")
     codes = plan.manifest.codes
     assert "model.layers.0.mlp.up_proj.weight" in codes
     assert "model.embed_tokens.weight" not in codes
     assert all(nbytes < plan.manifest.spans[alias] for alias, nbytes in codes.items())
-    assert weightstream.plan_model(folder, device="cpu", device_budget="2MiB").manifest.codes == {}, "not asked for"
+    assert weightstream.plan_model(folder, device="cpu", device_budget="2MiB").manifest.codes == {}, "not requested"
 
 
 # -- screens -------------------------------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     machine.write_text(profiles.to_json(MACHINE))
 
     def run(*flags: str) -> dict[str, Any]:
-        given = ["plan", str(folder), "--profile", str(machine), "--host-budget", "1GiB", "--device-budget", "2MiB"]
-        done: Result = CliRunner().invoke(app, [*given, "--json", *flags])
+        arguments = ["plan", str(folder), "--profile", str(machine), "--host-budget", "1GiB", "--device-budget", "2MiB"]
+        done: Result = CliRunner().invoke(app, [*arguments, "--json", *flags])
         assert done.exit_code == 0, done.output
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -274,7 +274,7 @@ def plan(folder: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.stress
-def test_the_flag_chooses_the_code(plan: Callable[..., dict[str, Any]]) -> None:
+def test_the_flag_selects_the_codec(plan: Callable[..., dict[str, Any]]) -> None:
     found = {codec: plan("--codec", codec) for codec in ("none", "compressed", "auto")}
     assert found["compressed"]["compressed_nbytes"] > 0 == found["none"]["compressed_nbytes"]
     assert found["none"]["nbytes"] == found["none"]["held_nbytes"] == found["compressed"]["nbytes"]
@@ -308,13 +308,13 @@ def test_bench_has_the_raw_link_as_its_floor(folder: Path, monkeypatch: pytest.M
     assert row["equal"] is True
     assert row["compressed_nbytes"] > 0
     assert [system["name"] for system in row["systems"]] == ["raw link floor", "offloaded", "resident"]
-    assert row["step_nbytes"] < 0.8 * sum(sizes), "the floor moves what the step streams as it is without a code"
+    assert row["step_nbytes"] < 0.8 * sum(sizes), "the floor moves the uncompressed bytes that the step streams"
     assert sum(sizes) < row["nbytes"]
     assert row["whole_floor_s"] == row["nbytes"] / row["link_bytes_per_s"]
     assert row["systems"][2]["weights_nbytes"] == row["nbytes"]
 
 
-def test_doctor_tells_how_fast_codes_are() -> None:
+def test_doctor_reports_decoding_rates() -> None:
     backend = CpuBackend()
     backend.profile = MACHINE
     (finding,) = checks.compressed(SimpleNamespace(backend=backend))
@@ -327,7 +327,7 @@ def test_doctor_tells_how_fast_codes_are() -> None:
     assert "per launch" not in finding.text
 
 
-def test_doctor_tells_what_a_launch_takes_where_codes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_launch_time_if_weights_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.coding, "why_not", lambda device, dtype: None)
     backend = SimpleNamespace(device=torch.device("cuda", 0), profile=replace(MACHINE, decoding_s=7.46e-6))
     (finding,) = checks.compressed(SimpleNamespace(backend=backend))

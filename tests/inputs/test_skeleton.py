@@ -1,4 +1,4 @@
-"""Skeletons: the plan of a model that was not loaded is the plan of the loaded one, weight for weight."""
+"""Skeletons: the plan of a model that was not loaded equals that of the loaded one, weight for weight."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", thinned(sorted(models.ARCHITECTURES)))
-def test_manifest_is_that_of_the_loaded_model(
+def test_the_manifest_equals_that_of_the_loaded_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(name, tmp_path)
@@ -93,7 +93,7 @@ def test_manifest_is_that_of_the_loaded_model(
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama-bf16", "t5", "mixtral", "bert"])
 def test_manifest_in_another_dtype(name: str, tmp_path: Path) -> None:
-    """Of t5, transformers keeps some weights in float32."""
+    """transformers keeps some weights of t5 in float32."""
     folder = saved(name, tmp_path)
     found = manifests(skeleton(folder, dtype="float16")[0])
     assert found == manifests(load_pretrained(folder, dtype="float16").model)
@@ -141,7 +141,7 @@ def test_packed_folder(llama: Path, tmp_path: Path) -> None:
     assert manifests(model) == manifests(load_pretrained(tmp_path / "packed").model)
 
 
-def test_dtype_of_the_file_where_the_config_names_none(llama: Path) -> None:
+def test_the_dtype_of_the_file_if_the_config_has_none(llama: Path) -> None:
     file = llama / "model.safetensors"
     save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     config = {key: value for key, value in config_of(llama).items() if key not in ("dtype", "torch_dtype")}
@@ -151,7 +151,7 @@ def test_dtype_of_the_file_where_the_config_names_none(llama: Path) -> None:
     assert manifests(model) == manifests(load_pretrained(llama).model)
 
 
-def test_headers_of_another_model_are_told(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_headers_of_another_model_are_reported(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = skeleton(llama)
     held = sum(p.numel() for p in model.parameters())
     (llama / "config.json").write_text(json.dumps(config_of(llama) | {"num_hidden_layers": 7}))
@@ -203,7 +203,7 @@ def test_wrong_arguments(llama: Path, tmp_path: Path) -> None:
         skeleton(llama)
 
 
-def test_of_the_hub_only_json_is_got(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_json_is_downloaded_from_the_hub(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def download(name: str, *, allow_patterns: list[str], **options: Any) -> str:
@@ -232,7 +232,7 @@ print(sum(p.numel() for p in model.parameters()), seconds, status["VmHWM"].split
 """
 
 
-@pytest.mark.stress  # CI has the plan of it
+@pytest.mark.stress  # CI makes a plan of it
 def test_405b_in_seconds_and_in_little_memory(tmp_path: Path) -> None:
     """0.6 s and 0.36 GiB on two idle cores; the limits leave room for busy ones."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_405B))
