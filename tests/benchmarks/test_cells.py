@@ -1,4 +1,4 @@
-"""The benchmark of plans against their steps: its rows compare outputs of the same steps."""
+"""The benchmark that compares plans with their steps: its rows compare outputs of the same steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("cells")
 
 
-def test_equal_is_of_the_same_steps(cells: Any) -> None:
+def test_equality_compares_the_same_steps(cells: Any) -> None:
     cells.timed(NAME)
     assert cells.equal
     nbytes = sum(p.numel() * p.element_size() for p in cells.model.parameters())

@@ -1,4 +1,4 @@
-"""The benchmark that loads a mixture of experts, at a tiny shape: its checkpoint can be loaded, and its row is true."""
+"""The benchmark that loads a mixture of experts, at a tiny shape: its checkpoint loads, and its row is right."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_row_of_a_load(benchmark: Any, tmp_path: Path, monkeypatch: pytest.Mon
     fresh, rows = benchmark.experts_first.fresh, []
 
     def once(folder: Path) -> dict[str, object]:
-        """The process that is timed is the second: of the first, the time alone is in the row."""
+        """The timed process is the second one. Of the first, the row has only the time."""
         rows.append({"total_s": 0.5} if not rows else fresh(folder))
         return rows[-1]
 

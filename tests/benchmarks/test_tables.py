@@ -1,4 +1,4 @@
-"""The tables of ids that the benchmark of experts puts in place of what routers choose, at tiny shapes."""
+"""The tables of ids that replace the choices of routers in the benchmark of experts, at tiny shapes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tiny(shape: Any) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
-def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
+def test_lru_has_the_published_hit_rates(name: str, shapes: Any) -> None:
     shape = shapes.SHAPES[name]
     seeds = [shapes.drawn(shape, shapes.NUM_STEPS, seed, uniform=False) for seed in range(8)]
     for num_slots, share in shape.found.items():
@@ -58,7 +58,7 @@ def test_lru_finds_as_often_as_others_measured(name: str, shapes: Any) -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize(("name", "batch"), list(zip(NAMES, (1, 2, 2, 1), strict=True)))
-def test_experts_are_given_the_tables_ids(name: str, batch: int, shapes: Any) -> None:
+def test_experts_get_the_ids_of_the_table(name: str, batch: int, shapes: Any) -> None:
     shape = tiny(shapes.SHAPES[name])
     model = shapes.build(shape, 3, "cpu")
     table = shapes.Table(model, shape, batch, "cpu", uniform=False)

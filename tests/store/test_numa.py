@@ -89,7 +89,7 @@ def test_memory() -> None:
 def test_reading_threads_move_to_the_node() -> None:
     found = []
 
-    class Told(MemorySource):
+    class PolicySource(MemorySource):
         def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
             found.append(policy_and_cores())
             return super().read(begin, end, memory)
@@ -97,7 +97,7 @@ def test_reading_threads_move_to_the_node() -> None:
     data = torch.arange(16, dtype=torch.uint8)
     before = policy_and_cores()
     with closing(Staging([torch.empty(4096, dtype=torch.uint8)], num_threads=1, node=HERE)) as staging:
-        (piece,) = staging.start(Told(data), 0, 16)
+        (piece,) = staging.start(PolicySource(data), 0, 16)
         assert torch.equal(piece.memory, data)
     assert found == [((PREFERRED, 1), set(HERE.cores))]
     assert policy_and_cores() == before

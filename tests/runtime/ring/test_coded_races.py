@@ -119,13 +119,13 @@ def told_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, binding_class: type[Any]) -> None:
-    class Told(binding_class):  # type: ignore[misc]
+    class TracedBinding(binding_class):  # type: ignore[misc]
         def decode(self, unit: int) -> None:
             if self.plan.streams(unit):
                 self._backend.read(self._copies[unit])
             super().decode(unit)
 
-    monkeypatch.setattr(installation_module, "Binding", Told)
+    monkeypatch.setattr(installation_module, "Binding", TracedBinding)
 
 
 @pytest.mark.few(1)
