@@ -687,7 +687,7 @@ def test_other_objects_than_pipelines_are_refused() -> None:
     ("settings", "kind", "text"),
     [
         ({"device_budget": "10KiB"}, weightstream.PlanError, "that all components must keep"),
-        ({"device_budget": "1MiB", "host_budget": "1GiB"}, weightstream.ConfigError, "not host_budget"),
+        ({"device_budget": "1MiB", "host_budget": "1GiB"}, weightstream.ConfigError, "neither host_budget"),
         ({"offload_group_size": 2}, weightstream.ConfigError, "takes device_budget"),
         ({"device_budget": "1MiB", "example_inputs": {"hight": 3}}, weightstream.ConfigError, "takes no hight"),
         ({"device_budget": "1MiB", "example_inputs": "a cat"}, weightstream.ConfigError, "of a call.*not str"),
