@@ -1,4 +1,4 @@
-"""What an eager step, and the launch of a graph, ask of Python: the host must be faster than a GPU."""
+"""The Python calls of an eager step, and of the launch of a graph: the host must be faster than a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NUM_STEPS = 48
 
 
 def num_calls(run: Callable[[], object], num_units: int = NUM_UNITS) -> float:
-    """Calls of Python and C functions per unit, on this thread, in the median step: some are timed, or plan again."""
+    """Calls of Python and C functions per unit, on this thread, in the median step. Some steps are timed, or plan
+    again."""
     found = []
     for _ in range(NUM_STEPS):
         profile = cProfile.Profile()
@@ -69,7 +70,7 @@ def nothing(*_: object) -> None:
 
 
 def launch_of(num_units: int, slots: int) -> Callable[[], None]:
-    """What the engine and the recording do around the launch of a graph of a whole step."""
+    """The work of the engine and the recording around the launch of a graph of a whole step."""
     plan, backend = equal_plan(num_units, slots), Silent()
     engine = Engine(plan, backend, [[] for _ in range(num_units)])  # type: ignore[arg-type]
     engine.prime()
@@ -88,7 +89,7 @@ def launch_of(num_units: int, slots: int) -> Callable[[], None]:
 
 
 def num_opcodes(run: Callable[[], object]) -> int:
-    """Instructions of Python, loops that call nothing among them."""
+    """Python instructions, including loops without calls."""
     num = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -111,8 +112,8 @@ def test_calls_of_a_launch() -> None:
     assert num_calls(launch_of(256, 32), 256) < 4.2
 
 
-def test_a_launch_takes_as_long_as_it_has_units() -> None:
-    """Not longer, also where the ring has as many times the units, and all are filled behind the graph."""
+def test_a_launch_takes_time_proportional_to_its_units() -> None:
+    """Also if the ring holds several times as many units, all of which are filled after the graph."""
     short, long, wide = (num_opcodes(launch_of(*sizes)) for sizes in ((64, 8), (512, 8), (512, 64)))
     assert long < 8 * short
     assert wide < 8.2 * short

@@ -1,4 +1,4 @@
-"""Races of decoding: it reads bytes of the ring and writes the buffer that all units share, and every order is kept."""
+"""Races of decoding, which reads bytes of the ring and writes the buffer that all units share: every order is kept."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from wrapped import ClockBackend, Delay, Poison, QueueBackend
 WIDTH = 128
 SEEDS = range(3)
 
-pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count what is done to them
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count their calls
 
 
 class Checks(nn.Module):
-    """Its forward queues a kernel that looks at its weights twice, a moment apart."""
+    """Its forward queues a kernel that reads its weights twice, a moment apart."""
 
     def __init__(self, inner: list[nn.Module] | None = None) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Blocks(nn.Module):
 
 
 class Watch:
-    """Five coded blocks on queues that are slow, and what their kernels saw."""
+    """Five compressed blocks on slow queues, and the values that their kernels saw."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, place: str, seed: int, nested: bool = False) -> None:
         self.model = random_model(lambda: Blocks(nested))
@@ -93,7 +93,7 @@ class Watch:
         self.clock.launch(kernel)
 
     def run(self, num_steps: int = 4) -> SimpleNamespace:
-        """Steps as they come and steps at fixed addresses; what was seen."""
+        """Run eager steps and steps at fixed addresses, and return the values that kernels saw."""
         try:
             for turn in range(num_steps):
                 step(self.model, {"x": rows(turn)})
@@ -114,7 +114,7 @@ class Watch:
 
 @pytest.fixture
 def told_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell the clock of the bytes that decoding reads, when it is queued."""
+    """Report the bytes that decoding reads to the clock, when it is queued."""
     use(monkeypatch, Binding)
 
 
@@ -163,7 +163,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_decoding_out_of_order_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_out_of_order_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, mutated(monkeypatch, binding_module, MUTATIONS[name]).Binding)
     assert any(is_seen(Watch(monkeypatch, "streams", seed)) for seed in SEEDS)
 
@@ -177,7 +177,7 @@ def is_seen(watch: Watch) -> bool:
     return bool(found.mismatches or found.races)
 
 
-def test_a_buffer_that_is_used_by_an_open_unit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_of_the_buffer_by_an_open_unit_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     others = "any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)"
     edits = [(f"return bool(unit.coded) and {others}", "return False")]
     use(monkeypatch, mutated(monkeypatch, binding_module, edits).Binding)
@@ -189,7 +189,7 @@ def test_a_buffer_that_is_used_by_an_open_unit_is_seen(monkeypatch: pytest.Monke
 
 
 class CodedGraphRig(GraphRig):
-    """A rig whose kernels see the ring through a copy in a buffer that all units share."""
+    """A rig whose kernels read the ring through a copy in a buffer that all units share."""
 
     def __init__(self, plan: Plan, seed: int = 0) -> None:
         super().__init__(plan, seed)
@@ -222,7 +222,7 @@ def test_no_kernel_of_a_graph_sees_other_bytes(name: str, seed: int) -> None:
         rig.assert_right(take_turns(rig, seed, num_turns=20))
 
 
-# (what stands in the source of graphs, what takes its place)
+# (text in the source of graphs, its replacement)
 IN_GRAPH, IN_GRAPH_DECODE = "        recording.wait(unit)\n", "        binding.decode(unit)\n"
 EAGER, EAGER_DECODE = "            binding.hold(unit)\n", "            binding.decode(unit)\n"
 GRAPH_MUTATIONS = {
@@ -233,7 +233,7 @@ GRAPH_MUTATIONS = {
 }
 
 
-def test_every_mutation_is_one_of_the_source() -> None:
+def test_every_mutation_matches_the_source() -> None:
     for edits in MUTATIONS.values():
         edited(binding_module, edits)
     for edit in GRAPH_MUTATIONS.values():
@@ -242,7 +242,9 @@ def test_every_mutation_is_one_of_the_source() -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", GRAPH_MUTATIONS)
-def test_decoding_out_of_order_in_steps_at_fixed_addresses_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_out_of_order_in_steps_at_fixed_addresses_is_detected(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = mutated(monkeypatch, graphs_module, [GRAPH_MUTATIONS[name]])
     monkeypatch.setattr(graph_rig, "StreamerGraphs", wrong.Graphs)
     seen = []

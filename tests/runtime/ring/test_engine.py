@@ -1,4 +1,4 @@
-"""The engine: every transition, what it refuses, what it copies, and a state machine that tries all of it at random."""
+"""The engine: every transition, its refusals, its copies, and a state machine that tries all of them at random."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEGAL = {
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(State, State)))
-def test_a_fence_takes_legal_moves_only(before: State, after: State) -> None:
+def test_a_fence_makes_only_legal_moves(before: State, after: State) -> None:
     fence = Fence(filled=None, drained=None)
     fence.state = before
     if (before, after) in LEGAL:
@@ -109,7 +109,7 @@ def test_a_wait_inside_a_wait_holds_the_unit_until_the_last_release(rig: Rig) ->
     assert rig.engine.is_blocked(2)
     rig.kernel(0)
     rig.engine.release(0)
-    assert rig.engine.fences[0].state is State.EMPTY  # refilled over, by the schedule
+    assert rig.engine.fences[0].state is State.EMPTY  # the schedule fills another unit over it
     assert rig.engine.fences[2].state is State.FILLING
 
 
@@ -144,30 +144,30 @@ def test_a_blocked_unit_is_refused_and_works_after_the_release(rig: Rig) -> None
     rig.use(2)
 
 
-def test_a_left_out_unit_costs_at_most_its_own_fill(rig: Rig) -> None:
+def test_a_skipped_unit_costs_at_most_its_own_fill(rig: Rig) -> None:
     for _ in range(4):
         rig.step((0, 1, 3, 4))
     assert rig.engine.counters.unplanned_fills == 0
     assert rig.engine.counters.fills <= 2 + 4 * 5
 
 
-def test_units_that_are_left_out_are_not_filled_on_the_way(rig: Rig) -> None:
+def test_skipped_units_are_not_filled(rig: Rig) -> None:
     rig.engine.begin_step()
     rig.use(0)  # starts the fill of 2
-    rig.engine.wait(4)  # passes 1, 2 and 3: of their fills only 4 is needed, and 1 is still there
+    rig.engine.wait(4)  # passes 1, 2 and 3: of their fills only 4 is needed, and 1 is still filled
     assert counts(rig) == (4, 0)
     assert rig.engine.held() == [1, 4]
     rig.kernel(4)
     rig.engine.release(4)
 
 
-def test_units_left_out_at_the_end_are_taken_up_by_the_next_step(rig: Rig) -> None:
+def test_units_skipped_at_the_end_run_in_the_next_step(rig: Rig) -> None:
     rig.step((0, 1))
     rig.step()
     assert rig.engine.counters.unplanned_fills == 0
 
 
-def test_a_repeated_unit_is_still_there_or_filled_again(rig: Rig) -> None:
+def test_a_repeated_unit_is_still_filled_or_filled_again(rig: Rig) -> None:
     rig.step((0, 0, 1, 1, 2, 0, 3, 4))
     assert rig.engine.counters.unplanned_fills > 0
     rig.step()
@@ -179,7 +179,7 @@ def test_units_in_reverse_order(rig: Rig) -> None:
     assert rig.engine.counters.unplanned_fills > 0
 
 
-def test_a_unit_that_no_position_names_is_filled_on_demand() -> None:
+def test_a_unit_without_a_position_is_filled_on_demand() -> None:
     with Rig(equal_plan(4, 2, order=(0, 2, 3)), CpuBackend()) as rig:
         rig.engine.prime()
         rig.step()
@@ -191,7 +191,7 @@ def test_a_unit_that_no_position_names_is_filled_on_demand() -> None:
         assert rig.engine.counters.unplanned_fills >= 2
 
 
-def test_is_behind_tells_a_unit_that_was_passed(rig: Rig) -> None:
+def test_is_behind_recognises_a_passed_unit(rig: Rig) -> None:
     rig.engine.begin_step()
     assert not any(rig.engine.is_behind(u) for u in range(5))
     rig.use(0)
@@ -238,7 +238,7 @@ def test_forgetting_spares_a_unit_in_use(rig: Rig) -> None:
     rig.engine.release(0)
 
 
-def test_a_failed_copy_is_raised_by_the_wait_and_tried_again() -> None:
+def test_a_failed_copy_is_raised_by_the_wait_and_repeated() -> None:
     failing = {"now": False}
     plan = equal_plan(5, 2)
     with Rig(plan, Poison(Fault(CpuBackend(), lambda copy: failing["now"] and int(copy.src[0]) != 0xFF))) as rig:
@@ -253,7 +253,7 @@ def test_a_failed_copy_is_raised_by_the_wait_and_tried_again() -> None:
         assert rig.engine.fences[2].state is State.EMPTY
         fills, unplanned = counts(rig)
         rig.use(2)
-        assert counts(rig) == (fills + 2, unplanned + 1)  # the new try, and the fill that follows the release
+        assert counts(rig) == (fills + 2, unplanned + 1)  # the second attempt, and the fill after the release
         rig.use(3)
         rig.use(4)
         rig.step()
@@ -261,7 +261,7 @@ def test_a_failed_copy_is_raised_by_the_wait_and_tried_again() -> None:
         assert rig.clock.races == []
 
 
-def test_a_copy_that_failed_and_that_nobody_read_is_no_error() -> None:
+def test_a_failed_copy_that_is_never_read_is_no_error() -> None:
     failing = {"now": True}
     with Rig(equal_plan(3, 1), Fault(CpuBackend(), lambda copy: failing["now"])) as rig:
         rig.engine.prime()  # unit 0, which fails
@@ -278,7 +278,8 @@ def test_a_copy_that_failed_and_that_nobody_read_is_no_error() -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Up to six units of one to four aligned blocks, or a few bytes less; any order, any ring that holds them."""
+    """Up to six units of one to four aligned blocks, or a few bytes less, in any order, and any ring that holds
+    them."""
     sizes = draw(st.lists(st.integers(1, 4 * ALIGN_NBYTES), min_size=1, max_size=6))
     blocks = [-(-nbytes // ALIGN_NBYTES) for nbytes in sizes]
     ring = draw(st.integers(max(blocks), sum(blocks))) * ALIGN_NBYTES
@@ -290,7 +291,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @examples(150, print_blob=True)
 @given(plans())
-def test_the_steady_state_moves_what_the_plan_says(plan: Plan) -> None:
+def test_the_steady_state_moves_the_bytes_of_the_plan(plan: Plan) -> None:
     prove(plan)
     with Rig(plan, CpuBackend()) as rig:
         rig.engine.prime()

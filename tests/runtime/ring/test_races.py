@@ -1,4 +1,4 @@
-"""Races of the engine: none on a real compute queue under delays and poison, and every removed fence is seen."""
+"""Races of the engine: none on a real compute queue under delays and poison, and every removed fence is detected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ MUTATIONS = {
 }
 
 
-def test_every_mutation_is_one_of_the_source() -> None:
+def test_every_mutation_matches_the_source() -> None:
     for edits in MUTATIONS.values():
         edited(engine_module, edits)
 
@@ -106,7 +106,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_removed_fence_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine_class = mutated_engine(monkeypatch, MUTATIONS[name])
     found = [run_and_count(engine_class, seed) for seed in SEEDS]
     assert all(f.races for f in found), "the clock checker needs no luck"
@@ -114,7 +114,7 @@ def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def run_and_count(engine_class: type[Engine], seed: int) -> SimpleNamespace:
-    """Races and wrong bytes over some steps of five units in two slots."""
+    """Races and wrong bytes in some steps of five units in two slots."""
     with Rig(PLANS["5 units in 2 slots"], slow_queues(seed, 0.003), engine_class) as rig:
         rig.engine.prime()
         for _ in range(8):
@@ -125,7 +125,7 @@ def run_and_count(engine_class: type[Engine], seed: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_kernel_queued_after_its_release_is_seen(seed: int) -> None:
+def test_a_kernel_queued_after_its_release_is_detected(seed: int) -> None:
     with Rig(PLANS["5 units in 2 slots"], slow_queues(seed, 0.003)) as rig:
         rig.engine.prime()
         for _ in range(8):
@@ -140,7 +140,7 @@ def test_a_kernel_queued_after_its_release_is_seen(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_kernel_queued_before_its_wait_is_seen(seed: int) -> None:
+def test_a_kernel_queued_before_its_wait_is_detected(seed: int) -> None:
     with Rig(PLANS["5 units in 2 slots"], slow_queues(seed, 0.003)) as rig:
         rig.engine.prime()
         for _ in range(8):
@@ -172,7 +172,7 @@ def test_a_dropped_release_is_refused_and_does_not_hang() -> None:
 
 
 def naive(plan: Plan, num_slots: int) -> Plan:
-    """The plan with the rule that is wrong whenever the slots do not divide the units."""
+    """The plan with the rule that is wrong unless the slots divide the units."""
     num = len(plan.manifest.order)
     after = tuple(((position + num_slots) % num,) for position in range(num))
     return replace(plan, after=after)
@@ -195,8 +195,10 @@ def test_the_naive_ring_rule_costs_fills_and_no_wrong_bytes() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_naive_ring_rule_is_seen_in_an_engine_that_trusts_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without states: it fills what the plan says and waits, as the engine that shipped this bug did."""
+def test_the_naive_ring_rule_is_detected_in_an_engine_that_trusts_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine without states, like the engine that shipped this bug: it fills and waits as the plan says."""
     trusting = mutated_engine(
         monkeypatch,
         [

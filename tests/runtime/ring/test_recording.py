@@ -28,7 +28,7 @@ def assert_counted(rig: GraphRig) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
-def test_whole_steps_one_behind_another(name: str) -> None:
+def test_whole_steps_in_a_row(name: str) -> None:
     with GraphRig(PLANS[name]) as rig:
         graph = rig.captured()
         rig.replay(graph)
@@ -62,7 +62,7 @@ def test_pieces_of_a_step_in_a_chain(name: str, piece: int) -> None:
 
 
 def test_the_next_steps_fills_follow_their_last_read_and_not_the_end() -> None:
-    """A copy behind the launch does not wait for the rest of the graph."""
+    """A copy after the launch does not wait for the rest of the graph."""
     with GraphRig(PLANS["5 units in 2 slots"]) as rig:
         graph = rig.captured()
         rig.replay(graph)
@@ -90,14 +90,14 @@ def test_eager_and_several_graphs_in_turns(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_reads_that_are_nested_or_repeated(name: str) -> None:
+def test_nested_or_repeated_reads(name: str) -> None:
     with GraphRig(PLANS[name]) as rig:
         rig.assert_right(ODD[name](rig))
         assert_counted(rig)
 
 
-def test_a_copy_that_was_overtaken_in_part_is_waited_for() -> None:
-    """The graph needs unit 3, whose fill overtakes those on their way, but not all bytes of unit 2's."""
+def test_a_partly_overtaken_copy_is_waited_for() -> None:
+    """The graph needs unit 3, whose fill overtakes earlier ones, but not all bytes of unit 2's fill."""
     with GraphRig(small_plan([512, 512, 1024, 1536, 512], 2048)) as rig:
         rig.captured((4, 4))
         graph = rig.captured((4, 0))
@@ -110,7 +110,7 @@ UNITS = st.lists(st.integers(1, 4).map(lambda n: n * ALIGN_NBYTES - 8), min_size
 
 @examples(60)
 @given(data=st.data())
-def test_any_plan_any_graphs_any_turns(data: st.DataObject) -> None:
+def test_any_plan_with_any_graphs_in_any_order(data: st.DataObject) -> None:
     sizes = data.draw(UNITS)
     num_lines = data.draw(st.integers(max(-(-s // ALIGN_NBYTES) for s in sizes), 12))
     some = st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=7)
@@ -131,8 +131,8 @@ def test_any_plan_any_graphs_any_turns(data: st.DataObject) -> None:
 
 @examples(40)
 @given(data=st.data())
-def test_any_plan_captured_alone_in_pieces(data: st.DataObject) -> None:
-    """As an engine does that knows the life cycle only: pieces of a step in their order, eager steps between."""
+def test_any_plan_captured_in_pieces_by_an_engine(data: st.DataObject) -> None:
+    """The engine knows only the life cycle: pieces of a step in their order, with eager steps between."""
     sizes = data.draw(UNITS)
     num_lines = data.draw(st.integers(max(-(-s // ALIGN_NBYTES) for s in sizes), 12))
     order = data.draw(st.permutations(range(len(sizes))))
@@ -149,7 +149,7 @@ def test_any_plan_captured_alone_in_pieces(data: st.DataObject) -> None:
         rig.assert_right(len(turns) * len(order))
 
 
-def test_units_in_use_at_once_that_share_bytes_are_refused_and_the_rig_works_on() -> None:
+def test_units_in_use_at_once_that_share_bytes_are_refused_without_harm() -> None:
     with GraphRig(equal_plan(3, 1)) as rig:
         with rig.capture(Graph(rig.graphs)):
             rig.wait_unit(0)
@@ -162,13 +162,13 @@ def test_units_in_use_at_once_that_share_bytes_are_refused_and_the_rig_works_on(
         rig.assert_right(6)
 
 
-def test_a_graph_of_somebody_else_is_refused() -> None:
+def test_a_graph_of_another_streamer_is_refused() -> None:
     with GraphRig(equal_plan(3, 1)) as rig, pytest.raises(OffloadError, match="no graph of this streamer"):
         rig.replay(Graph(rig.graphs))
 
 
 class TestAlone:
-    """Graphs that somebody launches who tells nobody: the life cycle."""
+    """Graphs that are launched without notice to the streamer: the life cycle."""
 
     @pytest.mark.parametrize("name", PLANS)
     def test_whole_steps(self, name: str) -> None:
@@ -217,7 +217,7 @@ class TestAlone:
             rig.assert_right(20 * len(rig.plan.manifest.order))
 
     @pytest.mark.parametrize("order", [(1, 2, 3, 4), (0, 1, 3, 4), (4, 3, 2, 1, 0), (0, 1, 0, 2, 3, 4)])
-    def test_a_step_that_is_not_the_plans(self, order: Sequence[int]) -> None:
+    def test_a_step_in_another_order_than_planned(self, order: Sequence[int]) -> None:
         with GraphRig(equal_plan(5, 2)) as rig:
             rig.forward()
             graph = rig.captured_alone(order)
@@ -225,7 +225,7 @@ class TestAlone:
                 rig.launch_alone(graph)
             rig.assert_right(5 + 4 * len(order))
 
-    def test_a_graph_of_the_streamer_behind_one_of_somebody_else(self) -> None:
+    def test_a_graph_of_the_streamer_after_an_unannounced_one(self) -> None:
         with GraphRig(PLANS["5 units in 2 slots"]) as rig:
             ours = rig.captured()
             rig.replay(ours)
@@ -243,7 +243,7 @@ class TestAlone:
 
 @pytest.mark.parametrize("piece", [1, 2, 3])
 def test_steps_that_stream_nothing_are_counted_and_timed(piece: int) -> None:
-    """A cache of experts may be all that opens: of 5 units these 3."""
+    """A cache of experts may be all that opens: here in 3 of 5 units."""
     manifest, opened = equal_plan(5, 2).manifest, (1, 2, 4)
     cached = frozenset(alias for unit in opened for alias in manifest.units[unit].aliases())
     plan = replace(Plan.build(manifest, frozenset(manifest.aliases), 0), cached=cached)

@@ -1,4 +1,4 @@
-"""Races of recordings: every fence that is taken out of one, or of what its launch tells the engine, is seen."""
+"""Races of recordings: every fence that is removed from one, or from its launch's report to the engine, is detected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MUTATIONS = {
     "a piece does not know what is in use": ("before._in_use.copy()", "Counter()"),
     "a step that begins midway takes its start for granted": (" if unit in assumed}", "}"),
 }
-# The same of the engine's, where a launched graph tells what it left.
+# The same for the engine's source, in the report of a launched graph.
 ENGINE_MUTATIONS = {
     "a fill that the graph needs is not made": (
         "self.fill(unit, planned=False)\n        self.settle",
@@ -56,7 +56,7 @@ def use_mutated(monkeypatch: pytest.MonkeyPatch, *edits: tuple[str, str]) -> Non
 
 
 def is_seen(name: str, scenario: Callable[[GraphRig], int]) -> bool:
-    """Whether something is wrong in a scenario that has nothing wrong."""
+    """Whether an error is found in a scenario that has none by itself."""
     with GraphRig(PLANS[name]) as rig:
         try:
             num_kernels = scenario(rig)
@@ -86,7 +86,7 @@ def test_the_unedited_source_passes_where_mutations_must_fail(monkeypatch: pytes
     assert not any(is_seen(name, scenario) for name, scenario in SCENARIOS)
 
 
-def test_every_mutation_is_one_of_the_source() -> None:
+def test_every_mutation_matches_the_source() -> None:
     for edit in MUTATIONS.values():
         edited(recording_module, [edit])
     for edit in ENGINE_MUTATIONS.values():
@@ -95,13 +95,13 @@ def test_every_mutation_is_one_of_the_source() -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_every_removed_fence_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_removed_fence_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_mutated(monkeypatch, MUTATIONS[name])
     assert any(is_seen(name, scenario) for name, scenario in SCENARIOS)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ENGINE_MUTATIONS)
-def test_every_fence_around_a_launch_that_is_removed_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_removed_fence_around_a_launch_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_rig, "Engine", mutated(monkeypatch, engine_module, [ENGINE_MUTATIONS[name]]).Engine)
     assert any(is_seen(name, scenario) for name, scenario in SCENARIOS)

@@ -1,4 +1,4 @@
-"""Graphs of an inference engine that knows the life cycle alone: steps in pieces, cut where attention runs eager."""
+"""Graphs of an inference engine that knows only the life cycle: steps in pieces, cut where attention runs eager."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (8, 4, 2, 1)
 
 
 class CodedRig(GraphRig):
-    """A rig whose units are all decoded into one buffer, which one unit at a time may hold."""
+    """A rig whose units are all decoded into one buffer, which only one unit at a time may use."""
 
     def __init__(self, plan: Plan, seed: int = 0, most_s: float = 0.001) -> None:
         super().__init__(plan, seed, most_s)
@@ -37,7 +37,7 @@ class CodedRig(GraphRig):
 
 
 def served(rig: GraphRig, cuts: Sequence[int] | None = None) -> Served:
-    """Every unit is cut, as every layer is at its attention, unless `cuts` says which."""
+    """Every unit is cut, as every layer is at its attention, unless `cuts` lists the cut ones."""
     order = rig.plan.manifest.order
     return Served(rig, order, range(len(order)) if cuts is None else cuts)
 
@@ -65,7 +65,7 @@ def test_a_unit_is_waited_for_in_one_piece_and_released_in_the_next(name: str) -
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", PLANS)
 def test_several_sizes_in_pieces_and_whole_launched_in_any_order(name: str, warm: bool) -> None:
-    """Mixed batches run in pieces, decode in one graph; eager warm-ups come before each capture, or do not."""
+    """Mixed batches run in pieces, decode steps in one graph. Eager warm-ups come before each capture, or do not."""
     with CodedRig(PLANS[name], seed=1) as rig:
         steps = served(rig)
         for whole in (False, True):
@@ -104,7 +104,7 @@ def test_eager_steps_and_more_captures_between_launches(name: str, seed: int) ->
         ["eager", "capture"],
     ),
 )
-def test_a_capture_that_fails_midway_harms_nothing(name: str, fails_in: int, where: str, again: str) -> None:
+def test_a_capture_that_fails_midway_does_no_harm(name: str, fails_in: int, where: str, again: str) -> None:
     with CodedRig(PLANS[name]) as rig:
         steps = served(rig)
         steps.capture("before")
@@ -119,7 +119,7 @@ def test_a_capture_that_fails_midway_harms_nothing(name: str, fails_in: int, whe
         assert_right_in_any_order(rig, steps, fails_in, num_turns=10)
 
 
-def test_a_piece_of_kernels_alone_keeps_open_what_is_open() -> None:
+def test_a_piece_with_only_kernels_keeps_units_open() -> None:
     with CodedRig(equal_plan(5, 2)) as rig:
         steps = served(rig, [0, 0, 2, 2, 2, 4, 4])
         for size in (2, 1):

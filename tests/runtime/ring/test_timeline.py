@@ -1,4 +1,5 @@
-"""The timeline: what is timed of a step, that it adds up, which steps are timed, and that nothing waits for a mark."""
+"""The timeline: which parts of a step are timed, that they add up, which steps are timed, and that nothing waits for
+it."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ from wrapped import Wrapper
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
 
 DECODE, PREFILL = Kind("forward", 1), Kind("forward", 100)
-MARKS = 2 + 5 * 4  # of a step of five units, of which each is filled once
+MARKS = 2 + 5 * 4  # of a step of five units, each of which is filled once
 WIDTH, DEPTH = 64, 6
-BUDGET = 5 * WIDTH * WIDTH * 4 // 2  # the ring holds two layers and some
+BUDGET = 5 * WIDTH * WIDTH * 4 // 2  # the ring holds two layers and a part
 
 
 @dataclass(eq=False)
 class Tick:
-    """A stamp; the time is how many came before it."""
+    """A stamp. Its time is the number of earlier stamps."""
 
     at: int
     side: Side
@@ -44,7 +45,7 @@ class Tick:
 
 @dataclass
 class Ticks:
-    """The stamps of a backend, as long as somebody holds them."""
+    """The stamps of a backend, as long as they are referenced."""
 
     num: int = 0
     passed: float = float("inf")  # the device has passed the stamps before this one
@@ -60,7 +61,7 @@ class Ticks:
 
 
 class Counted(Wrapper):
-    """Every stamp is a second behind the one before it; no call may wait for the device."""
+    """Every stamp is a second after the previous one. No call may wait for the device."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
@@ -76,7 +77,7 @@ def backend() -> Iterator[Counted]:
 
 
 class Steps:
-    """An engine whose steps are told to its timeline."""
+    """An engine whose steps are reported to its timeline."""
 
     def __init__(self, backend: Any, plan: Plan | None = None) -> None:
         self.plan = plan or equal_plan(5, 2)
@@ -104,21 +105,22 @@ class Steps:
         return found
 
 
-def test_every_mark_stands_where_it_says(backend: Counted) -> None:
-    """Two slots, five units. In a step of the steady state: begin, then per unit before, after and, behind its release,
-    the two marks of the fill that was due; then the end."""
+def test_every_mark_is_at_its_place(backend: Counted) -> None:
+    """Two slots, five units. A steady step has these marks: begin; per unit before, after and, after its release,
+    the two
+    marks of the fill that became due; then the end."""
     steps = Steps(backend)
     steps.run(2)
     found = steps.measured()
     assert (found.kind, found.num_steps, found.step_s) == (DECODE, 1, MARKS - 1)
     assert [unit.name for unit in found.units] == [f"u{u}" for u in range(5)]
     assert {(unit.wait_s, unit.copy_s) for unit in found.units} == {(1.0, 1.0)}
-    assert [unit.compute_s for unit in found.units] == [3.0, 3.0, 3.0, 3.0, 3.0 + 1.0]  # what precedes the first wait
+    assert [unit.compute_s for unit in found.units] == [3.0, 3.0, 3.0, 3.0, 3.0 + 1.0]  # the time before the first wait
     assert {unit.nbytes for unit in found.units} == set(steps.plan.unit_nbytes)
 
 
 @pytest.mark.parametrize("order", [None, (0, 1, 1, 2), (4, 3, 0), (2,), (0, 1, 0, 1, 0)])
-def test_waits_and_compute_are_the_step(backend: Counted, order: Sequence[int] | None) -> None:
+def test_waits_and_compute_add_up_to_the_step(backend: Counted, order: Sequence[int] | None) -> None:
     steps = Steps(backend)
     steps.run(2, order=order)
     order = range(5) if order is None else order
@@ -127,7 +129,7 @@ def test_waits_and_compute_are_the_step(backend: Counted, order: Sequence[int] |
     assert all(units[u].compute_s == 0 for u in set(range(5)) - set(order))
 
 
-def test_a_step_that_uses_no_unit_has_a_time(backend: Counted) -> None:
+def test_a_step_without_units_has_a_time(backend: Counted) -> None:
     steps = Steps(backend)
     steps.run(2, order=())
     assert steps.measured().step_s > 0
@@ -144,11 +146,11 @@ def test_the_second_to_the_fifth_and_then_one_in_seventeen_are_timed(backend: Co
     assert timed == [2, 3, 4, 5, 17, 34, 51, 68]
 
 
-def test_the_host_takes_what_the_quickest_timed_call_did(backend: Counted) -> None:
-    """By its own clock: the device may be far behind, and some calls wait for it."""
+def test_the_hosts_time_is_that_of_the_quickest_timed_call(backend: Counted) -> None:
+    """By the host's own clock: the device may be far behind, and some calls wait for it."""
     steps = Steps(backend)
     steps.run()
-    for pause_s in (0.2, 0.01, 0.1):  # all are timed
+    for pause_s in (0.2, 0.01, 0.1):  # all of these are timed
         with steps.timeline.step(DECODE):
             time.sleep(pause_s)
     found = steps.measured()
@@ -158,7 +160,7 @@ def test_the_host_takes_what_the_quickest_timed_call_did(backend: Counted) -> No
     assert replanning._times(found).host_s == found.host_s
 
 
-def test_what_the_device_has_not_passed_is_read_later(backend: Counted) -> None:
+def test_marks_that_the_device_has_not_passed_are_read_later(backend: Counted) -> None:
     steps = Steps(backend)
     backend.ticks.passed = 0
     steps.run(5)
@@ -196,7 +198,7 @@ def test_two_workloads_are_not_mixed(backend: Counted) -> None:
     assert (steps.measured().kind, steps.measured().num_steps) == (PREFILL, 3)
 
 
-def test_another_plan_begins_anew(backend: Counted) -> None:
+def test_another_plan_begins_again(backend: Counted) -> None:
     steps = Steps(backend)
     steps.run(6)
     timeline = steps.timeline
@@ -205,13 +207,13 @@ def test_another_plan_begins_anew(backend: Counted) -> None:
     before = backend.ticks.num
     with timeline.step(DECODE):
         pass
-    assert backend.ticks.num == before  # the first step of each
+    assert backend.ticks.num == before  # the first step of each kind
     with timeline.step(DECODE):
         pass
     assert timeline.measured() is not None
 
 
-def test_marks_of_another_plan_are_not_taken_for_this_one(backend: Counted) -> None:
+def test_marks_of_another_plan_are_ignored(backend: Counted) -> None:
     steps = Steps(backend)
     backend.ticks.passed = 0
     steps.run(3)
@@ -220,7 +222,7 @@ def test_marks_of_another_plan_are_not_taken_for_this_one(backend: Counted) -> N
     assert steps.timeline.measured() is None
 
 
-def test_a_step_that_fails_is_not_timed(backend: Counted) -> None:
+def test_a_failing_step_is_not_timed(backend: Counted) -> None:
     steps = Steps(backend)
     steps.run()
     with pytest.raises(IndexError):
@@ -230,14 +232,14 @@ def test_a_step_that_fails_is_not_timed(backend: Counted) -> None:
     assert steps.measured().num_steps == 1
 
 
-def test_steps_that_are_not_timed_wait_as_long_as_the_last_that_was(backend: Counted) -> None:
+def test_untimed_steps_are_assumed_to_wait_as_long_as_the_last_timed_one(backend: Counted) -> None:
     steps = Steps(backend)
     steps.run(5)
     steps.measured()
     assert steps.timeline.stall_s == 4 * 5
     steps.run(8)
     assert steps.timeline.stall_s == (4 + 8) * 5
-    steps.run(2, PREFILL)  # of which nothing is known
+    steps.run(2, PREFILL)  # of this kind no step was timed
     assert steps.timeline.stall_s == (4 + 8) * 5
 
 
@@ -246,12 +248,12 @@ def test_steps_that_are_not_timed_wait_as_long_as_the_last_that_was(backend: Cou
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphRig]:
-    """No stamp may be taken, or asked for, inside of a capture."""
+    """No stamp may be taken, or read, inside a capture."""
     for name in ("stamp", "seconds"):
         plain = getattr(Graphs, name)
 
         def outside(self: Graphs, *args: Any, plain: Any = plain) -> Any:
-            assert not self.capturing(), "a stamp inside of a capture"
+            assert not self.capturing(), "a stamp inside a capture"
             return plain(self, *args)
 
         monkeypatch.setattr(Graphs, name, outside)
@@ -259,7 +261,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphRig]:
         yield made
 
 
-def test_launches_have_a_time_and_their_units_none(rig: GraphRig) -> None:
+def test_launches_have_a_time_but_their_units_have_none(rig: GraphRig) -> None:
     graph = rig.captured()
     for _ in range(6):
         rig.replay(graph)
@@ -271,7 +273,7 @@ def test_launches_have_a_time_and_their_units_none(rig: GraphRig) -> None:
     rig.assert_right(6 * 5)
 
 
-def test_a_piece_of_a_step_is_no_step(rig: GraphRig) -> None:
+def test_a_piece_of_a_step_is_not_a_step(rig: GraphRig) -> None:
     pieces = [rig.captured((0, 1, 2)), rig.captured((3, 4))]
     for _ in range(6):
         for piece in pieces:
@@ -281,7 +283,7 @@ def test_a_piece_of_a_step_is_no_step(rig: GraphRig) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_kinds_of_steps_traced(rig: GraphRig, seed: int) -> None:
+def test_all_kinds_of_steps_while_tracing(rig: GraphRig, seed: int) -> None:
     trace = Trace("graphs")
     rig.engine.timeline.begin_trace(trace)
     num_kernels = take_turns(rig, seed)
@@ -298,7 +300,7 @@ def test_all_kinds_of_steps_traced(rig: GraphRig, seed: int) -> None:
 
 
 class Slow(Wrapper):
-    """The copies of some units take `seconds` longer; a unit is told by its bytes on the host."""
+    """Make the copies of some units take `seconds` longer. A unit is recognised by its bytes on the host."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(CpuBackend())
@@ -324,7 +326,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, backend: Any, module: nn.Module, **s
 
 
 def settled(streamer: weightstream.Streamer) -> weightstream.Stats:
-    """Once the fills for the next step are done: with them the last step is."""
+    """Wait until the fills for the next step are done, and thus the last step."""
     streamer._backend.synchronize()
     return streamer.stats()
 
@@ -369,7 +371,7 @@ def test_fixed_steps_are_timed_with_their_units() -> None:
 
 
 @torch.no_grad()
-def test_the_size_of_the_first_tensor_tells_workloads_apart() -> None:
+def test_the_size_of_the_first_tensor_distinguishes_workloads() -> None:
     module = model()
     with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer:
         for num in (9, 9, 1, 1, 1):
@@ -394,7 +396,7 @@ def test_reading_stats_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPa
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_no_mark_is_left_after_remove(monkeypatch: pytest.MonkeyPatch, is_traced: bool) -> None:
+def test_no_mark_remains_after_remove(monkeypatch: pytest.MonkeyPatch, is_traced: bool) -> None:
     backend, module = Counted(CpuBackend()), model()
     streamer = opened(monkeypatch, backend, module)
     backend.ticks.passed = 0

@@ -1,4 +1,4 @@
-"""Threads that call one model: those of a step belong to it, all others wait for its end."""
+"""Threads that call one model: the threads of a step belong to it, all others wait for its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stack(seed: int = 1) -> nn.Sequential:
 
 @contextmanager
 def beside(call: Callable[[], None]) -> Iterator[list[int]]:
-    """Another thread makes the call again and again inside of the block, in which it must come to its end at times."""
+    """Another thread repeats the call during the block, and must finish it several times."""
     ended, done, errors = [0], threading.Event(), queue.SimpleQueue[BaseException]()
 
     def run() -> None:
@@ -59,7 +59,7 @@ def beside(call: Callable[[], None]) -> Iterator[list[int]]:
         raise errors.get()
 
 
-def test_a_unit_that_another_thread_calls_waits_for_the_step_to_end() -> None:
+def test_another_threads_call_of_a_unit_waits_for_the_step_to_end() -> None:
     model = stack()
     plain, x = copy.deepcopy(model), torch.randn(1, WIDTH)
     with torch.no_grad(), offloaded(model) as streamer:
@@ -74,7 +74,7 @@ def test_a_unit_that_another_thread_calls_waits_for_the_step_to_end() -> None:
         with beside(alone) as ended:
             for _ in range(150):
                 assert torch.equal(model(x), whole)
-        assert ended[0] > 15, "a thread that runs step after step does not keep others out"
+        assert ended[0] > 15, "a thread that runs step after step does not block others"
         assert streamer.stats().unplanned_fills == before.unplanned_fills
         assert streamer.plan.manifest.order == order
         assert not any(unit.opened for unit in streamer._binding.units)
@@ -112,7 +112,7 @@ def joined(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def polled(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The forward waits in a loop of its own, which no frame tells."""
+    """The forward waits in a loop of its own, which no stack frame shows."""
 
     def wait(thread: threading.Thread) -> None:
         while thread.is_alive():
@@ -143,13 +143,13 @@ def recomputed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def pooled() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """Threads that are older than the step: its forward gives them work."""
+    """Threads that are older than the step get work from its forward."""
     pool = ThreadPoolExecutor(2)
     return lambda block, x: pool.submit(torch.no_grad()(block), x).result()
 
 
 def queued() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """The same by queues."""
+    """The same with queues."""
     work, found = queue.Queue[Any](), queue.Queue[torch.Tensor]()
 
     def serve() -> None:
@@ -222,7 +222,7 @@ def test_units_in_threads_may_wait_for_each_other() -> None:
 
 
 def test_a_step_ends_after_the_threads_that_joined_it() -> None:
-    """A forward that does not wait for a thread which is in one of its units: the unit closes first."""
+    """A forward does not wait for a thread that is in one of its units. The step ends after that unit is closed."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Slow(nn.Linear):
@@ -269,7 +269,7 @@ def test_a_step_ends_after_the_threads_that_joined_it() -> None:
         assert not any(unit.opened for unit in streamer._binding.units)
 
 
-def test_inside_of_step_other_threads_wait_whatever_its_thread_does() -> None:
+def test_during_step_other_threads_wait_whatever_its_thread_does() -> None:
     model = stack()
     plain, x = copy.deepcopy(model), torch.randn(1, WIDTH)
     with torch.no_grad(), offloaded(model) as streamer:
@@ -295,7 +295,7 @@ class Pair(nn.Module):
         return self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
 
 
-def test_statistics_are_asked_for_while_the_plan_changes() -> None:
+def test_stats_can_be_called_while_the_plan_changes() -> None:
     model = nn.Sequential(*[Pair() for _ in range(8)]).eval()
     plain, x = copy.deepcopy(model), torch.randn(1, 32)
     with torch.no_grad(), offloaded(model) as streamer:
@@ -306,7 +306,7 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
         assert len({len(plan.extents) for plan in plans}) > 1
 
         def ask() -> None:
-            time.sleep(1e-3)  # else the threads would hand the GIL to and fro for minutes
+            time.sleep(1e-3)  # otherwise the threads would pass the GIL to and fro for minutes
             stats = streamer.stats()
             assert stats.held_nbytes["host"] > 0
             assert len(stats.units) <= len(inputs.grains[-1].units)
@@ -319,8 +319,8 @@ def test_statistics_are_asked_for_while_the_plan_changes() -> None:
         assert ended[0] > 5
 
 
-def test_a_turn_that_no_thread_has_is_free_again() -> None:
-    """As an error at the very end of a step leaves it."""
+def test_a_turn_without_a_thread_is_free_again() -> None:
+    """An error at the very end of a step leaves such a turn."""
     turn = StepTurn()
     turn.run(lambda is_first: is_first)
     turn._lock.acquire()
@@ -328,7 +328,7 @@ def test_a_turn_that_no_thread_has_is_free_again() -> None:
     assert not turn._lock.locked()
 
 
-def test_a_call_inside_of_a_turn_is_no_step_of_its_own() -> None:
+def test_a_call_inside_a_turn_is_not_a_step() -> None:
     turn = StepTurn()
     assert turn.run(lambda is_first: (is_first, turn.run(lambda is_first: is_first))) == (True, False)
     with turn.taken() as outer, turn.taken() as inner:
@@ -336,7 +336,7 @@ def test_a_call_inside_of_a_turn_is_no_step_of_its_own() -> None:
     assert not turn.threads
 
 
-def test_recomputing_in_a_checkpoint_refuses_a_backward_pass_as_before() -> None:
+def test_recomputing_in_a_checkpoint_still_refuses_a_backward_pass() -> None:
     model = stack()
     with offloaded(model):
         x = torch.randn(1, WIDTH, requires_grad=True)
