@@ -1,4 +1,4 @@
-"""Tensors that come and go besides weights, such as adapters: they are brought to the device each time."""
+"""Tensors besides weights that come and go, such as adapters: they are moved to the device each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightstream.errors import OffloadError
 from weightstream.runtime.streamer import attachment
 
 WIDTH = 32
-THERE = torch.device("cpu", 0)  # another than that of any tensor, by its name
+THERE = torch.device("cpu", 0)  # by its name, another device than that of any tensor
 
 
 class Adapted(nn.Module):
@@ -42,7 +42,7 @@ def built() -> nn.Sequential:
     return randomise(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]), 0).eval()
 
 
-def test_adapters_are_adopted_again_once_known_ones_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_adopted_again_after_known_ones_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, moved = built(), torch.randn(2, WIDTH), list[tuple[torch.Tensor, torch.device]]()
     monkeypatch.setattr(attachment, "to_device", lambda leaf, device: moved.append((leaf.tensor, device)))
     adapt(model)
@@ -67,7 +67,7 @@ def test_adapters_are_adopted_again_once_known_ones_are_gone(monkeypatch: pytest
         assert torch.equal(model(x), want)
 
 
-def test_what_takes_the_place_of_a_weight_is_adopted() -> None:
+def test_a_replacement_of_a_weight_is_adopted() -> None:
     model, x = built(), torch.randn(2, WIDTH)
     with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="14KiB") as streamer:
         modules: Any = streamer._modules
@@ -82,7 +82,7 @@ def test_what_takes_the_place_of_a_weight_is_adopted() -> None:
         assert torch.equal(model(x), built()(x))
 
 
-def test_a_weight_that_is_replaced_where_nothing_shows_it_is_an_error_with_the_reason() -> None:
+def test_an_undetectable_replacement_of_a_weight_is_an_error_with_the_reason() -> None:
     model, x = built(), torch.randn(2, WIDTH)
     with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="14KiB"):
         model(x)
@@ -104,7 +104,7 @@ def test_an_error_of_the_model_stays_its_own_after_adapters_are_gone() -> None:
             model(torch.randn(2, WIDTH + 1))
 
 
-def test_bytes_beyond_the_budget_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_beyond_the_budget_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model, x = built(), torch.randn(2, WIDTH)
     with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="14KiB") as streamer:
         model(x)
@@ -120,7 +120,7 @@ def test_bytes_beyond_the_budget_are_told_once(caplog: pytest.LogCaptureFixture)
         assert streamer.plan.resident == plan.resident
 
 
-def test_what_a_pre_hook_computes_is_no_weight() -> None:
+def test_the_result_of_a_pre_hook_does_not_count_as_a_weight() -> None:
     model = built()
     for block in model:
         with pytest.warns(FutureWarning, match="weight_norm"):
@@ -137,5 +137,5 @@ def test_what_a_pre_hook_computes_is_no_weight() -> None:
             units = streamer.plan.manifest.units
             opened = [int(unit.name) for i, unit in enumerate(units) if streamer.plan.opens(i)]
             assert opened
-            # what a unit computed is where it was: all weights would come to be on the device
+            # results of a unit stay where they were; otherwise all weights would be moved to the device
             assert all(torch.equal(model[index].weight, computed[index]) for index in opened)

@@ -1,7 +1,7 @@
-"""Models that users change before, while and after they are offloaded have the bits of the plain model, changed alike.
+"""Models that users change before, during or after offloading have the bits of the plain model with the same changes.
 
-Each way of WAYS changes a model and returns what undoes that. Classes are made anew for each model, so that a change of
-a class reaches only models that a test made.
+Each entry of WAYS changes a model and returns the undo. Classes are created for each model, so that a change of a class
+affects only the models of one test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Undo = Callable[[], object]
 
 
 class Model(NamedTuple):
-    """Two models of the same classes with the same weights, of which one is to be offloaded."""
+    """Two models of the same classes with the same weights, one of which will be offloaded."""
 
     plain: Any
     streamed: Any
@@ -76,7 +76,7 @@ def models() -> Model:
 
 
 def attribute(owner: Any, name: str, value: Any) -> Undo:
-    """Set it; returns what puts back what was there."""
+    """Set an attribute, and return the function that restores it."""
     had = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)
@@ -152,7 +152,7 @@ def adapter(block: Any) -> Undo:
 
 
 def wider(block: Any) -> Undo:
-    """Another linear layer takes the place of one, with more inputs."""
+    """Another linear layer, with more inputs, replaces one."""
     before = block.down
 
     class Padded(nn.Linear):
@@ -166,7 +166,7 @@ def wider(block: Any) -> Undo:
 
 
 def fused(block: Any) -> Undo:
-    """A projection of both linear layers, made of their weights, and used in their place."""
+    """A projection that joins the weights of both linear layers replaces them."""
     block.both = nn.Linear(WIDTH, 2 * WIDTH)
     with torch.no_grad():
         block.both.weight.copy_(torch.cat((block.up.weight, block.down.weight)))
@@ -181,7 +181,7 @@ def fused(block: Any) -> Undo:
 
 
 def shallow(model: Any) -> Undo:
-    """A block is replaced by a shallow copy of itself with another attribute."""
+    """A shallow copy of a block with another attribute replaces it."""
     before = model.blocks[2]
     model.blocks[2] = copy.copy(before)
     model.blocks[2].gain = 3.0
@@ -216,7 +216,7 @@ def normed(norm: Callable[[nn.Module], object], remove: Callable[[nn.Module], ob
 
     def change(model: Any) -> Undo:
         with warnings.catch_warnings(), torch.random.fork_rng():
-            warnings.simplefilter("ignore")  # it is an old way
+            warnings.simplefilter("ignore")  # a deprecated function
             torch.manual_seed(3)
             for block in model.blocks:
                 norm(block.up)
@@ -232,14 +232,14 @@ def trainable(model: Any) -> Undo:
 
 
 def rescaled(block: Any) -> Undo:
-    """As hotswapping does: other values in the same parameters."""
+    """New values in the same parameters, as in hotswapping."""
     before = block.down.weight.data.clone()
     block.down.weight.data.mul_(3)
     return lambda: block.down.weight.data.copy_(before)
 
 
 def in_dict(model: Any) -> Undo:
-    """The blocks move into a container of another kind."""
+    """The blocks move into a container of another class."""
     before = model.blocks
     model.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(before)})
     undo = attribute(
@@ -314,7 +314,7 @@ def offloaded(model: Any, share: float = 0.6) -> weightstream.Streamer:
 
 @pytest.fixture(params=["block", "matrix"])
 def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of all units: only in some a change is inside of a unit, or around it."""
+    """Granularities of all units: only in some a change is inside a unit, or around it."""
     monkeypatch.setattr("weightstream.inputs.gathering.GRAINS", (request.param,))
     return str(request.param)
 
@@ -322,7 +322,7 @@ def grain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.few(80)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_changed_model_computes_as_the_plain_one(name: str, moment: str, grain: str) -> None:
+def test_a_changed_model_computes_like_the_plain_one(name: str, moment: str, grain: str) -> None:
     way, pair = WAYS[name], models()
     undo: Undo = (lambda: None) if moment != "before" else changed(way, pair)
     with offloaded(pair.streamed) as streamer:
@@ -351,8 +351,8 @@ def test_a_changed_model_computes_as_the_plain_one(name: str, moment: str, grain
 @pytest.mark.few(4)
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.compiles])
-def test_a_compiled_model_that_is_changed(name: str, scope: Any) -> None:
-    """Compiled code notices a changed class in part alone."""
+def test_a_changed_compiled_model(name: str, scope: Any) -> None:
+    """Compiled code detects only some changes of a class."""
     way, pair = WAYS[name], models()
     torch._dynamo.reset()
     try:
@@ -385,7 +385,7 @@ def test_a_shallow_copy_computes_with_its_own_attributes(of: str) -> None:
 
 
 def test_a_flag_is_seen_in_a_model_that_counts_in_its_class() -> None:
-    """What a step counts is state, and to take that in takes in no flag that was changed since."""
+    """A counter of steps is state. Adopting its new value must not adopt a flag that was changed meanwhile."""
 
     class Counting(nn.Module):
         num_calls = 0
@@ -409,7 +409,7 @@ def test_a_flag_is_seen_in_a_model_that_counts_in_its_class() -> None:
             assert torch.equal(model(x), plain(x))
         for each in (*model, *plain):
             each.is_fused = True
-        assert torch.equal(model(x), plain(x))  # an eager step counts, and looks at no flag
+        assert torch.equal(model(x), plain(x))  # an eager step counts, and does not look at flags
         assert streamer._modules.has_other_code(looks_closely=True)
         with streamer.step():  # so the next one is watched
             assert torch.equal(model(x), plain(x))

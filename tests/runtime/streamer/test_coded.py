@@ -1,5 +1,6 @@
-"""Coded weights give the plain model's bits: every fixture, code, type and budget, and forwards that are hard on the
-one buffer that units decode into."""
+"""Compressed weights give the plain model's bits: every fixture, dtype and budget, and forwards that are hard on the
+one
+buffer that units are decoded into."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from weightstream.api.offloaders import create_offloader
 from weightstream.errors import OffloadError
 from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig
 
-# Weights of one type must do: no complex ones; and no convolutional net, which is slow here.
+# Weights of one dtype are required: no complex ones. Convolutional nets are slow here.
 NAMES = sorted(FIXTURES.keys() - {"OddTensors", "AutoencoderKL", "WeightsInBuffers"})
 ONE_UNIT = ("BareParameters",)
 WIDTH = 128
@@ -33,7 +34,7 @@ __all__ = ["code_all"]
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize(
     ("dtype", "places", "name"),
-    [  # each has one of the codes: at the least budget, which is the hardest, and every fourth at all
+    [  # each has one dtype at the least budget, which is the hardest, and every fourth has all budgets
         pytest.param(
             dtype, places, name, marks=[pytest.mark.stress] * ((i % 3 == 0) is (dtype is torch.bfloat16) or left)
         )
@@ -43,9 +44,7 @@ __all__ = ["code_all"]
     ],
 )
 @pytest.mark.usefixtures("code_all")
-def test_steps_of_a_fixture_are_equal_and_it_comes_back_as_it_was(
-    name: str, dtype: torch.dtype, places: Sequence[str]
-) -> None:
+def test_steps_of_a_fixture_are_equal_and_it_is_restored(name: str, dtype: torch.dtype, places: Sequence[str]) -> None:
     model, plain = built(name, dtype), built(name, dtype)
     for place, budget in budgets(model.module, places).items():
         with weightstream.offload(model.module, device="cpu", device_budget=budget, codec="compressed") as streamer:
@@ -57,7 +56,7 @@ def test_steps_of_a_fixture_are_equal_and_it_comes_back_as_it_was(
 
 
 class Narrow(nn.Module):
-    """A float8 weight, widened when it is read, beside one of the activations' type."""
+    """A float8 weight, widened when it is read, and another of the activations' dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Narrow(nn.Module):
 
 
 class ReturnsView(Block):
-    """Gives a part of a weight away, and the weight itself."""
+    """Returns a part of a weight, and the weight itself."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.up.weight[: len(x)], self.down.weight
@@ -87,7 +86,7 @@ class Norm(Block):
 
 
 class Around(nn.Module):
-    """Runs `inner`, no child of it, between its reads of two weights."""
+    """Runs `inner`, which is not its child, between its reads of two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class Recursive(Around):
 
 
 class Frame(nn.Module):
-    """Four blocks of a kind, in a row."""
+    """Four blocks of one class, in a row."""
 
     def __init__(self, block_class: type[nn.Module] = Block) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class Frame(nn.Module):
 
 
 class Gives(Frame):
-    """Uses what blocks gave when all of them have run."""
+    """Uses the outputs of blocks after all of them have run."""
 
     def forward(self, x: torch.Tensor) -> Any:
         given = [block(x) for block in self.blocks]
@@ -144,7 +143,7 @@ class Gives(Frame):
 
 
 class OneInAnother(Frame):
-    """Each block runs the one before it inside, and one runs alone as well."""
+    """Each block runs the previous one inside, and one also runs on its own."""
 
     def __init__(self) -> None:
         super().__init__(Around)
@@ -156,7 +155,7 @@ class OneInAnother(Frame):
 
 
 class Wide(Around):
-    """Weights that have no code."""
+    """Weights that cannot be compressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class Wide(Around):
 
 
 class CodedInUncoded(Frame):
-    """Each block of a code runs inside of one without."""
+    """Each compressed block runs inside an uncompressed one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class CodedInUncoded(Frame):
 
 
 class TakesTurns(Frame):
-    """Which of two blocks runs inside the other changes from step to step."""
+    """The nesting of two blocks changes from step to step."""
 
     def __init__(self) -> None:
         super().__init__(Around)
@@ -238,7 +237,7 @@ def test_hard_forwards_are_equal(name: str, place: str) -> None:
         assert streamer.plan.manifest.codes
         for seed in range(6):
             assert_same(step(model, {"x": rows(seed)}), step(plain, {"x": rows(seed)}))
-        for block, other in zip(model.blocks, plain.blocks, strict=True):  # and a unit by itself, outside of a step
+        for block, other in zip(model.blocks, plain.blocks, strict=True):  # also a unit on its own, outside of a step
             assert_same(step(block, {"x": rows(7)}), step(other, {"x": rows(7)}))
     assert exact(model) == exact(plain)
 
@@ -274,7 +273,7 @@ def test_units_that_need_the_same_bytes_at_once_are_refused_at_fixed_addresses(n
         step(model, {"x": rows(0)})
         units, extents = [unit.name for unit in streamer.plan.manifest.units], streamer.plan.extents
         ring = {name: extents[units.index(f"blocks.{name}")] for name in range(4)}
-        # else nothing is shared: the outer one decodes nothing
+        # otherwise nothing is shared: the outer one decodes nothing
         alone = name == "coded in uncoded" and not (ring[0].overlaps(ring[2]) or ring[1].overlaps(ring[3]))
         expected = nullcontext() if alone else pytest.raises(OffloadError, match="runs inside of another")
         with expected, streamer.step():
@@ -294,7 +293,7 @@ def test_a_compiled_step_is_equal(place: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_layers_of_the_life_cycle_are_coded(size: int) -> None:
+def test_layers_of_the_life_cycle_are_compressed(size: int) -> None:
     prefetch = PrefetchOffloadConfig(offload_group_size=size, offload_num_in_group=1, offload_prefetch_step=2)
     config = OffloadConfig(offload_backend="prefetch", codec="compressed", prefetch=prefetch)
     layers, plain = ([*random_model().blocks, *random_model().blocks] for _ in range(2))
@@ -344,14 +343,14 @@ def test_threads_that_call_one_model_take_turns() -> None:
 
 
 @pytest.mark.parametrize("codec", ["auto", "none"])
-def test_a_cpu_codes_nothing_that_was_not_asked_for(codec: str) -> None:
+def test_on_a_cpu_nothing_is_compressed_unless_requested(codec: str) -> None:
     model = random_model()
     with weightstream.offload(model, device="cpu", device_budget="200KiB", codec=codec) as streamer:
         assert not streamer.plan.manifest.codes
         assert streamer.plan.buffer_nbytes == 0
 
 
-def test_weights_without_a_code_move_as_they_are() -> None:
+def test_incompressible_weights_move_uncompressed() -> None:
     model, plain = built("Stack", torch.float32), built("Stack", torch.float32)
     with weightstream.offload(model.module, device="cpu", device_budget="32KiB", codec="compressed") as streamer:
         assert not streamer.plan.manifest.codes

@@ -1,4 +1,4 @@
-"""Coded weights from the plan to `remove()`: what is held meanwhile, sizes that were estimated too small, failures."""
+"""Compressed weights from the plan to `remove()`: the memory in use, sizes that were estimated too small, failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HALF = "blocks.1.up.weight"
 
 
 class Counted(Limit):
-    """The device with its allocations counted, and the most that was held at once."""
+    """The device with its allocations counted, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__(CpuBackend(), 1 << 40)
@@ -61,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 
 def allocated_nbytes(plan: Plan) -> int:
-    """What a plan takes on the device; residents that are not coded stay where they were."""
+    """Device bytes of a plan. Uncompressed residents stay where they were."""
     return plan.device_nbytes - sum(
         n for a, n in plan.manifest.aliases.items() if a in plan.resident and a not in plan.manifest.codes
     )
@@ -69,7 +69,7 @@ def allocated_nbytes(plan: Plan) -> int:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_device_holds_what_the_plan_says(place: str, counted: list[Counted]) -> None:
+def test_the_device_holds_the_bytes_of_the_plan(place: str, counted: list[Counted]) -> None:
     model = random_model()
     streamer = offload(model, place)
     plan, device = streamer.plan, counted[-1]
@@ -99,7 +99,7 @@ def test_a_borrowed_buffer_is_given_back(counted: list[Counted]) -> None:
 
 
 class Twice(nn.Module):
-    """Runs a block, which is not its own, beside its own linear."""
+    """Runs a block, which is not its own, besides its own linear."""
 
     def __init__(self, linear: nn.Linear, other: nn.Module) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("place", ["streams", "resident"])
-def test_the_plain_weights_are_let_go(place: str) -> None:
+def test_the_plain_weights_are_freed(place: str) -> None:
     model, plain = random_model(), random_model()
     coded = offload(model, place)
     names = set(coded.plan.manifest.codes)
@@ -175,9 +175,9 @@ RUN = """
 
 
 @pytest.mark.stress
-def test_memory_of_the_process_is_that_of_the_coded_form() -> None:
+def test_the_process_has_memory_for_the_compressed_form_only() -> None:
     budgets = 30 << 20, 1 << 30
-    exact_heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # the C library keeps nothing for later
+    exact_heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # the C library keeps no freed memory
     run = [sys.executable, "-c", textwrap.dedent(RUN), *map(str, budgets)]
     done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120, env=os.environ | exact_heap)
     assert done.returncode == 0, done.stderr
@@ -193,14 +193,16 @@ def test_memory_of_the_process_is_that_of_the_coded_form() -> None:
         assert found["after"] < held["host"] + held["device"] + slack
         assert found["settled"] < found["after"] + slack
         assert abs(found["removed"] - nbytes) < slack
-        assert found["peak"] < 40 << 20, "encoded one by one: all coded beside all plain are 47 MiB more"
+        assert found["peak"] < 40 << 20, (
+            "encoded one by one: all compressed and all plain weights together take 47 MiB more"
+        )
 
 
 # -- sizes that were estimated too small -------------------------------------------------------------------------------
 
 
 def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 << 40) -> list[str]:
-    """Make estimates of tensors up to `most` bytes too small by this share; returns what was estimated."""
+    """Make estimates of tensors up to `most` bytes too small by this share, and return the estimates."""
     found: list[str] = []
 
     def less(parts: Sequence[torch.Tensor], dtype: str) -> int:
@@ -214,7 +216,7 @@ def estimate_less(monkeypatch: pytest.MonkeyPatch, share: float, most: int = 1 <
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.98, 0.5]))
-def test_sizes_that_were_too_small_are_planned_again(
+def test_sizes_estimated_too_small_are_planned_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, counted: list[Counted]
 ) -> None:
     model, plain = random_model(), random_model()
@@ -236,7 +238,7 @@ def _codes(model: nn.Module, budget: int) -> dict[str, int]:
         return dict(streamer.plan.manifest.codes)
 
 
-def test_a_size_that_was_too_large_wastes_no_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_estimated_too_large_wastes_only_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = random_model(), random_model()
     estimate_less(monkeypatch, 1.2)
     with offload(model) as streamer:
@@ -247,7 +249,7 @@ def test_a_size_that_was_too_large_wastes_no_more_than_itself(monkeypatch: pytes
 
 
 class Strays(Chain):
-    """The root reads a weight of a block, which the first step shows: then units are cut anew."""
+    """The root reads a weight of a block, which the first step shows: then units are cut again."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + nn.functional.linear(x, self.blocks[2].up.weight)[:, :128]
@@ -256,7 +258,7 @@ class Strays(Chain):
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_foreseen")
 @pytest.mark.parametrize(("place", "share"), thinned(PLACES, [0.5, 1.0]))
-def test_weights_that_get_a_new_unit_are_coded_again(
+def test_weights_that_get_a_new_unit_are_compressed_again(
     place: str, share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, plain = random_model(Strays), random_model(Strays)
@@ -277,7 +279,7 @@ def test_weights_that_get_a_new_unit_are_coded_again(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "less"), thinned(PLACES, [1, 1 << 14, 1 << 30]))
-def test_a_device_that_is_smaller_than_told_leaves_the_model_as_it_was(
+def test_a_device_with_less_memory_than_reported_leaves_the_model_unchanged(
     place: str, less: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = random_model(), random_model()
@@ -301,7 +303,7 @@ FAILURES: dict[str, type[Exception]] = {"no memory": MemoryError, "a file": Stor
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("place", "after", "kind"), thinned(PLACES, [0, 3], FAILURES))
-def test_encoding_that_fails_leaves_the_model_as_it_was(
+def test_failed_encoding_leaves_the_model_unchanged(
     place: str, after: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = random_model(), random_model()
@@ -311,11 +313,11 @@ def test_encoding_that_fails_leaves_the_model_as_it_was(
     def encode(*args: Any) -> Any:
         calls.append(args)
         if len(calls) > after:
-            raise FAILURES[kind]("told to")
+            raise FAILURES[kind]("armed")
         return real(*args)
 
     monkeypatch.setattr(moves_module.coding, "encode", encode)
-    with pytest.raises(FAILURES[kind], match="told to"):
+    with pytest.raises(FAILURES[kind], match="armed"):
         weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed")
     del calls[:]
     assert exact(model) == exact(plain)
@@ -325,7 +327,7 @@ def test_encoding_that_fails_leaves_the_model_as_it_was(
         assert_same(step(model, {"x": rows(0)}), step(plain, {"x": rows(0)}))
 
 
-def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_is_reported_and_the_next_step_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = random_model(), random_model()
     budget = budgets(model, ("streams",))["streams"]
     num, failing = [0], [5, 6, 11]
@@ -335,34 +337,34 @@ def test_a_copy_that_fails_is_told_and_the_next_step_is_right(monkeypatch: pytes
         return num[0] in failing
 
     monkeypatch.setattr(opening, "CpuBackend", lambda: Fault(CpuBackend(), fail))
-    told = 0
+    errors = 0
     with weightstream.offload(model, device="cpu", device_budget=budget, codec="compressed"):
         for seed in range(6):
             try:
                 found = step(model, {"x": rows(seed)})
             except StoreError:
-                told += 1
+                errors += 1
                 continue
             assert_same(found, step(plain, {"x": rows(seed)}))
-    assert told
+    assert errors
     assert exact(model) == exact(plain)
 
 
 class Raises(Block):
-    """Fails inside of its forward when it is told to."""
+    """Fails inside its forward when it is `armed`."""
 
     armed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
         if self.armed:
-            raise ValueError("told to")
+            raise ValueError("armed")
         return x
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_forward_that_fails_gives_the_buffer_back(place: str) -> None:
+def test_a_failing_forward_gives_the_buffer_back(place: str) -> None:
     def build() -> Any:
         made = random_model(lambda: Chain(num_blocks=4))
         made.blocks[2].__class__ = Raises
@@ -375,7 +377,7 @@ def test_a_forward_that_fails_gives_the_buffer_back(place: str) -> None:
                 model.blocks[2].armed = armed
                 with streamer.step() if fixed else pytest.MonkeyPatch.context():
                     if armed:
-                        with pytest.raises(ValueError, match="told to"):
+                        with pytest.raises(ValueError, match="armed"):
                             step(model, {"x": rows(1)})
                     else:
                         assert_same(step(model, {"x": rows(1)}), step(plain, {"x": rows(1)}))
@@ -401,7 +403,7 @@ ENDS: dict[str, Callable[[Any], object]] = {
         for j, end in enumerate(ENDS)
     ],
 )
-def test_remove_brings_everything_back_and_it_can_be_offloaded_again(place: str, end: str) -> None:
+def test_remove_restores_everything_and_the_model_can_be_offloaded_again(place: str, end: str) -> None:
     model, plain = random_model(), random_model()
     identities = {name: id(tensor) for name, tensor in weights(model).items()}
     for turn, codec in enumerate(("compressed", "none", "compressed")):
@@ -418,8 +420,8 @@ def test_remove_brings_everything_back_and_it_can_be_offloaded_again(place: str,
     assert_same(step(model, {"x": rows(0)}), step(plain, {"x": rows(0)}))
 
 
-def test_freezing_a_coded_model_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As peft does before it adds adapters, and optimizers that look for what trains."""
+def test_freezing_a_compressed_model_decodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft does so before it adds adapters, and optimizers read `requires_grad`."""
     model = random_model()
     expected = step(model, {"x": rows(0)})
     with offload(model):

@@ -1,4 +1,4 @@
-"""Coded weights between steps: whoever reads them sees their bytes, and whoever writes to them is heard."""
+"""Compressed weights between steps: reads see their bytes, and writes are detected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WHERE = "blocks.1.up.weight"
 
 
 class Marked(torch.Tensor):
-    """A class of somebody else's."""
+    """A class of another library."""
 
 
 def saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def assigned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient of a function of it."""
+    """The gradient of a function of the weight."""
     (found,) = torch.autograd.grad((tensor.float() ** 2).sum(), [tensor])
     return found
 
@@ -115,7 +115,7 @@ def test_a_read_between_steps_sees_the_bytes(name: str) -> None:
         found = READS[name](model.get_parameter(WHERE))
         assert type(found) is type(expected)
         assert_same([found.detach()], [expected.detach()])
-        again = READS[name](model.get_parameter(WHERE))  # it is decoded now
+        again = READS[name](model.get_parameter(WHERE))  # it has been decoded now
         assert_same([again.detach()], [expected.detach()])
         assert_same(step(model, {"x": rows(0)}), step(plain, {"x": rows(0)}))
     assert exact(model) == exact(plain)
@@ -139,7 +139,7 @@ def test_facts_of_a_weight_decode_nothing(name: str, monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
 
 
-def test_threads_that_read_at_once_see_the_bytes() -> None:
+def test_concurrent_reads_see_the_bytes() -> None:
     model, plain = random_model(), random_model()
     found: list[bool] = []
 
@@ -246,7 +246,7 @@ UPDATES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "place"), thinned(UPDATES, ["streams", "resident"]))
-def test_an_update_between_steps_is_in_the_next_and_in_what_comes_back(name: str, place: str) -> None:
+def test_an_update_between_steps_is_in_the_next_and_in_the_restored_model(name: str, place: str) -> None:
     model, plain = random_model(), random_model()
     with offload(model, place) as streamer, torch.no_grad():
         assert WHERE in streamer.plan.manifest.codes
@@ -265,7 +265,7 @@ def test_an_update_between_steps_is_in_the_next_and_in_what_comes_back(name: str
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", UPDATES)
-def test_an_update_before_the_first_step_is_in_what_comes_back(name: str) -> None:
+def test_an_update_before_the_first_step_is_in_the_restored_model(name: str) -> None:
     model, plain = random_model(), random_model()
     with offload(model), torch.no_grad():
         for one in (model, plain):
@@ -287,7 +287,7 @@ ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALIASES)
 @pytest.mark.parametrize("place", ["streams", "resident"])
-def test_an_alias_that_was_taken_before_steps_writes_after_them(name: str, place: str) -> None:
+def test_an_alias_from_before_steps_writes_after_them(name: str, place: str) -> None:
     model, plain = random_model(), random_model()
     with offload(model, place), torch.no_grad():
         step(model, {"x": rows(0)})
@@ -301,7 +301,7 @@ def test_an_alias_that_was_taken_before_steps_writes_after_them(name: str, place
 
 
 class Late(Chain):
-    """Reads a weight outside of its unit, in some steps only."""
+    """Reads a weight outside of its unit, only in some steps."""
 
     def forward(self, x: torch.Tensor, late: bool = False) -> torch.Tensor:
         x = super().forward(x)
@@ -367,7 +367,7 @@ class Decaying(Chain):
 
 
 @pytest.mark.few(1)
-@pytest.mark.usefixtures("nothing_foreseen")  # another plan may leave plain what is updated
+@pytest.mark.usefixtures("nothing_foreseen")  # another plan may leave the updated weights uncompressed
 @pytest.mark.parametrize("place", PLACES)
 def test_a_forward_that_updates_its_own_weights(place: str) -> None:
     model, plain = random_model(Decaying), random_model(Decaying)
@@ -389,7 +389,7 @@ def test_gradients_are_turned_off_and_on_again() -> None:
     assert exact(model) == exact(plain)
 
 
-def test_what_is_only_read_stays_coded(warned: list[str]) -> None:
+def test_weights_that_are_only_read_stay_compressed(warned: list[str]) -> None:
     model = random_model()
     with offload(model) as streamer:
         coded = {alias for alias, home in streamer._homes.homes.items() if home.layout is not None}
@@ -406,7 +406,7 @@ def test_what_is_only_read_stays_coded(warned: list[str]) -> None:
     assert list(warned) == []
 
 
-def test_memory_that_multiprocessing_shares() -> None:
+def test_memory_shared_by_multiprocessing() -> None:
     model, plain = random_model(), random_model()
     with offload(model), warnings.catch_warnings():
         model.get_parameter(WHERE).share_memory_()

@@ -1,5 +1,6 @@
-"""Units of models whose containers have no forward, and of modules that are not called: they stream in order, whether
-or not a call can be followed on shapes before it runs."""
+"""Units of models whose containers have no forward, and of modules that are not called: they stream in order,
+whether or
+not a call can be traced before it runs."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_no_weight_is_copied_on_demand(name: str, share: float, by_value: bool) 
 
 @pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
 def test_containers_of_parameters(kind: Any) -> None:
-    """The model reads them: they stay on the device where they have room, and are right where they have none."""
+    """The model reads them: they stay on the device if they fit, and are right if they do not."""
 
     class Reading(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +124,7 @@ def test_containers_of_parameters(kind: Any) -> None:
             assert streamer.stats().unplanned_fills == before.unplanned_fills
 
 
-def test_compiled_blocks_are_those_that_are_called() -> None:
+def test_the_called_blocks_are_compiled() -> None:
     class Pairs(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -51,7 +51,7 @@ class Dequantised(nn.Module):
 
 
 class Table(nn.Module):
-    """Reads integers, and gives what the next block can take."""
+    """Takes integers, and returns floats for the next block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Nested(Block):
 
 
 class Residual(Block):
-    """Takes and gives what is no tensor, as the layers of inference engines do."""
+    """Takes and returns other objects than tensors, as the layers of inference engines do."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, **context: Any) -> Any:
         y = super().forward(x if residual is None else x + residual)
@@ -93,7 +93,7 @@ class Kind:
 
 
 class Cache:
-    """No container that we know."""
+    """A container of an unknown class."""
 
     def __init__(self) -> None:
         self.length = 3
@@ -119,7 +119,7 @@ class NestedChain(Chain):
 
 
 class ResidualChain(Chain):
-    """No two calls are of one style: `None` by position and by keyword, and values of other kinds than tensors."""
+    """Every call has another style: `None` by position and by keyword, and values of other types than tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cache = Cache()
@@ -139,7 +139,7 @@ class Siblings(Chain):
 
 
 class Tables(Chain):
-    """No unit takes a float: what can hold a kernel back is the output alone."""
+    """No unit takes a float, so only the output can hold a kernel back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids = (x[..., 0] * 7).to(torch.int64).clamp(0, 63)
@@ -147,7 +147,7 @@ class Tables(Chain):
 
 
 class Masked(Block):
-    """Gives integers alone."""
+    """Returns only integers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float()).argsort(-1)
@@ -191,7 +191,7 @@ def opened(model: nn.Module) -> weightstream.Streamer:
 
 
 def emitted(model: nn.Module, streamer: weightstream.Streamer, x: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
-    """The output, and the lines of the compiled code's body that call something."""
+    """The output, and the lines of the compiled code's body that contain calls."""
     from torch._inductor.utils import run_and_get_code
 
     step = torch.compile(model, fullgraph=True, dynamic=False)
@@ -209,7 +209,7 @@ def is_kernel(line: str) -> bool:
 
 
 def assert_in_order(lines: list[str], num_units: int) -> None:
-    """wait, kernels, release, wait, …; and no kernel of a unit outside of its pair."""
+    """Check the order wait, kernels, release, wait, …, and that no kernel of a unit is outside of its pair."""
     calls = [(i, found.group(1)) for i, line in enumerate(lines) if (found := OPERATOR.search(line))]
     assert [what for _, what in calls] == ["wait", "release"] * num_units
     for (begin, _), (end, _) in zip(calls[::2], calls[1::2], strict=True):
@@ -221,8 +221,8 @@ HIDDEN = ("norms", "dequantised")
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", HIDDEN)
-def test_a_unit_that_computes_with_its_weights_alone_is_not_compiled(name: str) -> None:
-    """A kernel that depends on no activation could come before the wait."""
+def test_a_unit_that_computes_only_with_its_weights_is_not_compiled(name: str) -> None:
+    """A kernel that depends on no activation could run before the wait."""
     model, reference = build(name)
     x = floats(1, 3, WIDTH)
     with opened(model) as streamer, torch.no_grad():
@@ -239,7 +239,7 @@ def test_a_unit_that_computes_with_its_weights_alone_is_not_compiled(name: str) 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", thinned([name for name in MODELS if name not in HIDDEN]))
-def test_kernels_stand_between_wait_and_release(name: str) -> None:
+def test_kernels_are_between_wait_and_release(name: str) -> None:
     """Every unit's bytes are poisoned outside of its pair, so a kernel that was moved out computes with NaN."""
     model, reference = build(name)
     x = floats(1, 3, WIDTH)
@@ -296,7 +296,7 @@ def test_blocks_share_one_piece_of_code() -> None:
 
 
 class Listener:
-    """Stands in for a streamer."""
+    """Replaces a streamer."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -317,7 +317,7 @@ def test_opcheck(name: str, tensors: list[torch.Tensor]) -> None:
     assert set(listener.calls) == {(name, 3)}
 
 
-def test_a_session_that_is_closed_is_told() -> None:
+def test_a_closed_session_is_reported() -> None:
     session = custom_ops.OpSession(listener := Listener())
     custom_ops.wait(session, session.tensor_of(1), ([torch.ones(1)], {"a": torch.ones(1, dtype=torch.int64)}))
     session.close()

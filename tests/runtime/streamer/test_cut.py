@@ -1,6 +1,6 @@
 """Errors at any line of the library, and interrupts at any moment: no weight is lost, and nothing stays open.
 
-Each path is cut at lines that are drawn from all of its lines; stress cuts it at a thousand.
+Each path is cut at lines that are drawn from all of its lines. Stress tests cut it at a thousand lines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cut_rig import Case, case, cut, cut_once, interrupt, offloaded, simple
 from cutting import num_lines
 
 NUM_CUTS = 24
-PATHS = MappingProxyType(  # and how many cuts CI makes in each, by the time that they take
+PATHS = MappingProxyType(  # and the number of cuts in CI, chosen by the time that they take
     dict.fromkeys(("eager", "alone", "step", "capture", "replay", "updates", "pipeline", "striped"), NUM_CUTS)
     | {"coded": 12, "experts": 6, "generation": 4}
 )
@@ -29,7 +29,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[Case]:
     found = case(request.param, request)
     found.num_cuts = PATHS[request.param]
     with torch.no_grad():
-        for _ in range(6):  # the order is learned, steps are timed, and a plan may follow from that
+        for _ in range(6):  # the order is learned, steps are timed, and the plan may change
             found.output(False)
         found.act()
     yield found
@@ -79,11 +79,11 @@ def removed(num_cuts: int, seed: int) -> None:
         assert not any({"forward", "_apply"} & vars(module).keys() for module in model.modules()), where
 
 
-def test_a_removal_that_is_cut_is_made_by_the_next(seed: int) -> None:
+def test_an_interrupted_removal_is_completed_by_the_next(seed: int) -> None:
     removed(8, seed)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(3000)
-def test_a_removal_that_is_cut_at_a_thousand_lines_is_made_by_the_next(seed: int) -> None:
+def test_a_removal_interrupted_at_a_thousand_lines_is_completed_by_the_next(seed: int) -> None:
     removed(1000, seed)

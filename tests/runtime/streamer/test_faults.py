@@ -1,4 +1,4 @@
-"""What goes wrong from outside, through the public functions: the error says what, and the model works afterwards."""
+"""Faults from outside, through the public functions: the error says what failed, and the model works afterwards."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ WIDTH = 64
 NUM_BLOCKS = 6
 BUDGET = 48 << 10
 
-pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count what is done to them
+pytestmark = pytest.mark.usefixtures("nothing_foreseen")  # backends count their calls
 
 
 class Block(nn.Module):
-    """A linear and a tanh; `fault` runs between them."""
+    """A linear and a tanh. `fault` runs between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """No thread outlives a test, whatever failed in it."""
+    """No thread outlives a test, even after a failure."""
     before = set(threading.enumerate())
     FAULTS.clear()
     yield
@@ -101,7 +101,7 @@ def assert_works(net: nn.Module, plain: nn.Module, steps: int = 3) -> None:
 
 
 def assert_untouched(net: nn.Module, before: dict[str, tuple[int, type]]) -> None:
-    """Nothing of the runtime is left on the model, and every tensor is where it was."""
+    """Check that nothing of the runtime remains on the model, and that every tensor is at its old place."""
     assert places(net) == before
     for name, module in net.named_modules():
         left = {"forward", "_apply", "weightstream"} & module.__dict__.keys()
@@ -122,7 +122,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> Non
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("nth", range(12))
-def test_a_copy_that_fails_once_ends_its_step_and_no_other(
+def test_a_copy_that_fails_once_ends_only_its_step(
     net: Net, plain: Net, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[Copy] = []
@@ -162,7 +162,7 @@ def test_copies_that_always_fail_leave_a_model_that_can_be_removed(
     assert_works(net, plain)
 
 
-def test_a_copy_that_failed_once_is_made_again_by_the_next_sync(net: Net) -> None:
+def test_a_copy_that_failed_once_is_repeated_by_the_next_sync(net: Net) -> None:
     """The life cycle of an engine: one read error ends one graph, and not the engine."""
     streamer = offload(net)
     for seed in range(3):
@@ -200,8 +200,8 @@ def test_memory_that_weights_pass_through_is_never_taken_for_a_weight(net: Net, 
     assert_works(net, plain)
 
 
-def test_autocast_keeps_no_casts_of_weights_that_stream() -> None:
-    """They would stay until it ends, beside the budget: here 96 MiB."""
+def test_autocast_caches_no_casts_of_streamed_weights() -> None:
+    """They would stay until autocast ends, on top of the budget: here 96 MiB."""
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(48)]).eval()
     plain, y = copy.deepcopy(model), torch.randn(1, 1024)
 
@@ -220,7 +220,7 @@ def test_autocast_keeps_no_casts_of_weights_that_stream() -> None:
             assert all(torch.equal(each, plain(y)) for each in got)
 
 
-def test_a_device_without_room_for_the_ring_leaves_the_model_as_it_was(
+def test_a_device_without_memory_for_the_ring_leaves_the_model_unchanged(
     net: Net, plain: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_backend(monkeypatch, lambda: Limit(CpuBackend(), 1000))
@@ -234,7 +234,7 @@ def test_a_device_without_room_for_the_ring_leaves_the_model_as_it_was(
         assert_works(net, plain)
 
 
-def test_a_budget_that_cannot_work_leaves_the_model_as_it_was(net: Net, plain: Net) -> None:
+def test_an_impossible_budget_leaves_the_model_unchanged(net: Net, plain: Net) -> None:
     before = places(net)
     with pytest.raises(PlanError, match="Raise the budget"):
         weightstream.offload(net, device="cpu", device_budget=1000)
@@ -242,7 +242,7 @@ def test_a_budget_that_cannot_work_leaves_the_model_as_it_was(net: Net, plain: N
     assert_works(net, plain)
 
 
-def test_an_offload_folder_that_is_a_file_leaves_the_model_as_it_was(net: Net, plain: Net, tmp_path: Path) -> None:
+def test_an_offload_folder_that_is_a_file_leaves_the_model_unchanged(net: Net, plain: Net, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     before = places(net)
     with pytest.raises(StoreError, match="offload_folder"):
@@ -258,7 +258,7 @@ def test_slow_poisoned_copies_change_nothing(net: Net, plain: Net, monkeypatch: 
 
 
 def test_every_read_of_a_step_is_ordered(net: Net, plain: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock checker under a whole model: each unit's forward reads what its fill wrote."""
+    """The clock checker with a whole model: each unit's forward reads the bytes that its fill wrote."""
     clock = ClockBackend(Poison(CpuBackend()))
     use_backend(monkeypatch, lambda: clock)
     reads = 0
@@ -303,7 +303,7 @@ def raising(error: BaseException) -> Callable[[], None]:
 @pytest.mark.parametrize("warm", [0, 2])
 @pytest.mark.parametrize("where", range(NUM_BLOCKS))
 @pytest.mark.parametrize("error", [Oops("in a block"), KeyboardInterrupt()], ids=["exception", "interrupt"])
-def test_an_error_in_a_block_ends_its_step_and_no_other(
+def test_an_error_in_a_block_ends_only_its_step(
     net: Net, plain: Net, error: BaseException, where: int, warm: int
 ) -> None:
     with offload(net):
@@ -360,14 +360,14 @@ def test_removing_inside_a_step_is_refused_or_clean(net: Net, plain: Net) -> Non
         assert_works(net, plain)
         worked.append(True)
 
-    thread = threading.Thread(target=run, daemon=True)  # so that a hang fails this test and no other
+    thread = threading.Thread(target=run, daemon=True)  # a daemon, so that a hang fails only this test
     thread.start()
     thread.join(20)
     assert worked, "hangs" if thread.is_alive() else "raised"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_unit_that_runs_inside_another_and_inside_itself_is_let_go(net: Net, plain: Net, depth: int) -> None:
+def test_a_unit_that_runs_inside_another_and_inside_itself_is_released(net: Net, plain: Net, depth: int) -> None:
     """The inner unit needs the bytes of the outer one, so it is served from memory of its own."""
 
     def call_third(of: Net, left: int) -> Callable[[], None]:
@@ -393,7 +393,7 @@ def test_a_unit_that_runs_inside_another_and_inside_itself_is_let_go(net: Net, p
         assert_works(net, plain)
         before = streamer.stats().unplanned_fills
         assert_works(net, plain)
-        assert streamer.stats().unplanned_fills == before, "a unit was not let go"
+        assert streamer.stats().unplanned_fills == before, "a unit was not released"
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_a_copy_of_an_offloaded_model_is_plain_and_its_own(
     assert_works(net, plain)
 
 
-def test_a_copy_can_be_offloaded_itself(net: Net, plain: Net) -> None:
+def test_a_copy_can_be_offloaded(net: Net, plain: Net) -> None:
     with offload(net):
         twin = copy.deepcopy(net)
         with offload(twin):

@@ -1,4 +1,5 @@
-"""Fixed addresses: `streamer.step()` and `streamer.compile()` give the plain model's bits, or are refused with why."""
+"""Fixed addresses: `streamer.step()` and `streamer.compile()` give the plain model's bits, or are refused with the
+reason."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from repeats import thinned
 from streaming import assert_steps_equal, open_streamer, plain, run
 from weightstream.errors import ConfigError, OffloadError
 
-# At the least budget a model may not be able to run so; the reason is given.
+# At the least budget these models cannot run so; the pattern is the reason.
 REFUSED = {
     "ParentReadsChildren": "read outside of their module's forward",
     "NestedLists": "read outside of their module's forward",
 }
 HIDDEN = frozenset({"QuantisedWeights", "OddTensors", "Parametrised"})
 UPDATES_ITSELF = frozenset({"WrittenBuffers"})
-# Of the rest, PyTorch's compiler refuses one, and one takes seconds.
+# PyTorch's compiler refuses one of the others, and one takes seconds.
 COMPILED = tuple(
     name for name in FIXTURES if name not in REFUSED.keys() | UPDATES_ITSELF | {"Recurrent", "AutoencoderKL"}
 )
@@ -32,7 +33,7 @@ COMPILED = tuple(
 
 @pytest.fixture
 def counters() -> Iterator[Any]:
-    """What the compiler counts, from nothing on."""
+    """The compiler's counters, starting at zero."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield torch._dynamo.utils.counters
@@ -89,7 +90,7 @@ def test_addresses_are_fixed_inside_and_homes_are_shown_after() -> None:
         assert all(torch.equal(value, state[name]) for name, value in reference.module.state_dict().items())
 
 
-def test_gradients_are_off_inside_and_as_before_after() -> None:
+def test_gradients_are_off_inside_and_restored_after() -> None:
     model, _, streamer = opened()
     with streamer:
         with streamer.step():
@@ -124,7 +125,7 @@ def test_a_weight_that_the_model_itself_updates_is_named() -> None:
             pass
 
 
-def test_an_update_inside_is_told_and_lost() -> None:
+def test_an_update_inside_is_reported_and_lost() -> None:
     model, reference, streamer = opened()
     with streamer:
         with pytest.raises(OffloadError, match=r"blocks\.2\.up\.weight changed inside"), streamer.step():
@@ -132,7 +133,7 @@ def test_an_update_inside_is_told_and_lost() -> None:
         assert_steps_equal(model, reference, "cpu", range(3))
 
 
-def test_an_assignment_inside_is_told() -> None:
+def test_an_assignment_inside_is_reported() -> None:
     model, _, streamer = opened()
     with streamer, pytest.raises(OffloadError, match=r"blocks\.2\.up\.weight changed inside"), streamer.step():
         model.module.blocks[2].up.weight.data = torch.zeros(64, 32)
@@ -171,7 +172,7 @@ def test_an_error_in_a_step_leaves_a_model_that_works() -> None:
         assert_steps_equal(model, reference, "cpu", range(2))
 
 
-def test_a_unit_alone_and_steps_in_steps() -> None:
+def test_a_unit_on_its_own_and_nested_steps() -> None:
     model, reference, streamer = opened()
     x = torch.ones(2, 32)
     with streamer, streamer.step(), streamer.step():
@@ -208,12 +209,12 @@ def test_remove_inside_a_step_is_refused() -> None:
     assert_steps_equal(model, reference, "cpu", range(1))
 
 
-def test_what_unseen_graphs_left_is_not_trusted_after_the_step() -> None:
+def test_the_ring_is_not_trusted_after_unannounced_graphs() -> None:
     model, reference, streamer = opened()
     with streamer:
         with streamer.step():
             streamer.sync()
-            streamer._binding.memory[0].fill_(255)  # as a graph would, which told nobody
+            streamer._binding.memory[0].fill_(255)  # as an unannounced graph would
         assert_steps_equal(model, reference, "cpu", range(1))
 
 
@@ -229,7 +230,7 @@ def test_compiled_steps(name: str, scope: Any, counters: Any, caplog: pytest.Log
         streamer.compile(scope=scope, backend="aot_eager", dynamic=False)
         for seed in (0, 2, 2, 2):
             assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
-        # a weight that is computed with before it meets an activation: its unit runs eager
+        # a weight is computed with before it meets an activation, so its unit runs eager
         assert ("_hidden" in str(counters["graph_break"])) == (name in HIDDEN)
         assert counters["stats"]["unique_graphs"] >= (name not in HIDDEN)
         assert not [record for record in caplog.records if "eager and not compiled" in record.message]
@@ -267,7 +268,7 @@ def test_compile_again_with_another_scope_and_remove(counters: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["layers", "blocks"])
-def test_a_wrong_scope_is_told(scope: Any) -> None:
+def test_a_wrong_scope_is_refused(scope: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()) if scope == "blocks" else Stack()
     with weightstream.offload(model, device="cpu") as streamer, pytest.raises(ConfigError, match=f"scope = '{scope}'"):
         streamer.compile(scope=scope)
@@ -275,7 +276,7 @@ def test_a_wrong_scope_is_told(scope: Any) -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_a_backend_that_is_not_there_can_be_put_right(scope: Any, counters: Any) -> None:
+def test_a_missing_backend_can_be_corrected(scope: Any, counters: Any) -> None:
     model, reference, streamer = opened()
     with streamer:
         streamer.compile(scope, backend="nothing")
@@ -309,7 +310,7 @@ def test_torch_compile_outside_of_steps_stays_right(counters: Any) -> None:
             assert torch.equal(step(x), reference.module(x))
 
 
-def test_compiled_code_that_somebody_kept_runs_plain_after_remove(counters: Any) -> None:
+def test_compiled_code_that_is_kept_runs_plain_after_remove(counters: Any) -> None:
     model, reference, streamer = opened()
     compiled = torch.compile(model.module.forward, backend="aot_eager")
     with torch.no_grad():

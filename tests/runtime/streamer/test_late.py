@@ -1,4 +1,4 @@
-"""What comes at a bad moment: updates before the pages are there, regroups, files that go, writes where none may be."""
+"""Events at a bad moment: updates before the pages are pinned, regroups, lost files, writes to guarded memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def linears(num: int = 12) -> nn.Sequential:
 def test_an_update_before_the_pages_arrive_is_in_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy of that weight is made once its pages are there, and these do not hold the update."""
+    """The copy of that weight is made after its pages are pinned, which do not have the update."""
     monkeypatch.setattr(weightstream.store.pages, "_PINNED_NBYTES", WEIGHT_NBYTES)
     gate, calls = threading.Event(), []
 
@@ -99,7 +99,7 @@ def test_weights_on_disk_survive_a_regroup_and_leave_no_second_file(tmp_path: Pa
     assert torch.equal(model(x), want)
 
 
-def test_remove_after_a_spilled_file_was_cut_raises_once_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_remove_after_a_spilled_file_was_truncated_raises_once_and_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     model, x = linears(), torch.randn(1, WIDTH)
     streamer = weightstream.offload(
@@ -115,13 +115,13 @@ def test_remove_after_a_spilled_file_was_cut_raises_once_and_leaves_no_thread(tm
 
 
 @pytest.mark.parametrize("size", ["1 %%", "6,5GiB", "12GiB/2", "96MiB!", "", "GiB"])
-def test_what_is_no_size_is_refused(size: str) -> None:
+def test_an_invalid_size_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match="host_budget"):
         weightstream.OffloadConfig(host_budget=size)
 
 
-def test_a_reading_that_is_forgotten_while_an_event_is_set_ends_no_thread() -> None:
-    """The collector runs wherever memory is allocated: here inside of the lock that the event of a piece holds."""
+def test_a_reading_collected_while_an_event_is_set_ends_no_thread() -> None:
+    """The collector runs wherever memory is allocated: here inside the lock of a piece's event."""
 
     class Source:
         def read(self, begin: int, end: int, memory: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_a_reading_that_is_forgotten_while_an_event_is_set_ends_no_thread() -> N
     staging.close()
 
 
-# -- tensors that nobody may write to --------------------------------------------------------------------------------
+# -- tensors that must not be written to -----------------------------------------------------------------------------
 
 
 def _detached(tensor: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ READS: dict[str, Any] = {
 
 
 def guarded(kind: type) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """A tensor, the memory that it must not write to, and the calls for memory of its own."""
+    """A tensor, the memory that it must not write to, and the requests for memory of its own."""
     memory, calls = torch.arange(16.0).view(4, 4), []
     tensor = memory.view(4, 4) if kind is torch.Tensor else nn.Parameter(memory.view(4, 4), requires_grad=False)
 
@@ -187,7 +187,7 @@ def guarded(kind: type) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_finds_memory_of_its_own(kind: type, name: str) -> None:
+def test_a_write_moves_to_its_own_memory(kind: type, name: str) -> None:
     tensor, memory, calls = guarded(kind)
     with torch.no_grad():
         WRITES[name](tensor)
@@ -265,11 +265,11 @@ FACTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # some of them warn where they are read
+@pytest.mark.filterwarnings("ignore")  # some of them warn when they are read
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 @pytest.mark.parametrize("name", FACTS)
 def test_facts_need_no_memory(kind: type, name: str) -> None:
-    """To ask for them, or to set them, decodes nothing: adapters set `requires_grad` on every weight."""
+    """Reading or setting them decodes nothing: adapters set `requires_grad` on every weight."""
     plain = torch.zeros(4, 4)
     tensor = plain if kind is torch.Tensor else nn.Parameter(plain, requires_grad=False)
     guard(tensor, kind, lambda access: pytest.fail(f"{name}: {access}"))
@@ -278,15 +278,15 @@ def test_facts_need_no_memory(kind: type, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(_HANDS_OUT - {"imag"}))
-def test_properties_that_hand_out_memory_are_told(name: str) -> None:
-    tensor, told = nn.Parameter(torch.zeros(4, 4)), []
-    guard(tensor, nn.Parameter, told.append)
+def test_properties_that_expose_memory_are_reported(name: str) -> None:
+    tensor, requests = nn.Parameter(torch.zeros(4, 4)), []
+    guard(tensor, nn.Parameter, requests.append)
     getattr(tensor, name)
-    assert told
+    assert requests
 
 
-def test_a_weight_as_another_tensors_pattern_is_read_where_it_is_both() -> None:
-    tensor, told = nn.Parameter(torch.zeros(4, 4)), []
-    guard(tensor, nn.Parameter, told.append)
+def test_a_weight_that_is_both_pattern_and_source_is_read() -> None:
+    tensor, requests = nn.Parameter(torch.zeros(4, 4)), []
+    guard(tensor, nn.Parameter, requests.append)
     tensor.to(tensor)
-    assert told
+    assert requests

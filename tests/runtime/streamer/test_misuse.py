@@ -1,4 +1,4 @@
-"""What users do that no design expects: views that leave a unit, threads in a forward, forks, interrupts, patches."""
+"""Unexpected uses: views that leave a unit, threads in a forward, forks, interrupts, patches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chain(block: type[nn.Module] = Block, depth: int = 6) -> nn.Sequential:
 
 
 def offloaded(model: nn.Module, blocks: float = 2.2) -> weightstream.Streamer:
-    """At a budget of about two blocks, so that the ring wraps in every step."""
+    """Offload with a budget of about two blocks, so that the ring wraps in every step."""
     size = sum(t.nbytes for t in [*model[0].parameters(), *model[0].buffers()])
     streamer = weightstream.offload(model, device="cpu", device_budget=int(blocks * size) + 1024)
     assert streamer.plan.host_nbytes
@@ -130,8 +130,8 @@ def test_backward_is_refused_however_the_output_is_hidden() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_transforms_of_functions() -> None:
-    """A trace is right; an export and gradients of functions are refused with the reason, and break nothing."""
+def test_function_transforms() -> None:
+    """A trace is right. An export and gradients of functions are refused with the reason, and break nothing."""
     model, x = chain(), torch.randn(2, WIDTH)
     want = model(x)
     with weightstream.offload(model, device="cpu", device_budget=3 * WIDTH * WIDTH * 4), torch.no_grad():
@@ -141,14 +141,14 @@ def test_transforms_of_functions() -> None:
             with pytest.raises(OffloadError, match="offloading is for inference"):
                 torch.func.jacrev(model)(x)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the tracer's, and that there is a tracer at all
+                warnings.simplefilter("ignore")  # the tracer's warnings, and that there is a tracer at all
                 traced = torch.jit.trace(model, (x,), check_trace=False)
             assert torch.equal(traced(x), want)
             assert torch.equal(model(x), want)
 
 
 class Backwards(nn.Sequential):
-    """Calls its modules from the last to the first, which a step has to teach."""
+    """Calls its modules from the last to the first, which only a step can show."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for module in reversed(list(self)):
@@ -182,7 +182,7 @@ def test_a_patched_forward_is_copied_and_survives() -> None:
     with torch.no_grad(), offloaded(model):
         assert torch.equal(model(x), want)
         assert torch.equal(copy.deepcopy(model)(x), want)
-        model[4].forward = types.MethodType(doubled, model[4])  # goes around the unit: its weight is read singly
+        model[4].forward = types.MethodType(doubled, model[4])  # bypasses the unit: only its weight is read
         changed = model(x)
     assert torch.equal(model(x), changed)
     assert not torch.equal(changed, want)
@@ -234,7 +234,7 @@ def test_units_may_run_in_threads_of_the_models_own() -> None:
 
 
 def test_an_alias_taken_before_a_reorder_is_still_remembered() -> None:
-    """The order is learned in the first step; whoever holds a weight's memory since before may still write to it."""
+    """The order is learned in the first step. An alias from before offloading may still be written to."""
 
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_models_with_streamed_buffers_pickle_as_plain_ones() -> None:
         assert twin.weightstream is None
 
 
-def test_a_fork_is_told_and_leaves_its_parent_whole(tmp_path: Path) -> None:
+def test_a_fork_is_refused_and_does_not_affect_its_parent(tmp_path: Path) -> None:
     script = """
         import os, sys, torch, weightstream
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(6)))
@@ -337,7 +337,7 @@ def test_a_fork_is_told_and_leaves_its_parent_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.stress
-def test_a_generator_that_is_left_open_ends_with_its_process() -> None:
+def test_an_open_generator_ends_with_its_process() -> None:
     script = """
         import torch, weightstream
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).bfloat16()
@@ -401,7 +401,7 @@ class TestCheckpoints:
         with pytest.raises(CheckpointError):
             weightstream.from_pretrained(folder, device="cpu", progress=False)
 
-    def test_classic_settings_are_keywords_here_too(self, folder: Path) -> None:
+    def test_classic_settings_are_accepted_as_keywords(self, folder: Path) -> None:
         model = weightstream.from_pretrained(folder, device="cpu", offload_group_size=2, progress=False)
         streams = [model.weightstream.plan.streams(u) for u in range(len(model.weightstream.plan.manifest.units))]
         assert sum(streams) == TEXT["num_hidden_layers"] // 2
@@ -415,7 +415,7 @@ class TestCheckpoints:
         assert any("9 weights" in r.getMessage() and f"layers.{there}" in r.getMessage() for r in caplog.records)
 
 
-def test_what_fsdp_shards() -> None:
+def test_fsdp_shards() -> None:
     class FSDPModule:
         pass
 

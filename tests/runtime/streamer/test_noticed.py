@@ -1,4 +1,5 @@
-"""Updates that are easily missed: through other objects, other layouts, parents; and what a guard must not change."""
+"""Updates that are easily missed: through other objects, other layouts, parents. Guards must not change other
+behaviour."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ UNIT_NBYTES = 4 * WIDTH * (WIDTH + 1)
 
 
 def assert_equal_steps(build: Callable[[], nn.Module], update: Callable[[Any], object], budget: int) -> None:
-    """Both models are updated alike after every step, and stay equal."""
+    """Update both models alike after every step, and check that they stay equal."""
     model, plain = build(), build()
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     with weightstream.offload(model, device="cpu", device_budget=budget) as streamer, torch.no_grad():
@@ -62,7 +63,7 @@ def test_a_write_through_one_of_two_objects_reaches_both_units(index: int, write
 
 
 class Turned(nn.Module):
-    """Takes another layout in its own forward."""
+    """Changes its layout in its own forward."""
 
     def __init__(self, turn: Callable[[nn.Parameter], object] | None = None) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ TURNS: dict[str, Callable[[nn.Parameter], object]] = {
 
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("other", [2, 5])
-def test_another_layout_of_a_tied_weight_is_taken_over_everywhere(other: int, turn: str) -> None:
+def test_another_layout_of_a_tied_weight_is_adopted_everywhere(other: int, turn: str) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         layers = [Turned(TURNS[turn] if index == 1 else None) for index in range(8)]
@@ -95,7 +96,7 @@ def test_another_layout_of_a_tied_weight_is_taken_over_everywhere(other: int, tu
 
 
 class Parent(nn.Module):
-    """Updates the weight of a child that has run, where no unit is open."""
+    """Updates the weight of a child that has run, while no unit is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +120,8 @@ def test_a_parent_updates_a_child_in_the_first_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
-def test_parents_that_ask_for_the_class_of_weights_run_as_before() -> None:
-    """torch leaves out padded positions where no weight has a class of its own."""
+def test_parents_that_check_the_class_of_weights_run_as_before() -> None:
+    """torch skips padded positions only if no weight has a class of its own."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, dropout=0.0)
     plain = nn.TransformerEncoder(layer, 6).eval().requires_grad_(False)
@@ -138,7 +139,7 @@ def test_parents_that_ask_for_the_class_of_weights_run_as_before() -> None:
             assert streamer.stats().fills > 0
 
 
-def test_pickles_and_copies_of_weights_hold_no_guard() -> None:
+def test_pickles_and_copies_of_weights_have_no_guard() -> None:
     model = linears()
     model[2].weight.tag = "mine"  # type: ignore[assignment]
     plain = copy.deepcopy(model[2].weight)
@@ -150,7 +151,7 @@ def test_pickles_and_copies_of_weights_hold_no_guard() -> None:
             assert torch.equal(made, plain)
         assert pickle.loads(pickle.dumps(weight)).tag == "mine"
         torch.save(model, file := io.BytesIO())
-        assert type(weight) is not nn.Parameter, "it is guarded all the same"
+        assert type(weight) is not nn.Parameter, "it is guarded nevertheless"
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False)[2].weight, plain)
 
@@ -158,12 +159,12 @@ def test_pickles_and_copies_of_weights_hold_no_guard() -> None:
 # -- what offload() and remove() cost and leave -----------------------------------------------------------------------
 
 
-def test_offload_looks_at_all_objects_only_where_memory_has_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_searches_all_objects_only_if_memory_has_other_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a collection of garbage takes up to a second")
 
     model = linears()
-    gc.disable()  # what is removed leaves no views behind, whether it was collected or not
+    gc.disable()  # removed streamers leave no views, collected or not
     try:
         monkeypatch.setattr(gc, "collect", refuse)
         for _ in range(3):
@@ -208,7 +209,7 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*WRITES, *TOUCHES, *READS])
-def test_whoever_may_write_waits_once_for_the_copies_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_possible_write_waits_once_for_the_copies_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, waited = linears(), torch.randn(3, WIDTH), []
     with weightstream.offload(model, device="cpu", device_budget=3 * UNIT_NBYTES) as streamer:
         drain = streamer._backend.drain

@@ -1,4 +1,4 @@
-"""What comes back after `remove()`, and what an offloaded model refuses: moves, a second offload, hooks."""
+"""The state after `remove()`, and the refusals of an offloaded model: moves, a second offload, hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMES = (
 
 
 def tensor_identity(module: nn.Module, device: str = "cpu") -> dict[str, tuple[Any, ...]]:
-    """All that tells a restored weight from a look-alike; its address only where the weights never moved."""
+    """All properties of a restored weight. Its address is among them only if the weights never moved."""
     return {
         name: (
             id(tensor),
@@ -46,11 +46,11 @@ def tensor_identity(module: nn.Module, device: str = "cpu") -> dict[str, tuple[A
     }
 
 
-PYTHON = {"__slotnames__"}  # what a first `copy.deepcopy` of an instance leaves on its class
+PYTHON = {"__slotnames__"}  # a first `copy.deepcopy` of an instance adds it to the class
 
 
 def attributes(module: nn.Module) -> dict[str, tuple[type, tuple[str, ...], tuple[str, ...], str]]:
-    """Per submodule: class, instance attributes, class attributes, forward signature."""
+    """For each submodule: class, instance attributes, class attributes, forward signature."""
     return {
         name: (type(m), tuple(vars(m)), tuple(sorted(vars(type(m)).keys() - PYTHON)), str(inspect.signature(m.forward)))
         for name, m in module.named_modules()
@@ -86,7 +86,7 @@ def test_remove_restores_exactly(name: str, num_steps: int, device: str) -> None
 
 
 def test_remove_leaves_no_hooks() -> None:
-    """The comparison above rests on this: a model that was built and removed has none."""
+    """The comparison above relies on this: a model that was offloaded and removed has no hooks."""
     model = MODELS["llama"]()
     before = hooks(model.module)
     with open_streamer(model, "cpu"):
@@ -153,7 +153,7 @@ def test_leaving_the_context_by_an_exception_removes_too() -> None:
     assert (tensor_identity(model.module), attributes(model.module)) == before
 
 
-def test_a_forgotten_streamer_does_not_keep_the_model_alive() -> None:
+def test_a_dropped_streamer_does_not_keep_the_model_alive() -> None:
     model, num_threads = MODELS["Stack"](), threading.active_count()
     open_streamer(model, "cpu")
     run(model, "cpu", 0)
@@ -165,7 +165,7 @@ def test_a_forgotten_streamer_does_not_keep_the_model_alive() -> None:
 
 
 @pytest.mark.parametrize("name", ["Stack", "llama", "Recurrent"])
-def test_a_budget_that_cannot_work_leaves_the_model_alone(name: str) -> None:
+def test_an_impossible_budget_does_not_change_the_model(name: str) -> None:
     model = MODELS[name]()
     before = tensor_identity(model.module), attributes(model.module), hooks(model.module)
     with pytest.raises(PlanError, match=r"1.0KiB.*\d+ bytes"):
@@ -174,7 +174,7 @@ def test_a_budget_that_cannot_work_leaves_the_model_alone(name: str) -> None:
     assert_steps_equal(model, MODELS[name](), "cpu", range(2))
 
 
-def test_a_budget_in_words_is_the_budget_in_bytes() -> None:
+def test_a_budget_as_text_equals_the_budget_in_bytes() -> None:
     model = MODELS["llama"]()
     budget = model_nbytes(model.module) // 2048
     with weightstream.offload(model.module, device="cpu", device_budget=f"{budget}KiB") as streamer:
@@ -216,7 +216,7 @@ def test_moving_and_converting_are_refused(conversion: str, device: str) -> None
 
 
 def refuse(module: nn.Module, name: str) -> None:
-    """A further offload of `module` is refused, and the error has its name."""
+    """Check that a further offload of `module` is refused with its name."""
     with pytest.raises(OffloadError, match=re.escape(name)):
         weightstream.offload(module, device="cpu", device_budget="1GiB")
 

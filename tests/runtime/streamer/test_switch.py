@@ -1,4 +1,4 @@
-"""A change of plan: what moves, what stays, when it is refused, and the way back; views that outlive their unit."""
+"""A change of plan: which weights move, which stay, refusals, and the way back. Views that outlive their unit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_runs(streamer: weightstream.Streamer, model: nn.Module, plain: nn.Mod
     assert streamer.stats().fills > before
 
 
-def test_what_does_not_change_its_place_is_not_moved(opened: Any) -> None:
+def test_weights_that_keep_their_place_are_not_moved(opened: Any) -> None:
     streamer, model, plain = opened
     homes = streamer._homes.homes
     first = with_residents(streamer.plan, {"1.weight", "5.weight"})
@@ -85,8 +85,8 @@ def test_another_order_moves_no_home(opened: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("at", range(3))
-def test_on_an_error_the_plan_in_force_stays(opened: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever memory runs out: for a resident, the ring, the buffer."""
+def test_after_an_error_the_old_plan_stays_in_force(opened: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory runs out: for a resident, the ring, or the buffer."""
     streamer, model, plain = opened
     before, real, calls = streamer.plan, streamer._backend.alloc, []
 
@@ -112,12 +112,12 @@ def test_updates_since_the_last_step_move_along(opened: Any) -> None:
             either[3].weight.data[1] = 5
     if not streamer.plan.manifest.codes:
         streamer.switch(with_residents(streamer.plan, {"2.weight", "3.weight"}))
-    else:  # updated weights are coded no more, and stay where a step finds them
+    else:  # updated weights are compressed no more, and stay where a step finds them
         streamer.switch(streamer.plan.reordered(streamer.plan.manifest.order))
     assert_runs(streamer, model, plain)
 
 
-def test_a_plan_of_other_units_is_refused(opened: Any) -> None:
+def test_a_plan_of_another_model_is_refused(opened: Any) -> None:
     streamer, model, plain = opened
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with weightstream.offload(other, device="cpu", device_budget=2 * 4 * WIDTH * (WIDTH + 1)) as second:
@@ -127,7 +127,7 @@ def test_a_plan_of_other_units_is_refused(opened: Any) -> None:
     assert_runs(streamer, model, plain)
 
 
-def test_an_engine_that_holds_addresses_refuses_it(opened: Any) -> None:
+def test_an_engine_with_fixed_addresses_refuses_it(opened: Any) -> None:
     streamer, model, plain = opened
     before = streamer.plan
     streamer.fix()
@@ -156,7 +156,7 @@ def test_a_step_refuses_it(opened: Any) -> None:
     with model[4].register_forward_hook(switch):
         assert torch.equal(model(rows(5)), plain(rows(5)))
     assert len(errors) == 1
-    model(rows(5))  # without the hook, as steps at fixed addresses have it
+    model(rows(5))  # without the hook, as in steps at fixed addresses
     with streamer.step(), pytest.raises(OffloadError, match="the streamer is inside of step"):
         streamer.switch(plan)
     streamer.switch(plan)
@@ -165,7 +165,7 @@ def test_a_step_refuses_it(opened: Any) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, as it imports its compiler
-def test_code_that_was_compiled_elsewhere_refuses_it(opened: Any) -> None:
+def test_code_compiled_by_the_user_refuses_it(opened: Any) -> None:
     streamer, model, plain = opened
     compiled = torch.compile(model, backend="eager")
     with streamer.step():
@@ -179,7 +179,7 @@ def test_code_that_was_compiled_elsewhere_refuses_it(opened: Any) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_we_compile_is_compiled_again(opened: Any) -> None:
+def test_code_compiled_by_us_is_compiled_again(opened: Any) -> None:
     streamer, model, plain = opened
     streamer.compile(backend="eager")
     assert_runs(streamer, model, plain)
@@ -214,7 +214,7 @@ TAKES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
 
 
 class Peeking(nn.Sequential):
-    """Reads the weight of its last layer, and does not call it."""
+    """Reads the weight of its last layer without calling it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self[:-1]:
@@ -224,8 +224,9 @@ class Peeking(nn.Sequential):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num_calls", range(3))
-def test_what_streams_for_the_first_time_is_watched_before_compiled_code_reads_it(num_calls: int) -> None:
-    """All fits at first, so that nothing shows who reads what. A step goes on: there the caller vouches for it."""
+def test_newly_streamed_weights_are_watched_before_compiled_code_reads_them(num_calls: int) -> None:
+    """At first everything fits, so nothing shows the reads. A step is allowed all the same: the caller vouches for
+    it."""
     model, plain = Peeking(*linears()), Peeking(*linears())
     with weightstream.offload(model, device="cpu", device_budget=64 * UNIT_NBYTES, codec="none") as streamer:
         assert torch.equal(model(rows(0)), plain(rows(0)))
@@ -242,8 +243,8 @@ def test_what_streams_for_the_first_time_is_watched_before_compiled_code_reads_i
 
 
 @pytest.mark.usefixtures("nothing_foreseen")
-def test_fixed_addresses_wait_where_a_change_that_nobody_asked_for_opens_something() -> None:
-    """A view outlives its forward; its unit takes the place of a weight that is read outside of its module."""
+def test_fixed_addresses_wait_if_an_automatic_change_opens_units() -> None:
+    """A view outlives its forward. Its unit displaces a weight that is read outside of its module."""
     model, plain = (Peeking(*linears()) for _ in range(2))
     for each in (model, plain):
         keeping = Keeping([], lambda weight: weight[0]).bfloat16()
@@ -253,7 +254,7 @@ def test_fixed_addresses_wait_where_a_change_that_nobody_asked_for_opens_somethi
         assert torch.equal(model(rows(0)), plain(rows(0)))
         streamer.rebudget(3 * UNIT_NBYTES)
         streamer.switch(with_residents(streamer.plan, {"7.weight"}))
-        assert streamer.why_not_fixed() is None  # whoever changes the plan vouches for it
+        assert streamer.why_not_fixed() is None  # a caller who changes the plan vouches for it
         assert torch.equal(model(rows(1)), plain(rows(1)))
         assert streamer.plan.resident == {"2.linear.weight"}
         with pytest.raises(OffloadError, match="call the model once first"), streamer.step():
@@ -274,7 +275,7 @@ def keeping(take: str, views: list[torch.Tensor]) -> nn.Sequential:
 
 @pytest.mark.usefixtures("nothing_foreseen")  # another plan may keep the unit on the device at once
 @pytest.mark.parametrize("take", TAKES)
-def test_a_view_that_is_kept_is_told_of_and_its_unit_kept(take: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kept_view_is_logged_and_its_unit_stays(take: str, caplog: pytest.LogCaptureFixture) -> None:
     views: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     model, plain = keeping(take, views), keeping(take, others)
@@ -293,13 +294,13 @@ def test_a_view_that_is_kept_is_told_of_and_its_unit_kept(take: str, caplog: pyt
         assert "The unit has memory of its own from now on; make the view again" in told[0]
         assert "2.linear.weight" in streamer.plan.resident
         assert streamer.stats().fills > 0
-        assert torch.equal(views[0], others[0])  # it was made again, and shows the true weights for good
+        assert torch.equal(views[0], others[0])  # it was made again, and always shows the true weights
         model(x)
         assert torch.equal(views[0], others[0])
 
 
 @pytest.mark.usefixtures("nothing_foreseen")  # another plan may keep the unit on the device at once
-def test_a_view_that_is_kept_where_its_unit_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kept_view_of_a_unit_that_cannot_stay(caplog: pytest.LogCaptureFixture) -> None:
     model, plain = keeping("detach", []), keeping("detach", [])
     x = torch.randn(2, WIDTH)
     unit_nbytes = 4 * WIDTH * (WIDTH + 1)
@@ -316,7 +317,7 @@ def test_a_view_that_is_kept_where_its_unit_cannot_be(caplog: pytest.LogCaptureF
         assert streamer.plan.resident == before
 
 
-def test_a_cycle_that_holds_a_view_is_no_view_that_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_view_in_a_garbage_cycle_does_not_count_as_kept(caplog: pytest.LogCaptureFixture) -> None:
     class Cycle(nn.Module):
         def __init__(self) -> None:
             super().__init__()

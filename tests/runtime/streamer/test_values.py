@@ -1,4 +1,4 @@
-"""Offloaded equals plain, bitwise, over steps that wrap the ring; and it really streamed."""
+"""Offloaded equals plain, bitwise, over steps that wrap the ring, and the weights really streamed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from repeats import thinned
 from streaming import DEVICES, assert_steps_equal, least_budget, place, plain, plans, run
 
 NUM_STEPS = 5
-# the root reads all of its weights itself: there is nothing that could move while it runs
+# the root reads all of its weights itself, so nothing could move while it runs
 CANNOT_STREAM = frozenset({"BareParameters"})
-# a step of these runs other blocks than the step before
+# each step of these runs other blocks than the previous one
 IRREGULAR = frozenset({"OptionalBranch", "OrderByInput"})
-# Parents read their children's weights; the least budget cannot hold units of theirs, so such reads are served singly.
+# Parents read their children's weights. The least budget cannot hold their units, so such reads are served one by one.
 STRAYS = frozenset({"ParentReadsChildren", "NestedLists", "jamba", "mamba", "mamba2"})
 BUDGETS = ("least", "half", "whole")
 
 
 def budget_nbytes(model: Model, device: str, share: str) -> int:
-    """The budget called `share`; half of the model where that plans, else the least that does."""
+    """The budget called `share`: half of the model if that plans, else the least that does."""
     total = model_nbytes(model.module)
     if share == "whole":
         return 2 * total
@@ -35,7 +35,7 @@ def budget_nbytes(model: Model, device: str, share: str) -> int:
 
 
 def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, streamer: weightstream.Streamer) -> None:
-    """Something moved, and the last step moved what the plan says, no more and no less."""
+    """Check that something moved, and that the last step moved exactly the bytes of the plan."""
     assert stats.fills > before.fills > 0
     assert stats.filled_nbytes - before.filled_nbytes == streamer.plan.step_nbytes > 0
     assert stats.unplanned_fills == before.unplanned_fills
@@ -46,7 +46,7 @@ def assert_streamed(stats: weightstream.Stats, before: weightstream.Stats, strea
 @pytest.mark.parametrize(
     ("name", "share"),
     [
-        # the least budget is the hardest, and where all fits nothing streams: in CI a part of the models will do
+        # the least budget is the hardest, and if everything fits nothing streams: CI runs some of the models
         pytest.param(
             name,
             share,
@@ -85,13 +85,13 @@ def test_offloaded_equals_plain(name: str, share: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", thinned(ARCHITECTURES, every=4))
 def test_an_architecture_streams_through_little_more_than_half(name: str, device: str) -> None:
-    """Its blocks are found, whatever it is called: without them a budget well under the model could not plan."""
+    """Its blocks are found, whatever their name: otherwise a budget well under the model's size could not plan."""
     module = MODELS[name]().module
     assert plans(module, device, int(0.55 * model_nbytes(module)))
 
 
 class LinearReads(TorchFunctionMode):
-    """Notes the memory from which every linear reads its weight: module name -> address of the storage."""
+    """Records the memory from which every linear reads its weight: module name -> address of the storage."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -109,8 +109,9 @@ class LinearReads(TorchFunctionMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "llama-bf16"])
 def test_blocks_compute_on_the_ring(name: str, device: str) -> None:
-    """Streamed weights are read from one memory, the ring, and from the same addresses in every step: a streamer
-    that let the blocks read their homes would pass every comparison of values."""
+    """Streamed weights are read from one memory, the ring, and from the same addresses in every step. A streamer
+    whose blocks
+    read their homes would pass every comparison of values."""
     model = MODELS[name]()
     budget = least_budget(model.module, device)
     homes = {tensor.untyped_storage().data_ptr() for tensor in weights(model.module).values()}
@@ -136,7 +137,7 @@ def test_blocks_compute_on_the_ring(name: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["Stack", "TiedLinears", "StridedParameters", "QuantisedWeights", "llama-bf16"])
 def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
-    """Device, host and disk hold a part each; a write to what is on disk counts, in this model alone."""
+    """Device, host and disk hold a part each. A write to a weight on disk counts, only in this model."""
     reference, model = plain(name, device), MODELS[name]()
     with weightstream.offload(
         model.module,
@@ -161,7 +162,7 @@ def test_homes_on_disk(name: str, device: str, tmp_path: Path) -> None:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", thinned(MODELS))
 def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
-    """What the comparisons rest on: equal models give equal outputs, and other inputs give others."""
+    """The comparisons rely on this: equal models give equal outputs, and other inputs give other outputs."""
     one, two = MODELS[name](), MODELS[name]()
     first, second = run(one, "cpu", 0), run(one, "cpu", 1)
     assert_same(run(two, "cpu", 0), first)
@@ -173,7 +174,7 @@ def test_models_repeat_bitwise_and_depend_on_their_inputs(name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
 def test_generate_three_times(name: str, device: str) -> None:
-    """Greedy tokens and their logits; a weight of the wrong step shows only after the ring has wrapped."""
+    """Compare greedy tokens and their logits. A weight of the wrong step shows only after the ring has wrapped."""
     reference, model = plain(name, device), MODELS[name]()
     budget = least_budget(model.module, device)
     with weightstream.offload(model.module, device=device, device_budget=budget) as streamer:

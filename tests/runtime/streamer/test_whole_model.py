@@ -1,4 +1,4 @@
-"""While a model is offloaded it is whole: reads, saves, updates, copies, gradients, several streamers at once."""
+"""An offloaded model behaves as a whole: reads, saves, updates, copies, gradients, several streamers at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ties_stay_one_object_and_are_held_once(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_is_right_and_stays_right(name: str, device: str) -> None:
-    """A state dict taken between steps is no view of the ring: later steps leave it alone."""
+    """A state dict taken between steps is not a view of the ring: later steps do not change it."""
     model = MODELS[name]()
     expected = copy.deepcopy(model.module.state_dict())
     with open_streamer(model, device):
@@ -148,7 +148,7 @@ def write_elements(parameter: nn.Parameter) -> None:
 
 
 def somewhere(parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
-    """The index of one element in the middle, past the eyes of a spot check."""
+    """The index of one element in the middle, which a spot check would miss."""
     return tuple(torch.unravel_index(torch.tensor(parameter.numel() * 5 // 9), parameter.shape))
 
 
@@ -163,7 +163,7 @@ def write_one_element_of_data(parameter: nn.Parameter) -> None:
 
 
 def write_to_numpy(parameter: nn.Parameter) -> None:
-    """An array of a view raises no version, and is gone before the next step. Weights on a GPU have no such array."""
+    """An array of a view has no version, and is gone before the next step. Weights on a GPU have no such array."""
     words = parameter.detach().view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
     if words.is_cuda:
         words ^= 1
@@ -213,7 +213,7 @@ def test_updates_in_place_reach_the_next_steps(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", range(6))
 def test_an_update_of_one_weight_between_steps(index: int, device: str) -> None:
-    """One block at a time, each step: whichever of them waits in the ring, the update is seen."""
+    """One block at a time, in each step: the update is seen, whichever block waits in the ring."""
     model, reference = MODELS["Stack"](), plain("Stack", device)
     with open_streamer(model, device):
         for seed in range(4):
@@ -240,7 +240,7 @@ def add_child(module: nn.Module) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", [set_parameter, assign_state, add_child], ids=lambda change: change.__name__)
 def test_replaced_parameters_are_followed_or_refused(change: Callable[[nn.Module], None], device: str) -> None:
-    """A Parameter object that the plan does not know: the new values count, or an error says so; never the old ones."""
+    """A new Parameter object is either used from then on, or refused by an error; the old values are never used."""
     model, reference = MODELS["Stack"](), plain("Stack", device)
     with open_streamer(model, device):
         assert_steps_equal(model, reference, device, range(2))
@@ -311,7 +311,7 @@ def test_buffers_updated_by_training_mode_persist(device: str) -> None:
 
 
 def first_output(model: Model, device: str, seed: int) -> torch.Tensor:
-    """With gradients enabled: some modules compute by another path then."""
+    """With gradients enabled, which makes some modules compute in another way."""
     return next(tensors_of(model.module(**to_device(model.inputs(seed), device))))
 
 
@@ -332,7 +332,7 @@ def test_backward_is_refused_but_forward_with_gradients_works(name: str, device:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_backward_to_the_inputs_of_a_frozen_model_is_refused(device: str) -> None:
-    """The chain rule reads weights that the ring has overwritten since: a wrong gradient, silently."""
+    """The chain rule would read weights that the ring has overwritten: a wrong gradient, silently."""
     model = MODELS["Stack"]()
     model.module.requires_grad_(False)
     with open_streamer(model, device):
@@ -346,7 +346,7 @@ def test_backward_to_the_inputs_of_a_frozen_model_is_refused(device: str) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_in_inference_mode(device: str) -> None:
-    """No inference tensor is left behind: updates work, and later steps follow them."""
+    """No inference tensor remains: updates work, and later steps use them."""
     model, reference = MODELS["Stack"](), plain("Stack", device)
     with open_streamer(model, device):
         for seed in range(3):
@@ -371,7 +371,7 @@ def test_a_model_that_was_built_in_inference_mode(device: str) -> None:
 
 
 class RaisesOnce(nn.Module):
-    """A block that fails after its first linear, in the middle of a step, when it is told to."""
+    """A block that fails after its first linear, in the middle of a step, when it is `armed`."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
