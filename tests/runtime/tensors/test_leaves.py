@@ -1,4 +1,4 @@
-"""Weights that are no plain parameters: wrapper subclasses, parameters that carry more tensors, plain attributes."""
+"""Weights that are not plain parameters: wrapper subclasses, parameters that hold more tensors, plain attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH, DEPTH = 64, 6
 
 
 class Int8(torch.Tensor):
-    """A matrix of one byte per element, with a scale for each row, as torchao has them."""
+    """A matrix of one byte per element, with a scale for each row, as in torchao."""
 
     def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor) -> Int8:
         return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype, device=qdata.device)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class Int8(torch.Tensor):
 
 
 class Packed(nn.Parameter):
-    """A parameter of a class of its own that has a state of more tensors, as bitsandbytes has them."""
+    """A parameter of a class of its own, with a state of more tensors, as in bitsandbytes."""
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Packed:
@@ -82,7 +82,7 @@ class Packed(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs or {})
-        if func is torch.chunk:  # as Params4bit: chunks are of the class again
+        if func is torch.chunk:  # like Params4bit: chunks have the same class
             return tuple(torch.Tensor._make_subclass(cls, chunk, False) for chunk in result)
         return result
 
@@ -102,7 +102,7 @@ def _packed(data: torch.Tensor, state: dict[str, Any]) -> Packed:
 
 
 class Loaded(nn.Parameter):
-    """A parameter with attributes that are no tensors, and a method of its layer among them, as vLLM has them."""
+    """A parameter with attributes that are not tensors, among them a method of its layer, as in vLLM."""
 
     def __new__(cls, data: torch.Tensor, **attributes: Any) -> Loaded:
         return super().__new__(cls, data, requires_grad=False)  # type: ignore[call-arg]
@@ -253,7 +253,7 @@ def steps(model: nn.Module, plain: nn.Module, seeds: range = range(4)) -> None:
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[type, torch.Tensor]]:
-    """Tensors without their wrappers, and what each is of."""
+    """Tensors without their wrappers, and their owners."""
     found: dict[str, tuple[type, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if hasattr(tensor, "__tensor_flatten__"):
@@ -282,7 +282,7 @@ def test_the_leaves_of_a_module_are_found_by_path(block: type[Block]) -> None:
 
 @pytest.mark.few(2)
 @KINDS
-def test_steps_are_bitwise_and_everything_comes_back(block: type[Block]) -> None:
+def test_steps_are_bitwise_and_everything_is_restored(block: type[Block]) -> None:
     model, plain = chain(block), chain(block)
     objects = places(model)
     with offloaded(model) as streamer:
@@ -338,7 +338,7 @@ def test_copies_are_plain(block: type[Block], way: str) -> None:
         steps(model, plain, range(2))
 
 
-def test_a_class_keeps_what_it_does_in_calls_of_torch() -> None:
+def test_a_class_keeps_its_behaviour_in_calls_of_torch() -> None:
     model, plain = chain(Stated), chain(Stated)
     with offloaded(model):
         for _ in range(2):
@@ -349,7 +349,7 @@ def test_a_class_keeps_what_it_does_in_calls_of_torch() -> None:
             steps(model, plain)
 
 
-def test_a_parameter_that_was_made_in_inference_mode_keeps_its_class() -> None:
+def test_a_parameter_made_in_inference_mode_keeps_its_class() -> None:
     with torch.inference_mode():
         model = chain(Stated)
     plain = chain(Stated)
@@ -360,7 +360,7 @@ def test_a_parameter_that_was_made_in_inference_mode_keeps_its_class() -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """Says that it is on a GPU, which needs none."""
+    """Claims to be on a GPU, but needs none."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Elsewhere:
@@ -371,13 +371,13 @@ class Elsewhere(torch.Tensor):
         raise NotImplementedError
 
 
-def test_a_wrapper_reports_the_device_of_what_is_inside() -> None:
+def test_a_wrapper_reports_the_device_of_its_inner_tensors() -> None:
     weight = nn.Parameter(Int8.of(torch.randn(8, 8)), requires_grad=False)
     shell, home, device = Shell(weight), (weight.qdata, weight.scale), torch.device("cuda:0")
     for _ in range(2):
         weight.scale = Elsewhere(home[1])
         shell.follow()
-        assert weight.device.type == "cpu", "as its class reports where they are on two"
+        assert weight.device.type == "cpu", "as its class reports for tensors on two devices"
         weight.qdata = Elsewhere(home[0])
         shell.follow()
         assert (weight.device, weight.is_cuda, type(weight), weight.shape) == (device, True, Int8, (8, 8))
@@ -408,7 +408,7 @@ def test_a_wrapper_that_packs_for_one_device_reports_another() -> None:
 
 
 class PackedForMeta(nn.Module):
-    """Unpacks its weight only where that is on the device that it was packed for."""
+    """Unpacks its weight only if that is on the device that it was packed for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ def test_weights_are_saved_on_the_device_that_they_are_packed_for() -> None:
     assert weight.qdata.device.type == "cpu"
     undo()
     undo = refuse_moves(model, torch.device("cpu"))
-    for _ in range(2):  # on that device it fails, too; then as it is
+    for _ in range(2):  # on that device it fails too; then it stays as it is
         with pytest.raises(RuntimeError, match="packed for meta") as error:
             model.state_dict()
         assert error.value.__context__ is None or error.value.__suppress_context__
@@ -445,7 +445,7 @@ def test_weights_are_saved_on_the_device_that_they_are_packed_for() -> None:
 
 
 class Rebinds(Attributes):
-    """Its forward replaces an attribute, and computes with the new one in the next step."""
+    """Its forward replaces an attribute, and uses the new one in the next step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -462,7 +462,7 @@ def test_an_attribute_that_a_forward_replaces_is_never_stale() -> None:
 
 
 class Counts(Attributes):
-    """Its forward writes to an attribute: in place, or past every version, as kernels with caches of their own do."""
+    """Its forward writes to an attribute: in place, or without a new version, as kernels with their own caches do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -471,7 +471,7 @@ class Counts(Attributes):
         return x
 
 
-def test_an_attribute_that_a_forward_writes_to_is_followed() -> None:
+def test_an_attribute_that_a_forward_writes_to_is_updated() -> None:
     model, plain = chain(Counts), chain(Counts)
     with offloaded(model):
         steps(model, plain, range(5))
@@ -479,7 +479,7 @@ def test_an_attribute_that_a_forward_writes_to_is_followed() -> None:
 
 
 class Assigns(Attributes):
-    """Its forward gives tensors other data."""
+    """Its forward assigns other data to tensors."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
@@ -487,7 +487,7 @@ class Assigns(Attributes):
         return x
 
 
-def test_data_that_a_forward_assigns_is_followed() -> None:
+def test_data_that_a_forward_assigns_is_adopted() -> None:
     model, plain = chain(Assigns), chain(Assigns)
     with offloaded(model):
         steps(model, plain, range(5))
@@ -506,7 +506,7 @@ def test_data_of_another_shape_in_a_forward_is_refused_by_name() -> None:
         streamer._modules.model(rows(0))
 
 
-def test_an_attribute_that_refers_to_another_modules_weight_is_no_second_place_of_it() -> None:
+def test_an_attribute_with_another_modules_weight_is_no_second_place_of_it() -> None:
     def referring() -> nn.Sequential:
         model = chain(Classed)
         for block in model:
@@ -527,11 +527,11 @@ def test_an_attribute_on_another_device_stays_there() -> None:
         assert model[0].shapes.is_meta
 
 
-# -- what cannot be moved --------------------------------------------------------------------------------------------
+# -- tensors that cannot be moved ------------------------------------------------------------------------------------
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that does not tell what is behind it."""
+    """A wrapper that does not expose its inner tensors."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Opaque:
@@ -543,7 +543,7 @@ class Opaque(torch.Tensor):
 
 
 class Fresh(TwoTensor):
-    """A wrapper whose tensors are made when they are asked for."""
+    """A wrapper that creates its inner tensors when they are requested."""
 
     @property
     def a(self) -> torch.Tensor:
@@ -569,7 +569,7 @@ def _quantised(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-def test_what_cannot_be_moved_is_refused_by_its_path(name: str) -> None:
+def test_tensors_that_cannot_be_moved_are_refused_by_their_path(name: str) -> None:
     model = chain(Classed)
     make, message = REFUSED[name]
     model[2].found = make()
@@ -578,7 +578,7 @@ def test_what_cannot_be_moved_is_refused_by_its_path(name: str) -> None:
     steps(model, chain(Classed))
 
 
-# -- who else holds the memory ---------------------------------------------------------------------------------------
+# -- other owners of the memory --------------------------------------------------------------------------------------
 
 HOLDERS: dict[str, Callable[[nn.Module], object]] = {
     "detached": lambda model: model[2].weight.detach(),
@@ -609,7 +609,7 @@ def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_who_else_holds_the_memory_of_a_weight_is_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_owners_of_a_weights_memory_are_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = chain(Classed)
     held = HOLDERS[name](model)
     (message,) = warnings_of(model, caplog)
@@ -618,7 +618,7 @@ def test_who_else_holds_the_memory_of_a_weight_is_warned_of(name: str, caplog: p
 
 
 @pytest.mark.parametrize("name", NO_HOLDERS)
-def test_what_does_not_hold_memory_is_not_warned_of(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_without_the_memory_cause_no_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     gc.disable()
     try:
         model = chain(Classed)

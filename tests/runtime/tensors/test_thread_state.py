@@ -1,5 +1,6 @@
-"""Whatever is cut wherever, the calling thread keeps its modes; and where classes of tensors are blind, no update is
-lost without a word."""
+"""Wherever a call is cut, the calling thread keeps its modes. If tensor classes bypass the guards, an update is
+either
+applied or an error."""
 
 from __future__ import annotations
 
@@ -65,9 +66,9 @@ def striped_removal() -> Act:
 
 
 def cut_as_blocks_end(prepare: Callable[[], Act], seed: int, most: int = 4, share: float = 0.7) -> None:
-    """So many of the blocks of the library whose ends the act comes to; of these it comes to such a share again."""
+    """Cut `act` at the ends of up to `most` blocks of the library. It must reach a `share` of them again."""
     before = thread_state()
-    prepare()()  # what is made once is
+    prepare()()  # without one-time work
     act = prepare()
     with Lines() as lines:
         act()
@@ -82,24 +83,26 @@ def cut_as_blocks_end(prepare: Callable[[], Act], seed: int, most: int = 4, shar
     assert num_cut >= share * len(visits)
 
 
-def test_a_cut_of_captured_generation_leaves_the_thread_as_it_was(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_cut_of_captured_generation_leaves_the_thread_unchanged(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     act = language_model(monkeypatch, "cpu").act
-    cut_as_blocks_end(lambda: act, seed, share=0.25)  # one that was cut leaves less to be captured
+    cut_as_blocks_end(lambda: act, seed, share=0.25)  # after a cut less is captured
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some visits are of finalizers
-@pytest.mark.usefixtures("nothing_foreseen")  # it looks at all modules of the process, which a tracer makes slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some visits are in finalizers
+@pytest.mark.usefixtures("nothing_foreseen")  # it searches all modules of the process, which is slow with a tracer
 @pytest.mark.parametrize("prepare", [offloading, first_step, fixed_step, reading, removing, striped_removal])
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_cut_as_any_block_ends_leaves_the_thread_as_it_was(prepare: Callable[[], Act], grad: bool, seed: int) -> None:
+def test_a_cut_at_the_end_of_any_block_leaves_the_thread_unchanged(
+    prepare: Callable[[], Act], grad: bool, seed: int
+) -> None:
     with torch.set_grad_enabled(grad):
         cut_as_blocks_end(prepare, seed)
 
 
-def test_functions_are_called_with_classes_blind_and_leave_them_as_they_were() -> None:
+def test_functions_run_without_class_hooks_and_keep_the_state() -> None:
     @unseen
     def sees(value: int, *, more: int = 0) -> tuple[int, bool]:
-        """What it says."""
+        """The current state."""
         return value + more, torch._C._is_torch_function_enabled()
 
     def fails() -> None:
@@ -115,7 +118,7 @@ def test_functions_are_called_with_classes_blind_and_leave_them_as_they_were() -
         assert not torch._C._is_torch_function_enabled()
 
 
-def test_a_state_is_restored_and_modes_that_were_entered_since_are_left() -> None:
+def test_a_state_is_restored_and_later_modes_are_left() -> None:
     class Functions(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
@@ -135,8 +138,8 @@ def test_a_state_is_restored_and_modes_that_were_entered_since_are_left() -> Non
 
 
 @pytest.mark.parametrize("change", ["update", "read"])
-def test_an_update_that_no_class_has_seen_is_not_lost_without_a_word(change: str) -> None:
-    """It goes to memory that holds nothing yet: what is decoded there later would go over it."""
+def test_an_update_that_no_class_sees_is_not_lost_silently(change: str) -> None:
+    """It would go to memory that is not decoded yet, and decoding would overwrite it."""
     model, plain, x, streamer = loaded()
     coded = list(streamer.plan.manifest.codes)
     weight = dict(model.named_parameters())[coded[0]]
@@ -144,7 +147,9 @@ def test_an_update_that_no_class_has_seen_is_not_lost_without_a_word(change: str
         with torch._C.DisableTorchFunctionSubclass():
             weight.add_(1) if change == "update" else weight.sum()
         if change == "read":
-            assert torch.equal(weight.cpu(), dict(plain.named_parameters())[coded[0]]), "zeros, and no more once seen"
+            assert torch.equal(weight.cpu(), dict(plain.named_parameters())[coded[0]]), (
+                "zeros before, the true bytes afterwards"
+            )
             assert torch.equal(model(x), plain(x))
             return
         for _ in range(2):
