@@ -1,4 +1,4 @@
-"""Homes on the CPU: what moves, what stays, what spills to the offload folder, and that all of it comes back."""
+"""Homes on the CPU: which weights move, stay, or spill to the offload folder, and that all of them are restored."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def manifest_of(model: nn.Module, homes: Homes) -> Manifest:
 
 
 def streaming_weights(model: nn.Module, homes: Homes, resident: set[int] = frozenset()) -> Plan:  # type: ignore[assignment]
-    """Biases and the units in `resident` stay; the other weights stream through one slot."""
+    """Biases and the units in `resident` stay. The other weights stream through one slot."""
     made = manifest_of(model, homes)
     stays = {a for a in made.aliases if a.endswith("bias") or int(a.split(".")[0]) in resident}
     return Plan.build(made, frozenset(stays), WEIGHT_NBYTES)
 
 
 def whole_units(model: nn.Module, homes: Homes, resident: set[int]) -> Plan:
-    """These units stay; there is room for all others in the ring."""
+    """These units stay. The ring has room for all others."""
     made = manifest_of(model, homes)
     stays = {a for a in made.aliases if int(a.split(".")[0]) in resident}
     return Plan.build(made, frozenset(stays), sum(made.aliases.values()))
@@ -99,7 +99,7 @@ def within(budget: int, plan: Plan, homes: Homes) -> Plan:
 
 
 def mapped(model: nn.Module, path: Path) -> Checkpoint:
-    """Save the model and let its parameters view the file."""
+    """Save the model, and make its parameters view the file."""
     save_file(model.state_dict(), path)
     checkpoint = Checkpoint.open(path)
     for name, parameter in model.named_parameters():
@@ -141,7 +141,7 @@ def test_residents_of_a_mapped_model_are_copied_and_the_rest_stays_mapped(backen
 
 @pytest.fixture
 def large(tmp_path: Path) -> tuple[nn.Sequential, Checkpoint]:
-    """More than is read by one thread, in a file."""
+    """A file with more bytes than one thread reads."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(1000, 1200), nn.Linear(1200, 900)]).eval()
     return model, mapped(model, tmp_path / "large.safetensors")
@@ -165,7 +165,7 @@ def test_residents_are_read_by_threads_and_no_page_is_mapped(
     model, checkpoint = large
     expected = load_file(checkpoint.mappings[0].path)
     (mapping,) = checkpoint.mappings
-    assert torch.equal(model[0].weight, expected["0.weight"]), "so its pages are mapped"
+    assert torch.equal(model[0].weight, expected["0.weight"]), "reading it maps its pages"
     homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
     homes.settle(streaming_weights(model, homes, {0, 1}))
     assert rss_nbytes(mapping) <= 1 << 16, "its header"
@@ -176,7 +176,7 @@ def test_residents_are_read_by_threads_and_no_page_is_mapped(
     assert_values(model, expected)
 
 
-def test_residents_that_were_written_to_are_not_read_from_their_file(
+def test_updated_residents_are_not_read_from_their_file(
     backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint]
 ) -> None:
     model, checkpoint = large
@@ -191,10 +191,11 @@ def test_residents_that_were_written_to_are_not_read_from_their_file(
 
 
 @pytest.mark.parametrize("why", ["a read", "room"])
-def test_a_switch_that_fails_leaves_the_residents_of_the_plan_before(
+def test_a_failed_switch_keeps_the_residents_of_the_old_plan(
     why: str, backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that has room for these and hardly more, while the error, and all that its frames hold, is alive."""
+    """The device has hardly more memory than these take, and the error, with all objects in its frames, is still
+    alive."""
     torch.manual_seed(5)
     model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(8)]).eval()
     checkpoint = mapped(model, tmp_path / "large.safetensors")
@@ -219,10 +220,10 @@ def test_a_switch_that_fails_leaves_the_residents_of_the_plan_before(
     assert_values(model, expected)
 
 
-def test_residents_of_whom_somebody_loses_patience(
+def test_an_interrupt_while_residents_are_read(
     backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not read yet then is not read any more."""
+    """Residents that have not been read at that moment are not read any more."""
     model, checkpoint = large
     expected = values(model)
     homes = Homes(groups(model), backend, mappings=checkpoint.mappings)
@@ -248,14 +249,14 @@ def test_residents_of_whom_somebody_loses_patience(
         thread.join()
         read = num["reads"]
         backend.synchronize()
-        assert num["reads"] <= read + 3, "those under way"
+        assert num["reads"] <= read + 3, "those in flight"
         assert read < 40, "of 139"
     assert_values(model, expected)
     homes.settle(streaming_weights(model, homes, {0, 1}))
     assert_values(model, expected)
 
 
-def test_residents_that_cannot_be_read_stay_where_they_are(
+def test_unreadable_residents_stay_where_they_are(
     backend: CpuBackend, large: tuple[nn.Sequential, Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, checkpoint = large
@@ -292,7 +293,7 @@ def test_ties_and_views_stay_views_of_one_home_on_every_tier(backend: CpuBackend
 
 
 @pytest.mark.parametrize("kept", range(5))
-def test_what_is_over_the_host_budget_goes_to_the_folder_and_comes_back(
+def test_weights_over_the_host_budget_go_to_the_folder_and_return(
     backend: CpuBackend, tmp_path: Path, kept: int
 ) -> None:
     model = linears()
@@ -331,7 +332,7 @@ def test_without_a_folder_the_budget_is_refused_with_its_arithmetic(backend: Cpu
     assert {home.tier for home in homes.homes.values()} == {Tier.HOST}
 
 
-def test_a_folder_that_cannot_be_written_leaves_the_model_as_it_was(
+def test_an_unwritable_folder_leaves_the_model_unchanged(
     backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = linears()
@@ -353,7 +354,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_model_as_it_was(
     assert not any(m.locate(a) is not None for m in folder.mappings for a in addresses(model).values())
 
 
-def test_a_device_without_room_for_the_residents_leaves_the_model_as_it_was(
+def test_a_device_without_memory_for_the_residents_leaves_the_model_unchanged(
     backend: CpuBackend, tmp_path: Path
 ) -> None:
     model = linears()
@@ -364,7 +365,7 @@ def test_a_device_without_room_for_the_residents_leaves_the_model_as_it_was(
     with pytest.raises(torch.OutOfMemoryError):
         homes.settle(streaming_weights(model, homes, {0, 2}))
     assert_values(model, expected)
-    assert {home.tier for home in homes.homes.values()} == {Tier.DISK}, "all are in their file"
+    assert {home.tier for home in homes.homes.values()} == {Tier.DISK}, "all are still in their file"
 
 
 def test_restoring_twice_changes_nothing(backend: CpuBackend, tmp_path: Path) -> None:
@@ -408,7 +409,7 @@ def test_the_arena_unpins_what_it_pinned_once() -> None:
     assert sorted(unpinned) == sorted(pinned)
 
 
-def test_streamed_units_move_into_one_block_each_where_the_device_wants_pinned_memory(backend: CpuBackend) -> None:
+def test_streamed_units_move_into_one_block_each_if_the_device_wants_pinned_memory(backend: CpuBackend) -> None:
     model = linears()
     expected = values(model)
     unpinned: list[int] = []
@@ -499,22 +500,22 @@ def test_copies_of_a_whole_unit_join_into_one() -> None:
     assert joined.src.numel() == 2000
 
 
-def test_copies_that_are_no_neighbours_stay_apart() -> None:
+def test_copies_that_are_not_neighbours_stay_separate() -> None:
     a, b = two_copies(100, 20, 50)
     elsewhere = torch.zeros(RING_NBYTES, dtype=torch.uint8)
-    assert b.joined(a) is None, "the order is turned"
+    assert b.joined(a) is None, "in the wrong order"
     assert a.joined(Copy(dst=b.dst, src=elsewhere[:50], pinned=True)) is None, "another storage"
     assert a.joined(Copy(dst=b.dst, src=b.src)) is None, "pageable"
     assert Copy(dst=a.dst, src=a.src).joined(b) is None, "pageable"
     far, away = two_copies(100, 512, 50)
-    assert far.joined(away) is None, "more than an alignment gap lies between"
+    assert far.joined(away) is None, "the gap is more than an alignment gap"
     shifted = Copy(dst=b.dst.as_strided((50,), (1,), b.dst.storage_offset() + 4), src=b.src, pinned=True)
     assert a.joined(shifted) is None, "other distances at the two ends"
     over, lap = two_copies(100, -10, 50)
     assert over.joined(lap) is None, "overlapping"
 
 
-# -- nothing is left ---------------------------------------------------------------------------------------------------
+# -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
 def open_paths() -> set[str]:
@@ -537,8 +538,8 @@ def test_remove_leaves_no_thread_file_or_folder(tmp_path: Path, monkeypatch: pyt
     for _ in range(3):
         assert torch.equal(model(x), wanted)
     assert set(threading.enumerate()) > threads
-    streamer._backend.synchronize()  # a read that is under way has its file open
-    assert {path for path in open_paths() if not path.endswith("/.lock")} == files, "but for the folder's own"
+    streamer._backend.synchronize()  # a read in flight has its file open
+    assert {path for path in open_paths() if not path.endswith("/.lock")} == files, "except the folder's own"
     streamer.remove()
     assert set(threading.enumerate()) == threads
     assert open_paths() == files
@@ -574,7 +575,7 @@ def test_a_refused_host_budget_leaves_nothing(tmp_path: Path) -> None:
     assert torch.equal(model(torch.ones(1, WIDTH)), wanted)
 
 
-def test_a_manifest_of_homes_holds_every_byte_once(backend: CpuBackend) -> None:
+def test_a_manifest_of_homes_has_every_byte_once(backend: CpuBackend) -> None:
     model = linears(3)
     model[2].weight = model[0].weight
     made: Manifest = manifest(find_units(model), groups(model))

@@ -1,4 +1,4 @@
-"""From one plan to another and back: what moves, what stays, what is refused, and that no bit is lost on the way."""
+"""From one plan to another and back: which weights move, which stay, refusals, and that no bit is lost on the way."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_values(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
 
 
 def in_parts(tensor: torch.Tensor, path: Path) -> LazyMemory:
-    """A tensor gathered from two files, in which its rows lie apart."""
+    """A tensor gathered from two files, in which its rows are not adjacent."""
     flat, extents = tensor.detach().view(-1).view(torch.uint8).numpy(), []
     cuts = (0, 3 * WIDTH, 10 * WIDTH, NBYTES)
     for index, (begin, end) in enumerate(pairwise(cuts)):
@@ -100,7 +100,7 @@ FORMS = {"gathered": in_parts, "columns": columns_in, "coded file": coded_in}
 
 
 def of(origin: str, model: nn.Module, folder: Path) -> list[Any]:
-    """Let the weights come from there; the memories that they are in."""
+    """Make the weights come from that place, and return the memories that they are in."""
     folder.mkdir(exist_ok=True)
     if origin == "ram":
         return []
@@ -136,7 +136,7 @@ class Rig:
         self.manifest: Manifest = manifest(find_units(self.model), {a: h.group for a, h in self.homes.homes.items()})
 
     def plan(self, place: str, names: tuple[str, ...] = NAMES[:3], room: int = 1024) -> Plan:
-        """These there, the others in host memory; coded forms have room to spare."""
+        """A plan with these weights on the device, the others in host memory. Compressed forms have spare bytes."""
         made = self.manifest
         if place.startswith("coded"):
             sizes = {}
@@ -150,7 +150,7 @@ class Rig:
         return replace(plan, disk=frozenset(names)) if place == "disk" else plan
 
     def assert_streams(self, plan: Plan) -> None:
-        """Fills bring the true bytes, coded where the plan wants that; reads see them too."""
+        """Check that fills copy the true bytes, compressed if the plan says so, and that reads see them too."""
         ring = torch.zeros(plan.ring_nbytes, dtype=torch.uint8)
         for unit in range(4):
             ring.fill_(1)
@@ -171,7 +171,7 @@ class Rig:
             assert torch.equal(plain, self.expected[alias].view(-1).view(torch.uint8)), alias
 
     def assert_places(self, plan: Plan) -> None:
-        """What was written to in the map of its file stays there."""
+        """Writes to the mapping of a file stay in it."""
         for alias, home in self.homes.homes.items():
             if home.file is None and isinstance(home.source, Mapped):
                 continue
@@ -204,8 +204,8 @@ def test_from_any_place_to_any_other_and_back(origin: str, kind: str, backend: C
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_what_is_written_to_anywhere_stays_so(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
-    """Past every counter of versions: a plan that follows finds it all the same."""
+def test_written_weights_stay_written_in_any_place(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
+    """The writes have no new version, and the next plan finds them all the same."""
     rig = Rig(backend, origin, kind, tmp_path)
     for turn, (first, second) in enumerate(zip(PLACES, PLACES[1:] + PLACES[:1], strict=True)):
         rig.homes.settle(rig.plan(first))
@@ -222,7 +222,7 @@ def test_what_is_written_to_anywhere_stays_so(origin: str, kind: str, backend: C
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ["ram", "file", "gathered", "columns"])
-def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
+def test_weights_at_their_place_are_not_moved(origin: str, kind: str, backend: CpuBackend, tmp_path: Path) -> None:
     rig = Rig(backend, origin, kind, tmp_path)
     for place in PLACES:
         rig.homes.settle(rig.plan(place))
@@ -243,10 +243,10 @@ def test_what_has_its_place_is_left_alone(origin: str, kind: str, backend: CpuBa
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize("origin", ["file", "gathered", "columns"])
-def test_what_left_its_file_goes_back_to_be_read_from_disk(
+def test_weights_that_left_their_file_return_to_be_read_from_disk(
     origin: str, kind: str, backend: CpuBackend, tmp_path: Path
 ) -> None:
-    """Without an offload folder: the file that it came from holds it."""
+    """Without an offload folder: the original file still has them."""
     rig = Rig(backend, origin, kind, tmp_path, spills=False)
     assert rig.homes.movable == set(NAMES)
     for away in ("resident", "coded resident", "coded host", "host", "mapped"):
@@ -265,7 +265,9 @@ def test_what_left_its_file_goes_back_to_be_read_from_disk(
 
 @pytest.mark.parametrize("unseen", [False, True])
 @pytest.mark.parametrize("kind", DEVICES)
-def test_what_was_updated_cannot_go_back(kind: str, unseen: bool, backend: CpuBackend, tmp_path: Path) -> None:
+def test_updated_weights_cannot_return_to_their_file(
+    kind: str, unseen: bool, backend: CpuBackend, tmp_path: Path
+) -> None:
     rig = Rig(backend, "file", kind, tmp_path, spills=False)
     rig.homes.settle(before := rig.plan("resident"))
     parameter = rig.model.get_parameter("1.weight")
@@ -293,7 +295,7 @@ def test_a_weight_of_ram_on_disk_is_refused_before_anything_moves(backend: CpuBa
     assert rig.homes.plan is None
 
 
-def test_what_was_spilled_once_is_not_written_again(
+def test_spilled_weights_are_not_written_again(
     backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
@@ -318,7 +320,7 @@ def test_what_was_spilled_once_is_not_written_again(
 def test_an_error_on_the_way_leaves_the_old_plan_in_force(
     first: str, origin: str, room: int, backend: CpuBackend, tmp_path: Path
 ) -> None:
-    """The device has no room for the last of the residents."""
+    """The device has no memory for the last resident."""
     limited = Limit(backend, 1 << 40)
     rig = Rig(limited, origin, "pinned", tmp_path)
     rig.homes.settle(before := rig.plan(first))
@@ -338,7 +340,7 @@ def test_an_error_on_the_way_leaves_the_old_plan_in_force(
 
 @pytest.mark.parametrize("place", ["coded host", "coded resident"])
 @pytest.mark.parametrize("kind", DEVICES)
-def test_sizes_that_were_too_small_are_told_at_once_and_nothing_is_encoded_twice(
+def test_sizes_that_were_too_small_are_reported_together_and_nothing_is_encoded_twice(
     kind: str, place: str, backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -346,9 +348,9 @@ def test_sizes_that_were_too_small_are_told_at_once_and_nothing_is_encoded_twice
     monkeypatch.setattr(coding, "encode", lambda *args: (calls.append(args[1]), real(*args))[1])
     rig = Rig(backend, "ram", kind, tmp_path)
     exact = {name: rig.plan(place, room=0).manifest.codes[name] for name in NAMES[:3]}
-    with pytest.raises(CodeOverflow) as told:
+    with pytest.raises(CodeOverflow) as overflow:
         rig.homes.settle(rig.plan(place, room=-512))
-    assert told.value.sizes == exact
+    assert overflow.value.sizes == exact
     rig.homes.settle(plan := rig.plan(place, room=0))
     assert len(calls) == 3
     rig.assert_places(plan)
@@ -356,7 +358,7 @@ def test_sizes_that_were_too_small_are_told_at_once_and_nothing_is_encoded_twice
     rig.finish()
 
 
-def test_pinned_memory_that_nothing_is_in_goes_back(backend: CpuBackend, tmp_path: Path) -> None:
+def test_unused_pinned_memory_is_released(backend: CpuBackend, tmp_path: Path) -> None:
     pinned: set[int] = set()
     rig = Rig(backend, "file", "plain", tmp_path)
     arena = Arena(lambda block: pinned.add(block.data_ptr()), lambda block: pinned.remove(block.data_ptr()))

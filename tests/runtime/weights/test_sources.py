@@ -1,4 +1,4 @@
-"""One suite over all kinds of sources: what copies bring, what checks find, what is true after a write, bytes held."""
+"""One suite for all kinds of sources: the copied bytes, the checks, the state after a write, and the bytes held."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Rig:
         if form == "plain":
             return IN_MEMORY[kind](view=self.data.clone())
         lazy = DecodedMemory("w", Path("w"), self.layout, lambda: self.code, decode=coding.decode)
-        memory = torch.cat([self.code, torch.zeros(512, dtype=torch.uint8)])  # planned for a little more
+        memory = torch.cat([self.code, torch.zeros(512, dtype=torch.uint8)])  # the plan estimated a little more
         view, place = lazy.bytes(0, NBYTES), MemoryPlace(lazy, 0, NBYTES)
         return IN_MEMORY[kind](view=view, place=place, layout=self.layout, coded=memory)
 
@@ -119,7 +119,7 @@ class Rig:
         return self.found(lazy.bytes(0, NBYTES), lazy)
 
     def columns_file(self) -> OnDisk:
-        width, before, after = NBYTES // 16, 5, 9  # of rows that lie apart by an odd number of bytes
+        width, before, after = NBYTES // 16, 5, 9  # of rows that are separated by an odd number of bytes
         rows = torch.full((16, before + width + after), 255, dtype=torch.uint8)
         rows[:, before : before + width] = self.data.view(16, width)
         mapping, begin, end = self.written(self.path, rows.view(-1), 33)
@@ -132,7 +132,7 @@ class Rig:
         return source
 
     def filled(self, source: WeightSource) -> torch.Tensor:
-        """What a fill of the source leaves in a ring, with guards around it."""
+        """The bytes that a fill of the source leaves in a ring, with guards around them."""
         size = NBYTES if source.layout is None else source.layout.nbytes
         ring = torch.full((size + 2000,), 7, dtype=torch.uint8)
         copies = source.copies(ring[1000 : 1000 + size], self.backend)
@@ -152,11 +152,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
-def test_a_fill_brings_exactly_the_bytes_and_reads_nothing_else(kind: str, form: str, rig: Rig) -> None:
+def test_a_fill_copies_exactly_the_bytes_and_reads_nothing_else(kind: str, form: str, rig: Rig) -> None:
     source = rig.source(kind, form)
     for _ in range(2):
         assert torch.equal(rig.filled(source), rig.code if form == "coded" else rig.data)
-    assert source.is_unread == (form != "plain"), "the view is filled by a read alone"
+    assert source.is_unread == (form != "plain"), "only a read fills the view"
     target = torch.zeros(NBYTES, dtype=torch.uint8)
     source.plain_into(target)
     assert torch.equal(target, rig.data)
@@ -175,7 +175,7 @@ def test_a_write_is_in_the_next_fill(kind: str, form: str, rig: Rig) -> None:
     assert source.reads_file == reads_file
     source.view[5000:5100] ^= 255
     expected = rig.data.clone()
-    if kind != "zero-copy":  # whose view is the data itself
+    if kind != "zero-copy":  # its view is the data itself
         expected[5000:5100] ^= 255
     after = source.after_write()
     assert (after is source) == (not reads_file)
@@ -227,8 +227,8 @@ def test_a_file_that_changed_is_an_error(kind: str, form: str, change: object, r
     assert source.is_unread == (form != "plain")
 
 
-def test_pages_that_kernels_read_are_of_their_file_whatever_becomes_of_that(rig: Rig) -> None:
-    """Else nobody would hold them, and nothing could go back to the plan that was in force."""
+def test_pages_that_kernels_read_belong_to_their_file_whatever_happens_to_it(rig: Rig) -> None:
+    """Otherwise they would not be kept, and the old plan could not be restored."""
     window = rig.source("window", "plain")
     assert isinstance(window, PageWindow)
     file = OnDisk(view=window.view, place=window.place, extents=window.extents)
@@ -242,7 +242,7 @@ def test_pages_that_kernels_read_are_of_their_file_whatever_becomes_of_that(rig:
     assert home.file is None
 
 
-def test_a_part_of_a_file_that_is_outside_is_refused(rig: Rig) -> None:
+def test_a_part_outside_of_a_file_is_refused(rig: Rig) -> None:
     mapping, _, _ = rig.written(rig.path, rig.data)
     with pytest.raises(StoreError, match="are not inside"):
         LazyMemory.of_extents(
@@ -250,7 +250,7 @@ def test_a_part_of_a_file_that_is_outside_is_refused(rig: Rig) -> None:
         )
 
 
-def test_what_was_read_or_is_a_part_is_in_no_file(rig: Rig) -> None:
+def test_read_weights_and_parts_are_in_no_file(rig: Rig) -> None:
     source = rig.gathered_file()
     assert source.lazy is not None
     assert in_file(source.view[:100], source.lazy) is None

@@ -1,4 +1,4 @@
-"""Stacks whose matrices lie one by one in files: copied from where each of them is, pinned there."""
+"""Stacks whose matrices are stored one by one in files: they are copied from pinned pages of each place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NBYTES = 40000  # of a file
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a matrix for each expert, in shards, of which names stand in the order of text."""
+    """A checkpoint with a matrix for each expert, in shards, with names in alphabetical order."""
     path = tmp_path_factory.mktemp("experts")
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).to(torch.bfloat16)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In its files the last matrix of an expert is followed by the first of the next, and both are of one stack."""
+    """In its files the last matrix of an expert is followed by the first of the next, and both belong to one stack."""
     path = tmp_path_factory.mktemp("mixtral")
     torch.manual_seed(1)
     config = transformers.MixtralConfig(**TEXT | {"num_key_value_heads": 2, "num_local_experts": 4})
@@ -55,7 +55,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each block that a device which can pin was asked to pin."""
+    """The bytes of each block that a pinning device was asked to pin."""
     found: list[int] = []
 
     def given(backend: Any, config: Any) -> tuple[None, PageCache]:
@@ -68,7 +68,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_copies_start_from_there_and_bits_are_the_same(
+def test_copies_start_from_the_files_and_bits_are_the_same(
     name: str, share: float, request: pytest.FixtureRequest, pinned: list[int]
 ) -> None:
     folder: Path = request.getfixturevalue("folder" if name == "qwen3" else "mixtral")
@@ -91,15 +91,15 @@ def test_copies_start_from_there_and_bits_are_the_same(
     held = sum(home.group.nbytes for home in streamer._homes.homes.values() if home.tier is Tier.HOST)
     assert held < pages.nbytes + mmap.PAGESIZE
     assert pages.nbytes <= held + 2 * mmap.PAGESIZE * len(pages._pages), "no byte is pinned that is not copied"
-    assert sum(pinned) < 1.6 * experts, "what was pinned stays where it is wanted"
+    assert sum(pinned) < 1.6 * experts, "ranges that are still needed stay pinned"
     streamer.remove()
     assert pages.nbytes == 0
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("layer", ["2", r"\d+"])
-def test_a_mapping_that_tells_blocks_apart_is_followed(layer: str, folder: Path) -> None:
-    """Gate and up exchanged, in one layer and in all."""
+def test_a_mapping_that_distinguishes_blocks_is_followed(layer: str, folder: Path) -> None:
+    """Gate and up are exchanged, in one layer or in all."""
     kept = rf"(layers\.{layer}\.mlp\.experts\.\d+)\."
     pairs = (("gate", "held"), ("up", "gate"), ("held", "up"))
     mapping = {f"{kept}{old}_proj": rf"\1.{new}_proj" for old, new in pairs}

@@ -1,4 +1,4 @@
-"""Zero-copy and finer units on the CPU: what is read in place never streams, and plans tell it apart."""
+"""Zero-copy and finer units on the CPU: weights that are read in place never stream, and plans list them separately."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_named_weights_are_read_in_place(patterns: set[str]) -> None:
             assert_same(run(model, "cpu", 3), run(reference, "cpu", 3))
 
 
-def test_zero_copy_beside_the_classic_flags() -> None:
+def test_zero_copy_together_with_the_classic_flags() -> None:
     model, reference = MODELS["Stack"](), plain("Stack", "cpu")
     with weightstream.offload(
         model.module, device="cpu", offload_group_size=2, zero_copy_params=["down.weight"]
@@ -82,7 +82,7 @@ def test_ties_are_mapped_under_any_of_their_names() -> None:
             assert_same(run(model, "cpu", seed), run(reference, "cpu", seed))
 
 
-def test_a_pattern_without_a_match_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_without_a_match_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with weightstream.offload(Stack(), device="cpu", device_budget=STREAMED, zero_copy_params={"up", "experts"}):
         pass
     assert [r.getMessage() for r in caplog.records if "matches no" in r.getMessage()] == [
@@ -96,7 +96,7 @@ def mapped_plan() -> tuple[Manifest, Plan]:
     return manifest, map_to_host(place_within(manifest.without(named), budget=5120), manifest, 4096)
 
 
-def test_a_plan_with_mapped_weights_adds_up_and_says_so() -> None:
+def test_a_plan_with_mapped_weights_adds_up_and_names_them() -> None:
     manifest, plan = mapped_plan()
     prove(plan)
     assert plan.mapped_nbytes == 4096
@@ -122,7 +122,7 @@ def test_wrong_mapped_weights_are_proved_wrong(wrong: str) -> None:
         prove(bad)
 
 
-def test_a_step_reads_what_is_mapped_over_the_link() -> None:
+def test_a_step_reads_mapped_weights_over_the_link() -> None:
     manifest, plan = mapped_plan()
     without = place_within(manifest.without(plan.mapped), budget=5120)
     assert plan.step_s == without.step_s + 4096 / Profile().link_bytes_per_s
@@ -142,7 +142,7 @@ def test_host_bytes_in_order_up_to_the_tensor_that_reaches_them(host_nbytes: int
 
 
 def leaves_of(num_layers: int) -> Manifest:
-    """Two leaf units to a layer, as the finest grain has them."""
+    """Two leaf units per layer, as in the finest granularity."""
     units = tuple(
         UnitSpec(name=f"{layer}.{part}", layer=layer, tensors=(tensor(f"{layer}.{part}.w", nbytes),))
         for layer in range(num_layers)
@@ -172,7 +172,7 @@ def test_leaf_units_carry_the_index_of_their_block() -> None:
 
 
 @pytest.mark.parametrize("name", ["Stack", "NestedLists", "SharedBlock", "TiedLinears", "FusedEncoder", "Recurrent"])
-def test_leaf_units_hold_every_weight_once(name: str) -> None:
+def test_leaf_units_have_every_weight_once(name: str) -> None:
     module = MODELS[name]().module
     held = [id(leaf.tensor) for unit in find_units(module, "matrix") for leaf in unit.leaves()]
     assert set(held) == {id(t) for t in [*module.parameters(), *module.buffers()]}
@@ -213,7 +213,7 @@ def test_modules_with_the_very_same_weights_are_one_unit() -> None:
                     assert torch.equal(model(tokens), want)
 
 
-def test_tables_are_what_embeddings_alone_hold() -> None:
+def test_tables_are_weights_of_embeddings_only() -> None:
     model: Any = Tied()
     assert row_tables(model) == set()
     model.head.weight = nn.Parameter(torch.empty(64, 32))
@@ -222,7 +222,7 @@ def test_tables_are_what_embeddings_alone_hold() -> None:
     assert row_tables(model) == set()
 
 
-def test_the_grain_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
+def test_the_granularity_that_is_predicted_to_be_faster_then_smaller_wins() -> None:
     model = randomise(Stack(), 1)
     by_alias = groups(model)
     grains = tuple(manifest(merge_tied(find_units(model, grain), by_alias), by_alias) for grain in ("block", "matrix"))
