@@ -1,4 +1,4 @@
-"""One conformance suite for every backend and every wrapper of one; then what each of them adds."""
+"""One conformance suite for every backend and every wrapper, and the properties that each of them adds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fails() -> None:
 
 
 class Gate:
-    """Holds the copy stream at a copy until it is opened; on a GPU an open gate is all that can be had."""
+    """Holds the copy stream at a copy until it is opened. A GPU cannot be held, so there the gate is always open."""
 
     def __init__(self, backend: Any) -> None:
         self._open = threading.Event()
@@ -114,8 +114,8 @@ def test_a_part_is_the_same_bytes_under_a_storage_of_its_own(backend: Any) -> No
 
 @pytest.mark.parametrize("width", [1, 7, 512, 4096])
 @pytest.mark.parametrize("fed", [False, True])
-def test_rows_that_lie_apart_arrive_packed(backend: Any, width: int, fed: bool) -> None:
-    """Beside a copy that goes through the staging ring, too."""
+def test_rows_with_gaps_arrive_packed(backend: Any, width: int, fed: bool) -> None:
+    """Also together with a copy that goes through the staging ring."""
     num, pitch, on_cpu = 100, 3 * width + 5, backend.device.type == "cpu"
     host_memory = torch.randint(256, (num * pitch,), dtype=torch.uint8, pin_memory=not on_cpu)
     src = host_memory.as_strided((num, width), (pitch, 1), 2)
@@ -139,8 +139,8 @@ def test_a_part_keeps_its_memory_alive(backend: Any) -> None:
     assert storage() is None
 
 
-def test_the_owners_of_a_part_tell_which_views_are_left(backend: Any) -> None:
-    """Torch's own count is private: this tells when it moves or counts otherwise."""
+def test_the_owners_of_a_part_show_the_remaining_views(backend: Any) -> None:
+    """Torch's own count is private: this test fails if it moves or counts differently."""
     memory = backend.alloc(NBYTES)
     parts = [backend.part(memory, 0, 512), backend.part(memory, 512, 1024)]
     assert [owners(part.untyped_storage()) for part in parts] == [2, 2]  # the tensor, and the handle
@@ -180,7 +180,7 @@ def test_a_wait_sees_the_last_record_at_the_time_of_its_call(backend: Any) -> No
     backend.record(Side.COMPUTE, event)
     backend.wait(Side.COPY, event)
     copied = filled_event(backend, [gate.copy(ring, host(3))])
-    backend.record(Side.COPY, event)  # behind the gate: an earlier wait for this point would never end
+    backend.record(Side.COPY, event)  # after the gate: an earlier wait for this point would never end
     gate.open()
     backend.wait(Side.COMPUTE, copied)
     backend.wait(Side.COMPUTE, event)
@@ -189,7 +189,7 @@ def test_a_wait_sees_the_last_record_at_the_time_of_its_call(backend: Any) -> No
 
 
 def test_recording_again_replaces_the_point(backend: Any) -> None:
-    """Who waits after the second record waits for the second copy."""
+    """A wait after the second record waits for the second copy."""
     ring, gate = backend.alloc(NBYTES), Gate(backend)
     event = filled_event(backend, [Copy(dst=ring, src=host(1))])
     backend.copy([gate.copy(ring, host(2))])
@@ -229,14 +229,14 @@ def test_copies_keep_their_order(backend: Any) -> None:
     assert torch.equal(ring.cpu(), torch.cat([host(49, NBYTES // 2), host(200, NBYTES // 2)]))
 
 
-def test_a_copy_touches_its_own_bytes_only(backend: Any) -> None:
+def test_a_copy_touches_only_its_own_bytes(backend: Any) -> None:
     ring = backend.alloc(NBYTES)
     backend.copy([Copy(dst=ring, src=host(1)), Copy(dst=ring[512:1000], src=host(9, 488))])
     backend.synchronize()
     assert torch.equal(ring.cpu(), torch.cat([host(1, 512), host(9, 488), host(1, NBYTES - 1000)]))
 
 
-def test_an_error_reaches_who_waits_for_it_and_nobody_else(backend: Any) -> None:
+def test_an_error_reaches_only_the_waits_for_it(backend: Any) -> None:
     ring = backend.alloc(NBYTES)
     before = filled_event(backend, [Copy(dst=ring, src=host(1))])
     backend.wait(Side.COMPUTE, before)
@@ -257,7 +257,7 @@ def test_an_error_reaches_who_waits_for_it_and_nobody_else(backend: Any) -> None
 
 
 @pytest.mark.few(1)
-def test_what_is_brought_is_there_at_once_and_an_error_leaves_nothing_behind(backend: Any) -> None:
+def test_fetched_bytes_are_there_at_once_and_an_error_leaves_nothing(backend: Any) -> None:
     """More than the staging ring holds, in pieces and from several sources."""
     size = STAGING_NBYTES * (STAGING_BUFFERS + 1) + 5
     sources = [torch.randint(0, 256, (num,), dtype=torch.uint8) for num in (size, 3, STAGING_NBYTES)]
@@ -277,7 +277,7 @@ def test_what_is_brought_is_there_at_once_and_an_error_leaves_nothing_behind(bac
     assert torch.equal(again.cpu(), host(9))
 
 
-def test_an_error_that_nobody_waits_for_does_not_stop_the_copies(backend: Any) -> None:
+def test_an_error_without_a_wait_does_not_stop_the_copies(backend: Any) -> None:
     if backend.device.type == "cuda":
         pytest.skip("raises at once")
     ring = backend.alloc(NBYTES)
@@ -287,12 +287,12 @@ def test_an_error_that_nobody_waits_for_does_not_stop_the_copies(backend: Any) -
     assert torch.equal(ring, host(3))
 
 
-def test_stamps_tell_the_time_of_each_stream_once_it_has_passed_them(backend: Any) -> None:
+def test_stamps_have_the_time_of_each_stream_once_it_has_passed_them(backend: Any) -> None:
     ring, gate = backend.alloc(NBYTES), Gate(backend)
     begin = backend.stamp(Side.COPY)
     filled_event(backend, [gate.copy(ring, host(1))])
     end, event = backend.stamp(Side.COPY), backend.event()
-    backend.record(Side.COPY, event)  # behind the stamp, which others on the device may delay
+    backend.record(Side.COPY, event)  # after the stamp, which other work on the device may delay
     is_held = backend.device.type == "cpu"
     if is_held:
         assert backend.seconds(begin, end) is None
@@ -307,7 +307,7 @@ def test_stamps_tell_the_time_of_each_stream_once_it_has_passed_them(backend: An
     assert backend.seconds(begin, after) >= backend.seconds(begin, end) - 1e-4  # one clock
 
 
-def test_a_stamp_does_not_carry_the_error_of_a_copy_away(backend: Any) -> None:
+def test_a_stamp_does_not_consume_the_error_of_a_copy(backend: Any) -> None:
     if backend.device.type == "cuda":
         pytest.skip("raises at once")
     ring = backend.alloc(NBYTES)
@@ -334,7 +334,7 @@ def test_close_ends_every_thread_and_may_be_called_twice() -> None:
         ring = made.alloc(NBYTES)
         made.copy([Copy(dst=ring, src=host(5))])
         made.close()
-        assert torch.equal(ring.cpu(), host(5)), name  # what was queued has run
+        assert torch.equal(ring.cpu(), host(5)), name  # queued work has run
         made.close()
         made.synchronize()
         assert set(threading.enumerate()) <= before, name
@@ -350,8 +350,8 @@ def test_a_forgotten_backend_ends_its_threads(make: Callable[[], Any]) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_copy_that_fails_gives_its_buffer_back() -> None:
-    """While its error, and with it the frames that hold the piece, is alive."""
+def test_a_failed_copy_gives_its_buffer_back() -> None:
+    """Even while its error is alive, and with it the frames that refer to the piece."""
     with closing(Staging([torch.empty(NBYTES, dtype=torch.uint8) for _ in range(2)])) as staging:
         source, out = host(3), torch.zeros(NBYTES, dtype=torch.uint8)
 
@@ -371,7 +371,7 @@ def test_a_copy_that_fails_gives_its_buffer_back() -> None:
         assert torch.equal(out, source)
 
 
-def test_an_idle_copy_thread_holds_no_memory() -> None:
+def test_an_idle_copy_thread_keeps_no_memory_alive() -> None:
     backend = CpuBackend()
     source = host(1)
     references = len(gc.get_referrers(source))
@@ -384,7 +384,7 @@ def test_an_idle_copy_thread_holds_no_memory() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_is_refused_where_there_is_none() -> None:
+def test_cuda_is_refused_on_a_machine_without_it() -> None:
     with pytest.raises(ConfigError, match=r"device cuda:1: .*no CUDA GPU; use device='cpu'"):
         CudaBackend(torch.device("cuda", 1))
 
@@ -424,10 +424,10 @@ def test_pageable_sources_larger_than_the_staging_buffers_arrive_whole(pin_memor
     backend.close()
 
 
-# -- what the wrappers add ---------------------------------------------------------------------------------------------
+# -- properties of the wrappers ----------------------------------------------------------------------------------------
 
 
-def test_queue_runs_kernels_behind_the_caller_and_in_order() -> None:
+def test_queue_runs_kernels_asynchronously_and_in_order() -> None:
     backend, gate, seen = QueueBackend(), threading.Event(), []
     backend.launch(lambda: seen.append(gate.wait(30)))
     backend.launch(lambda: seen.append("second"))
@@ -447,7 +447,7 @@ def test_queue_raises_the_error_of_a_kernel_once() -> None:
     backend.close()
 
 
-def test_poison_shows_between_the_queueing_and_the_end_of_a_copy() -> None:
+def test_poison_is_visible_from_the_queueing_to_the_end_of_a_copy() -> None:
     backend, gate = Poison(CpuBackend()), threading.Event()
     ring = backend.alloc(NBYTES).fill_(1)
     poisoned = threading.Event()
@@ -467,7 +467,7 @@ def test_poison_shows_between_the_queueing_and_the_end_of_a_copy() -> None:
     backend.close()
 
 
-def test_fault_fails_the_copies_it_is_asked_to_and_no_other() -> None:
+def test_fault_fails_only_the_chosen_copies() -> None:
     backend = Fault(CpuBackend(), lambda copy: int(copy.src[0]) == 2)
     ring = backend.alloc(NBYTES)
     for value in (1, 2, 3):
@@ -482,7 +482,7 @@ def test_fault_fails_the_copies_it_is_asked_to_and_no_other() -> None:
     backend.close()
 
 
-def test_limit_counts_what_is_held_and_gives_back_what_is_freed() -> None:
+def test_limit_counts_held_memory_and_returns_freed_memory() -> None:
     backend = Limit(CpuBackend(), 1000)
     first = backend.alloc(600)
     with pytest.raises(torch.OutOfMemoryError, match="held 600 \\+ wanted 401 > limit 1000 bytes"):
@@ -583,12 +583,12 @@ def test_clock_reports_a_read_of_bytes_that_another_fill_wrote(clocked: Clocked)
     assert "the last write" in clocked.backend.races[0]
 
 
-def test_clock_reports_a_read_of_bytes_that_nobody_wrote(clocked: Clocked) -> None:
+def test_clock_reports_a_read_of_unwritten_bytes(clocked: Clocked) -> None:
     clocked.backend.read(clocked.first)
     assert len(clocked.backend.races) == 1
 
 
-def test_clock_takes_synchronize_as_an_order(clocked: Clocked) -> None:
+def test_clock_accepts_synchronize_as_an_order(clocked: Clocked) -> None:
     clocked.fill(clocked.first)
     clocked.backend.synchronize()
     clocked.backend.read(clocked.first)
@@ -597,7 +597,7 @@ def test_clock_takes_synchronize_as_an_order(clocked: Clocked) -> None:
     assert clocked.backend.races == []
 
 
-def test_clock_lets_disjoint_bytes_be(clocked: Clocked) -> None:
+def test_clock_ignores_disjoint_bytes(clocked: Clocked) -> None:
     clocked.fill(clocked.first)
     clocked.backend.wait(Side.COMPUTE, clocked.event)
     clocked.backend.read(clocked.first)

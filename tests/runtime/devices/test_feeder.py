@@ -1,4 +1,4 @@
-"""The thread that queues a GPU's copies while their bytes are read, on streams that keep what they are given."""
+"""The thread that queues a GPU's copies while their bytes are read, on streams that record their calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightstream.runtime.devices.cuda import CudaBackend
 
 
 class Stream:
-    """Says what was queued, and by which thread."""
+    """Records the queued calls and their threads."""
 
     cuda_stream = 7
 
@@ -46,7 +46,7 @@ class Event:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaBackend]:
-    """A backend whose copies and waits are told to streams of these, and which starts no thread before it must."""
+    """A backend whose copies and waits are reported to such streams. It starts no thread before one is needed."""
     found: Any = object.__new__(CudaBackend)
     found.device, found.pinning, found._pin = torch.device("cuda", 0), Lock(), False
     found._copies, found._computes, found._feeder, found._was_fed = Stream(), {}, None, False
@@ -80,13 +80,13 @@ def feeders() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "weightstream-feed"]
 
 
-def test_it_ends_where_nothing_is_unpinned_any_more(backend: CudaBackend) -> None:
+def test_it_ends_when_nothing_unpinned_is_left(backend: CudaBackend) -> None:
     (unpinned,) = copies(False)
     backend.copy([unpinned])
     assert feeders()
     backend.prepare_graph(copies(True, True))
     assert not feeders()
-    assert torch.equal(unpinned.dst, unpinned.src), "what was queued is made first"
+    assert torch.equal(unpinned.dst, unpinned.src), "queued copies are made first"
     stream: Any = backend._copies
     stream.queued.clear()
     event = Event()
@@ -96,14 +96,14 @@ def test_it_ends_where_nothing_is_unpinned_any_more(backend: CudaBackend) -> Non
     assert [what for what, _, _ in stream.queued] == ["wait", "copy", "record"]
     assert {name for _, _, name in stream.queued} == {threading.current_thread().name}
     backend.copy(copies(False))
-    assert feeders(), "and begins again"
+    assert feeders(), "it starts again"
     backend.synchronize()
-    assert feeders(), "it may run at any line, as a finalizer"
+    assert feeders(), "it survives: a finalizer may call at any line"
     backend.prepare_graph()
     assert not feeders()
 
 
-def test_a_graph_is_refused_the_copies_that_it_cannot_make(backend: CudaBackend) -> None:
+def test_a_graph_is_refused_copies_that_it_cannot_make(backend: CudaBackend) -> None:
     with pytest.raises(OffloadError, match="a captured graph cannot"):
         backend.prepare_graph(copies(True, False))
     backend.prepare_graph(copies(True, True))
@@ -113,8 +113,8 @@ def test_a_graph_is_refused_the_copies_that_it_cannot_make(backend: CudaBackend)
     backend.copy(copies(True))
 
 
-def test_copies_of_a_graph_are_queued_by_who_captures_it(backend: CudaBackend) -> None:
-    """Though another model over the same device was fed before."""
+def test_copies_of_a_graph_are_queued_by_the_capturing_thread(backend: CudaBackend) -> None:
+    """Also after another model used the thread for the same device."""
     backend.copy(copies(False))
     backend.prepare_graph(copies(True))
     backend.is_capturing[0] = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What opening a device leaves behind in the process."""
+"""State of the process after a device was opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = OffloadConfig().resolved()
 
 @pytest.fixture(autouse=True)
 def _freeze_count() -> None:
-    """What is frozen is counted here."""
+    """Leave the count of frozen objects as it is, which conftest.py replaces for other tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _enabled() -> Iterator[None]:
     gc.enable()
 
 
-def test_nobody_looks_for_garbage_meanwhile() -> None:
+def test_garbage_is_not_collected_meanwhile() -> None:
     with opened_backend("cpu", CONFIG) as backend:
         assert not gc.isenabled()
         with opened_backend("cpu", CONFIG) as other:
@@ -40,7 +40,7 @@ def test_nobody_looks_for_garbage_meanwhile() -> None:
     assert gc.isenabled()
 
 
-def test_who_has_disabled_collection_finds_it_disabled() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     with opened_backend("cpu", CONFIG) as backend:
         backend.close()
@@ -57,12 +57,12 @@ def test_an_error_enables_it_again() -> None:
         assert gc.isenabled()
 
 
-def test_a_name_that_is_none_is_answered_with_those_that_are() -> None:
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"^device 'gpu': give cuda, cuda:1 or cpu$"), opened_backend("gpu", CONFIG):
         pass
 
 
-def test_what_was_frozen_stays_frozen() -> None:
+def test_frozen_objects_stay_frozen() -> None:
     gc.freeze()
     num = gc.get_freeze_count()
     with opened_backend("cpu", CONFIG) as backend:
@@ -71,8 +71,8 @@ def test_what_was_frozen_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize("budget", ["40KiB", "1KiB"], ids=["let go of", "refused"])
-def test_a_model_that_is_nobodys_goes_before_the_next_is_loaded(budget: str) -> None:
-    """With its streamer it is a cycle, and what was loaded counts as old: it would stay without a look."""
+def test_a_dropped_model_is_freed_before_the_next_is_loaded(budget: str) -> None:
+    """With its streamer it is a cycle, and loaded objects count as old: without a collection it would stay."""
     left: list[weakref.ref[nn.Module]] = []
     for _ in range(3):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

@@ -1,4 +1,4 @@
-"""Kernels that are loaded ahead: what is launched for it runs, whatever the settings of the process."""
+"""Kernels that are loaded ahead: all warm-up launches run, whatever the settings of the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_all_that_is_launched_runs(dtype: torch.dtype, launched: list[str]) -> None:
+def test_all_warmup_launches_run(dtype: torch.dtype, launched: list[str]) -> None:
     before, state = torch.get_default_dtype(), torch.get_rng_state()
     torch.set_default_dtype(dtype)
     try:
@@ -41,7 +41,7 @@ def test_all_that_is_launched_runs(dtype: torch.dtype, launched: list[str]) -> N
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_where_nothing_generates_or_all_is_deterministic_there_is_one_product(
+def test_without_generation_or_with_deterministic_algorithms_there_is_one_product(
     deterministic: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
@@ -50,7 +50,7 @@ def test_where_nothing_generates_or_all_is_deterministic_there_is_one_product(
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_it_runs_on_a_thread_for_a_gpu_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_on_a_thread_only_for_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[torch.device, bool, bool]] = []
     here = threading.get_ident()
 
@@ -64,7 +64,7 @@ def test_it_runs_on_a_thread_for_a_gpu_alone(device: torch.device, monkeypatch: 
     assert ran == ([] if device == CPU else [(device, False, True), (device, False, False)])
 
 
-def test_a_load_that_fails_waits_for_a_stage_alone(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_load_waits_for_only_one_stage(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, inputs, launch = Event(), Event(), warmup._inputs, warmup._launch
 
     def slow(ids: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_a_load_that_fails_waits_for_a_stage_alone(launched: list[str], monkeypa
     assert launched == ["_inputs"]
 
 
-def test_what_it_fails_with_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_errors_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: torch.device, failed: Event, *, generates: bool) -> None:
         raise torch.OutOfMemoryError("no room")
 
