@@ -1,4 +1,4 @@
-"""A trace: what it holds of every step, the file that it writes, what it costs and refuses; the command."""
+"""A trace: its spans for every step, its file, its cost and its refusals; the command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def x(seed: int, num: int = 2) -> torch.Tensor:
 
 @torch.no_grad()
 def traced(module: nn.Module, streamer: weightstream.Streamer, num_steps: int = 3) -> Trace:
-    """A trace of steps of which each gives the plain model's bits."""
+    """A trace of steps, each with the plain model's bits."""
     plain = model()
     with streamer.trace() as trace:
         for seed in range(num_steps):
@@ -45,12 +45,12 @@ def of(trace: Trace, kind: str, row: str | None = None) -> list[Span]:
 
 
 def needs(wait: Span, fills: list[Span]) -> Span | None:
-    """The fill that a wait is for; None where it began before the trace."""
+    """The fill that a wait is for, or None if it began before the trace."""
     return next((f for f in reversed(fills) if f.name == wait.name and f.begin_s < wait.end_s), None)
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_every_unit_fill_and_step_is_there(num_before: int) -> None:
+def test_every_unit_fill_and_step_is_in_the_trace(num_before: int) -> None:
     module = model()
     with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer, torch.no_grad():
         for seed in range(num_before):
@@ -66,10 +66,10 @@ def test_every_unit_fill_and_step_is_there(num_before: int) -> None:
         assert sum(fill.nbytes for fill in fills) == after.filled_nbytes - before.filled_nbytes
         assert all(fill.planned for fill in fills)
         assert module(x(1)).shape == (2, WIDTH)
-        assert len(of(trace, "step", "compute")) == 3  # what runs later is not in it
+        assert len(of(trace, "step", "compute")) == 3  # later steps are not in it
 
 
-def test_spans_are_where_they_belong() -> None:
+def test_spans_are_at_their_place() -> None:
     module = model()
     with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer:
         trace = traced(module, streamer, 6)
@@ -99,7 +99,7 @@ def test_a_slow_copy_is_a_long_fill_and_a_long_wait(monkeypatch: pytest.MonkeyPa
 
 
 class Reordered(nn.Module):
-    """Runs its layers in the order that `order` says, which no plan knows before."""
+    """Runs its layers in the order of `order`, which no plan knows in advance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_a_fill_on_demand_is_not_planned() -> None:
         assert len(on_demand) == streamer.stats().unplanned_fills - before
 
 
-def test_a_unit_outside_of_a_step_is_of_none() -> None:
+def test_a_unit_outside_of_a_step_belongs_to_none() -> None:
     module = model()
     with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer, torch.no_grad():
         module(x(0))
@@ -175,10 +175,10 @@ def test_the_file_is_a_chrome_trace(tmp_path: Path) -> None:
             assert event["args"]["GB/s"] == pytest.approx(NBYTES / span.seconds / 1e9, abs=0.01)
 
 
-# -- what it costs, and refuses ----------------------------------------------------------------------------------------
+# -- cost and refusals -------------------------------------------------------------------------------------------------
 
 
-def test_a_full_trace_says_so_once_and_the_steps_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_trace_is_reported_once_and_the_steps_continue(caplog: pytest.LogCaptureFixture) -> None:
     module, plain = model(), model()
     with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer, torch.no_grad():
         module(x(0))
@@ -208,7 +208,7 @@ def test_two_at_once_and_one_after_remove_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_removed_inside_of_a_trace() -> None:
+def test_removed_inside_a_trace() -> None:
     module, plain = model(), model()
     streamer = weightstream.offload(module, device="cpu", device_budget=BUDGET)
     with streamer.trace() as trace:
@@ -280,7 +280,7 @@ def test_the_command_writes_the_prompt_and_the_steps(folder: Path, tmp_path: Pat
     assert max(map(len, lines)) <= 100
     assert "\x1b" not in result.output
     labels = [line.partition(":")[0].strip() for line in lines if line[:10].endswith(":")]
-    labels = [label for label in labels if label != "advice"]  # on a busy machine
+    labels = [label for label in labels if label != "advice"]  # shown on a busy machine
     assert labels[:6] == ["plan", "prompt", "decode", "predicted", "compute", "copies"]
     assert labels[6:] in (["waits", "trace"], ["trace"])
     assert f"{out}(" in "".join(result.stdout.split())  # wherever the line breaks
@@ -301,14 +301,14 @@ def test_the_command_refuses_pipelines(tmp_path: Path) -> None:
     assert "is a pipeline of diffusers" in result.stderr
 
 
-def test_the_command_where_nothing_streams(folder: Path, tmp_path: Path) -> None:
+def test_the_command_if_nothing_streams(folder: Path, tmp_path: Path) -> None:
     result = command(folder, "--device-budget", "1GiB", "--out", tmp_path / "t.json")
     assert result.exit_code == 0, result.output
     assert "copies: " not in result.stdout
     assert "longest for" not in result.stdout
 
 
-def test_a_file_in_no_folder_is_told_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_an_impossible_file_is_reported_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     result = command(tmp_path / "no model", "--out", tmp_path / "none" / "t.json")
     assert result.exit_code == 2
     assert result.stderr == f"error: --out {tmp_path}/none/t.json: the folder {tmp_path}/none does not exist\n"
