@@ -80,7 +80,7 @@ def test_streams_the_plain_models_tokens(folder: Path) -> None:
     assert found["first_difference"] is None
 
 
-def test_counts_what_streamed(folder: Path) -> None:
+def test_counts_streamed_bytes(folder: Path) -> None:
     found = run_json(folder, "--device-budget", BUDGET, "--prompt", PROMPT)
     stats, model = found["stats"], transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert stats["steps"] == len(found["tokens"])

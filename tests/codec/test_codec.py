@@ -324,7 +324,7 @@ def test_damaged_bytes_give_wrong_weights_and_no_error(dtype: str, seed: int) ->
 
 @pytest.mark.few(1)
 @kinds
-def test_a_flipped_bit_changes_what_it_must(dtype: str) -> None:
+def test_a_flipped_bit_changes_exactly_the_affected_weights(dtype: str) -> None:
     """Every bit of sign, mantissa and symbols counts: if it is flipped, one weight changes, or those that share its
     escapes."""
     data = spread(dtype, 4096, 0.5, 0.5, 0)  # nearly no escapes

@@ -226,19 +226,19 @@ def test_the_bound_of_one_turn_holds_in_graphs() -> None:
     st.lists(st.integers(1, 60), min_size=1, max_size=4),
     st.integers(0, 30),
 )
-def test_the_device_of_each_block(nbytes: list[int], budgets: list[int], beside: int) -> None:
-    for found in whose(nbytes, budgets, [1.0] * len(budgets), beside):
-        assert_fair(found, nbytes, budgets, beside)
+def test_the_device_of_each_block(nbytes: list[int], budgets: list[int], outside_nbytes: int) -> None:
+    for found in whose(nbytes, budgets, [1.0] * len(budgets), outside_nbytes):
+        assert_fair(found, nbytes, budgets, outside_nbytes)
 
 
-def assert_fair(found: list[int], nbytes: list[int], budgets: list[int], beside: int) -> None:
+def assert_fair(found: list[int], nbytes: list[int], budgets: list[int], outside_nbytes: int) -> None:
     assert len(found) == len(nbytes)
-    held = [beside * (lane == 0) for lane in range(len(budgets))]
+    held = [outside_nbytes * (lane == 0) for lane in range(len(budgets))]
     for size, lane in zip(nbytes, found, strict=True):
         held[lane] += size
     if all(h <= budget for h, budget in zip(held, budgets, strict=True)):
         return
-    room = [budgets[0] - beside, *budgets[1:]]
+    room = [budgets[0] - outside_nbytes, *budgets[1:]]
     ideal = next(more for more in range(sum(nbytes) + 60) if sum(max(0, r + more) for r in room) >= sum(nbytes))
     for lane in set(found):  # with indivisible blocks, no device streams much more than with some divisible ones
         assert held[lane] - budgets[lane] <= ideal + 2 * max(nbytes)

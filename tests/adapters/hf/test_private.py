@@ -322,7 +322,7 @@ def test_a_loop_that_checks_a_step_late() -> None:
         asked = (None, False)
         supported = [late.is_supported(torch.device(kind), *asked, is_assistant=False) for kind in ("mps", "cpu")]
     assert supported == [True, False], lost("is_supported of mps alone")
-    assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which tells the steps to undo")
+    assert {"__call__", "finish"} <= vars(late).keys(), lost("finish, which reports the steps to undo")
 
 
 def test_patched_names_always_exist() -> None:

@@ -351,7 +351,7 @@ WRITES: dict[str, tuple[Callable[[], Any], Callable[[], bool]]] = {
 
 @pytest.mark.parametrize("place", WRITES)
 @pytest.mark.parametrize("order", ["alone", "before", "after"])
-def test_what_another_thread_writes_stays(place: str, order: str) -> None:
+def test_writes_of_another_thread_stay(place: str, order: str) -> None:
     """It writes while a call is traced that leaves tensors in the same places, or in none."""
     write, is_there = WRITES[place]
     ORDERED["gone"] = 1

@@ -80,7 +80,7 @@ def test_operators_that_cannot_be_timed_keep_their_estimate(monkeypatch: pytest.
 
 @torch.library.custom_op("weightstream_test::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("what it does with any operands nobody knows")
+    raise AssertionError("its result for these operands is unknown")
 
 
 @doubled.register_fake

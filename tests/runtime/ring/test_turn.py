@@ -35,7 +35,7 @@ def stack(seed: int = 1) -> nn.Sequential:
 
 
 @contextmanager
-def beside(call: Callable[[], None]) -> Iterator[list[int]]:
+def repeating(call: Callable[[], None]) -> Iterator[list[int]]:
     """Another thread repeats the call during the block, and must finish it several times."""
     ended, done, errors = [0], threading.Event(), queue.SimpleQueue[BaseException]()
 
@@ -71,7 +71,7 @@ def test_another_threads_call_of_a_unit_waits_for_the_step_to_end() -> None:
         def alone() -> None:
             assert torch.equal(model[3](x), part)
 
-        with beside(alone) as ended:
+        with repeating(alone) as ended:
             for _ in range(150):
                 assert torch.equal(model(x), whole)
         assert ended[0] > 15, "a thread that runs step after step does not block others"
@@ -311,7 +311,7 @@ def test_stats_can_be_called_while_the_plan_changes() -> None:
             assert stats.held_nbytes["host"] > 0
             assert len(stats.units) <= len(inputs.grains[-1].units)
 
-        with beside(ask) as ended:
+        with repeating(ask) as ended:
             for index in range(20):
                 streamer.switch(plans[index % len(plans)])
                 for _ in range(5):

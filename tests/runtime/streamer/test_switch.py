@@ -288,10 +288,10 @@ def test_a_kept_view_is_logged_and_its_unit_stays(take: str, caplog: pytest.LogC
         assert "2.linear.weight" not in streamer.plan.resident
         for _ in range(5):
             assert torch.equal(model(x), plain(x))
-        told = [record.getMessage() for record in caplog.records if "outlived its forward" in record.getMessage()]
-        assert len(told) == 1
-        assert "weights of 2" in told[0]
-        assert "The unit has memory of its own from now on; make the view again" in told[0]
+        messages = [record.getMessage() for record in caplog.records if "outlived its forward" in record.getMessage()]
+        assert len(messages) == 1
+        assert "weights of 2" in messages[0]
+        assert "The unit has memory of its own from now on; make the view again" in messages[0]
         assert "2.linear.weight" in streamer.plan.resident
         assert streamer.stats().fills > 0
         assert torch.equal(views[0], others[0])  # it was made again, and always shows the true weights
@@ -311,9 +311,9 @@ def test_a_kept_view_of_a_unit_that_cannot_stay(caplog: pytest.LogCaptureFixture
         before = streamer.plan.resident
         for _ in range(5):
             assert torch.equal(model(x), plain(x))
-        told = [record.getMessage() for record in caplog.records if "outlived its forward" in record.getMessage()]
-        assert len(told) == 1
-        assert "The unit cannot have memory of its own: device budget" in told[0]
+        messages = [record.getMessage() for record in caplog.records if "outlived its forward" in record.getMessage()]
+        assert len(messages) == 1
+        assert "The unit cannot have memory of its own: device budget" in messages[0]
         assert streamer.plan.resident == before
 
 

@@ -630,7 +630,7 @@ def test_objects_without_the_memory_cause_no_warning(name: str, caplog: pytest.L
 
 
 @pytest.mark.parametrize("views", [2, 1])
-def test_a_view_outside_of_the_model_of_what_several_buffers_show_is_told(
+def test_an_outside_view_of_memory_that_several_buffers_share_is_reported(
     views: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = torch.randn(2 * WIDTH, WIDTH)

@@ -109,7 +109,7 @@ def test_functions_run_without_class_hooks_and_keep_the_state() -> None:
         raise Cut
 
     assert sees(1, more=2) == (3, False)
-    assert sees.__doc__ == "What it says."
+    assert sees.__doc__ == "The current state."
     with pytest.raises(Cut):
         quietly(fails)
     assert torch._C._is_torch_function_enabled()

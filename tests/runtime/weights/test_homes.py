@@ -396,7 +396,7 @@ def test_the_arena_rounds_up_to_a_page_and_no_further(nbytes: int) -> None:
     block.fill_(7)  # all of it can be written
 
 
-def test_the_arena_unpins_what_it_pinned_once() -> None:
+def test_the_arena_unpins_its_memory_once() -> None:
     pinned: list[int] = []
     unpinned: list[int] = []
     arena = Arena(lambda block: pinned.append(block.data_ptr()), lambda block: unpinned.append(block.data_ptr()))
