@@ -370,9 +370,8 @@ def test_a_budget_is_kept(share: float, is_watched: bool) -> None:
 def test_units_are_layers_unless_a_step_is_watched() -> None:
     plain = list(layers())
     largest = max(p.nbytes for module in plain for p in module.parameters())
-    budget = (
-        nbytes(plain) // NUM_LAYERS // 2 + largest // 2 + 1024
-    )  # less than a layer and the weights that always stay
+    # less than a layer and the weights that always stay
+    budget = nbytes(plain) // NUM_LAYERS // 2 + largest // 2 + 1024
     whole = BudgetOffloader(budget, codec="none")
     whole.wrap_modules(layers())
     with pytest.raises(PlanError):

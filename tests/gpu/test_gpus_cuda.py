@@ -133,9 +133,8 @@ def test_a_failed_capture_leaves_both_gpus_unchanged(monkeypatch: pytest.MonkeyP
             assert (reports[-1].reason is not None) == waits, reports[-1]
             assert torch.equal(model.generate(ids, **options, **generating.STATIC), want)
             reserved = []
-            for _ in range(
-                3
-            ):  # memory that another stream used is released only while torch sees no capture in progress
+            # memory that another stream used is released only while torch sees no capture in progress
+            for _ in range(3):
                 for device in range(2):
                     torch.empty(64 << 20, device=f"cuda:{device}").record_stream(torch.cuda.Stream(device))
                     torch.cuda.synchronize(device)

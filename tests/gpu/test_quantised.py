@@ -123,9 +123,8 @@ def test_float8_is_compressed_on_top(kind: str) -> None:
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_by_block(kind: str) -> None:
     """With the default compiler, as a resident model whose blocks are compiled alike."""
-    options: dict[str, Any] = {
-        "options": {"emulate_precision_casts": True, "deterministic": True}
-    }  # otherwise it times its choices
+    # otherwise it times its choices
+    options: dict[str, Any] = {"options": {"emulate_precision_casts": True, "deterministic": True}}
     plain, model, xs, _ = pair(available(kind))
     torch._dynamo.reset()
     for block in plain.children():

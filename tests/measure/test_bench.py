@@ -74,9 +74,8 @@ def cells(result: Result, name: str) -> list[str]:
 def refused(result: Result) -> str:
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    said = [
-        line for line in result.stderr.splitlines() if not line.startswith("weightstream: ")
-    ]  # progress of long work
+    # without the progress of long work
+    said = [line for line in result.stderr.splitlines() if not line.startswith("weightstream: ")]
     assert said[0].startswith("error: ") or "Usage" in result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr

@@ -20,9 +20,8 @@ from weightstream.store.checkpoint import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # optimum reads it on all models
+# optimum reads it on all models
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 SHARES = (0.35, 0.7)
@@ -62,9 +61,8 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
     names = set(in_file if name in ("fp8", "mxfp4") else plain.state_dict())  # transformers has unpacked these
     nbytes = sum(tensor.nbytes for tensor in in_file.values())
     wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
-    for share in (
-        SHARES if name in ("gptq", "mxfp4") else SHARES[:1]
-    ):  # the larger share is for the stacks, and for one other format
+    # the larger share is for the stacks, and for one other format
+    for share in SHARES if name in ("gptq", "mxfp4") else SHARES[:1]:
         with caplog.at_level(logging.WARNING, "weightstream"):
             model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
         lines = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
@@ -136,9 +134,8 @@ def test_is_planned_as_it_is_loaded(folder: Any, name: str) -> None:
     plan = weightstream.plan_model(path, **settings)
     model = weightstream.from_pretrained(path, **settings)
     found = model.weightstream.plan
-    if name.startswith(
-        "bnb nf4"
-    ):  # CPUs with AVX-512 read these in another order, which a plan without a device ignores
+    # CPUs with AVX-512 read these in another order, which a plan without a device ignores
+    if name.startswith("bnb nf4"):
         assert abs(plan.manifest.nbytes - found.manifest.nbytes) < 0.1 * found.manifest.nbytes
     else:
         assert plan.manifest.nbytes == found.manifest.nbytes
@@ -189,9 +186,8 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     if name.startswith(("bnb nf4", "gptq")):  # a first forward rounds scales on CPUs with AVX-512; GPTQ is saved wrong
         plain = loaded(path)
         plain(IDS)
-        plain.__dict__.pop(
-            "hf_device_map", None
-        )  # transformers takes a model with the CPU as its only device for offloaded
+        # transformers takes a model with the CPU as its only device for offloaded
+        plain.__dict__.pop("hf_device_map", None)
         plain.save_pretrained(tmp_path / "plain", save_original_format=as_loaded)
         wanted = loaded(tmp_path / "plain")(IDS).logits
     assert torch.equal(loaded(tmp_path / "ours")(IDS).logits, wanted)

@@ -54,9 +54,8 @@ def test_streams_as_it_is(name: str) -> None:
     # on CPUs with AVX-512 a first forward rounds the scales of bitsandbytes; one of compressed-tensors unpacks
     # everything
     state = dict((plain if name.startswith("bnb") else build(name)).state_dict())
-    for share in (
-        SHARES if name == "gptq" else SHARES[:1]
-    ):  # in the larger one some weights stay on the device, in the same way for each format
+    # in the larger one some weights stay on the device, in the same way for each format
+    for share in SHARES if name == "gptq" else SHARES[:1]:
         with weightstream.offload(model, device="cpu", device_budget=int(share * nbytes), codec="none") as streamer:
             filled = []
             for x, y in zip(xs, wanted, strict=True):

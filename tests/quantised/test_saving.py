@@ -23,9 +23,8 @@ import weightstream
 from weightstream.adapters.hf import private
 from weightstream.runtime.tensors.leaves import storage_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # optimum reads it on all models
+# optimum reads it on all models
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 STATES = ("as it is loaded", "after a forward")

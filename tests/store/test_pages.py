@@ -317,9 +317,8 @@ class Device:
     def holds(self, memory: torch.Tensor) -> bool:
         """Whether the memory is pinned now."""
         first, last = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        there = Counter(self.pinned) - Counter(
-            self.unpinned
-        )  # the system may map other memory at the same addresses later
+        # the system may map other memory at the same addresses later
+        there = Counter(self.pinned) - Counter(self.unpinned)
         return any(start <= first and last <= start + nbytes for start, nbytes in there)
 
 

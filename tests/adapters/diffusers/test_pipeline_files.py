@@ -279,10 +279,8 @@ def test_a_quantised_component(device: str, saved: Callable[[str], Path], tmp_pa
     model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", device_map=device, **options)
     shutil.rmtree(folder / "transformer")
     model.save_pretrained(folder / "transformer")
-    options = {
-        "device_map": device,
-        "torch_dtype": torch.float32,
-    }  # otherwise weights that are not quantised become float16
+    # otherwise weights that are not quantised become float16
+    options = {"device_map": device, "torch_dtype": torch.float32}
     theirs = diffusers.FluxTransformer2DModel.from_pretrained(folder / "transformer", **options)
     reference = plain(saved("flux"), device)
     reference.transformer = theirs

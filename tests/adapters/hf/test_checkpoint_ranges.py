@@ -118,9 +118,8 @@ def test_middle_layers_are_assumed_to_equal_the_first_and_the_last(odd: str | No
     def counted(model: Any, tensors: Any, mapping: Any = None) -> Any:
         asked.append(len(tensors))
         found = real(model, tensors, mapping)
-        if odd == "Qwen3Moe, layer 2, last" and len(tensors) < len(
-            names
-        ):  # as if the converter had joined them in another way
+        # as if the converter had joined them in another way
+        if odd == "Qwen3Moe, layer 2, last" and len(tensors) < len(names):
             last = "model.layers.3.mlp.experts.gate_up_proj"
             found[last] = found[last][::-1]
         return found

@@ -273,9 +273,8 @@ def test_impossible_plans_are_refused(folder: Path, caplog: pytest.LogCaptureFix
         except ConfigError as error:
             refused = str(error)
     said = [str(warning.message) for warning in found] if refused is None else [refused]
-    assert ["nowhere" in text for text in said] == [
-        True
-    ]  # transformers up to 5.17 warns of it, later versions refuse it
+    # transformers up to 5.17 warns of it, later versions refuse it
+    assert ["nowhere" in text for text in said] == [True]
     caplog.clear()
     weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", tp_size=8)
     assert ["cannot be traced" in message and "heads" in message for message in caplog.messages] == [True]

@@ -309,9 +309,8 @@ def test_a_token_copies_the_experts_that_it_uses() -> None:
         rows = 2 * batch
         products = [op.nbytes for op in ops_of(found, "half") if op.flops == 2 * rows * expert]
         assert products == [2 * rows * (expert + 64 + 2 * 160)] * 2
-        stacked = [
-            op.nbytes for _, _, op in found.ops if op.stacked and op.rate == "half"
-        ]  # positions are not of this rate
+        # positions are not of this rate
+        stacked = [op.nbytes for _, _, op in found.ops if op.stacked and op.rate == "half"]
         assert stacked[::2] == products, "each matrix is multiplied by its own row"
         copies = [op for _, _, op in found.ops if op.picked]
         assert {op.picked for op in copies} == {rows / 8}

@@ -15,9 +15,8 @@ from weightstream.plan.manifest import Op, unit_seconds
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 from weightstream.runtime.weights.alias_groups import UnitModule
 
-SLOW = replace(
-    CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6
-)  # so slow that every operator is worth timing
+# so slow that every operator is worth timing
+SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6)
 
 
 def seconds_of(found: Footprint) -> dict[Any, float]:
