@@ -635,6 +635,6 @@ def test_a_forward_of_ones_own_is_kept() -> None:
         assert torch.equal(model(x), want)
         copied = copy.deepcopy(model)
         assert torch.equal(copied(x), want)
-        ways = stripes._ways
+        ways = stripes._crossings
     assert torch.equal(model(x), want)
     assert not any(way.is_open for way in ways)
