@@ -190,9 +190,11 @@ class Gatherer:
             demands=(Demand(),) * len(grains),
             whole_experts=why_whole(self.called),
         )
+        # the calls of a loaded model that is none of language have shapes of their own: traced when they come
+        if self.loaded is not None and not _generates(self.called):
+            return inputs
         workload = _workload(self.called, config)
-        # no workload to assume; or the model is loaded, and its calls, of unknown shapes, are traced when they come
-        if workload is None or (self.loaded is not None and not _generates(self.called)):
+        if workload is None:
             return inputs
         try:
             work = (subset.observe if subset is not None else observe)(self.called, workload)
