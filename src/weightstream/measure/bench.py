@@ -182,7 +182,8 @@ class _Bench:
         """Measure everything that can be measured."""
         # Products of many rows draw so much power that everything right after them is slower, decoding by a fifth. So
         # they are followed by `link` and `modules`, which hardly use the device. `decoding` waits until its kernels are
-        # compiled, as compiler threads use the device and the host. Only after that are graphs captured, for `kernels`.
+        # compiled, as compiler threads use the device and the host. Only after that the host's time to open units is
+        # measured, and graphs are captured, for `kernels`.
         workspace = self._workspace()
         decoding = (self.decoding,) if self._dtypes else ()
         products = self.measure_parts((self.products, self.attention), advance, self.queued_s)

@@ -32,7 +32,7 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     `blocks` default to those of `find_blocks`. A unit that is a block, or part of one, carries the block's index.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    # the modules that are not cut further; none of them for "matrix", where only leaf modules are not
+    # modules that are one unit each; for "matrix" there are none, and every module is cut down to its leaf modules
     kept_whole = {
         "block": {id(block) for block in called(blocks)},
         "half": _halves(blocks),

@@ -299,9 +299,8 @@ class VllmWorker:
         if room is not None:
             _move_adapters(offloader.layers.values(), worker.device)
         is_budget_set = offloader.config.has_budget or offloader.config.backend != "none"
-        budget_room = (
-            None if is_budget_set else room
-        )  # the budget is computed from this, and corrected by watched steps
+        # without a budget in the settings, it is computed from this room; watched steps correct it
+        budget_room = None if is_budget_set else room
         if budget_room is not None:
             offloader.config = offloader.config.merged(device_budget=max(1, budget_room.nbytes(self._guess())))
         try:
