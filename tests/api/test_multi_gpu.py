@@ -637,6 +637,6 @@ def test_a_users_forward_is_kept() -> None:
         assert torch.equal(model(x), want)
         copied = copy.deepcopy(model)
         assert torch.equal(copied(x), want)
-        ways = stripes._ways
+        ways = stripes._crossings
     assert torch.equal(model(x), want)
     assert not any(way.is_open for way in ways)

@@ -352,3 +352,27 @@ def test_a_foreseen_plan_is_put_in_force_if_it_acts_differently(part: str, monke
         learning._change(found)
         assert (switched == [found]) is (part != "step_s")
         assert (streamer.plan is found) is (part == "step_s")
+
+
+class Mapping(UserDict):  # type: ignore[type-arg]
+    """A config whose missing attributes are missing keys."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Positions:
+    """A config with a name that transformers gives to a number."""
+
+    max_position_embeddings = (128, 128)
+
+
+@pytest.mark.parametrize("config", [Mapping(dim=WIDTH), Positions()], ids=["keys", "positions"])
+def test_a_config_of_any_kind_is_not_asked(config: Any) -> None:
+    """Only a language model's config says which step to plan for."""
+    model, plain = models()
+    model.config = config
+    with weightstream.offload(model, device="cpu", device_budget=3 * LAYER):
+        assert_steps(model, plain)

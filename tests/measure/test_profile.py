@@ -163,7 +163,7 @@ def test_a_late_host_does_not_lengthen_times_of_a_gpu(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bench, "_CPU", bench._CPU._replace(out_width=1024, rows=4))
     monkeypatch.setattr(bench._Bench, "_num_ahead", 3)
-    monkeypatch.setattr(bench._Bench, "_half", lambda _: calls.append("ahead"))
+    monkeypatch.setattr(bench._Bench, "_bf16_product", lambda _: calls.append("ahead"))
     found = bench._Bench(Gpu())
     work = partial(calls.append, "work")
     assert found.queued_s(work, 2) >= 0

@@ -19,6 +19,7 @@ import weightstream
 from models import TEXT
 from weightstream.cli import app
 from weightstream.errors import OffloadError
+from weightstream.runtime.ring.timeline import Timeline
 from weightstream.runtime.trace import Span, Trace
 
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
@@ -312,3 +313,24 @@ def test_an_impossible_file_is_reported_before_the_model_is_loaded(folder: Path,
     result = command(tmp_path / "no model", "--out", tmp_path / "none" / "t.json")
     assert result.exit_code == 2
     assert result.stderr == f"error: --out {tmp_path}/none/t.json: the folder {tmp_path}/none does not exist\n"
+
+
+def test_an_interrupt_at_the_begin_of_a_trace_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = model()
+    with weightstream.offload(module, device="cpu", device_budget=BUDGET) as streamer:
+        begin = Timeline.begin_trace
+
+        def interrupted(timeline: Timeline, trace: Trace) -> None:
+            begin(timeline, trace)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Timeline, "begin_trace", interrupted)
+            with pytest.raises(KeyboardInterrupt), streamer.trace():
+                pytest.fail("the block is not entered")
+        assert of(traced(module, streamer), "step")
+        with streamer.trace() as outer:
+            with pytest.raises(OffloadError, match="inside of trace"), streamer.trace():
+                pytest.fail("the block is not entered")
+            module(x(0))
+        assert of(outer, "step"), "the second one did not end it"

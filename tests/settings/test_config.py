@@ -515,7 +515,7 @@ def test_from_kwargs_treats_none_as_not_passed() -> None:
 def test_from_kwargs_refuses_a_key_passed_twice(uva: object) -> None:
     text = refusal(OffloadConfig.from_kwargs, uva=uva, cpu_offload_gb=1)
     assert text.startswith("cpu_offload_gb = 1 contradicts uva = ")
-    assert text.endswith("give one of the two")
+    assert text.endswith("set only one of the two")
 
 
 def test_from_kwargs_does_not_change_its_arguments() -> None:

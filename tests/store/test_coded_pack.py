@@ -465,7 +465,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a name that is not there": (lambda r: r["tensors"].update(other=r["tensors"][UP]), "'other', which the file does"),
     "a name of weights": (
         lambda r: r["tensors"].update({"model.norm.weight": r["tensors"][UP]}),
-        "must be bytes in a row",
+        "must be flat bytes",
     ),
     "no JSON": (lambda record: "{", "not valid JSON"),
     "no object": (lambda record: "[]", "holds a list"),

@@ -1,10 +1,12 @@
-"""Stripes: one model over several devices of a process. Blocks take turns, so each link carries a part of the weights.
+"""Stripes: one model over several devices of a process, which compute its blocks in turn.
 
-Each device has a streamer of its own for the blocks that it computes. The first device has all other modules, too.
-There are no sums across devices, so results have the same bits as on one. The inputs of a block are copied to its
-device when it is called, and its outputs back to the first device: code between blocks sees tensors of one device. The
+Each link carries only the weights of its own device, so the links add up.
+
+Each device has a streamer of its own for the blocks that it computes; the first device also has all other modules.
+No operator is split between devices, so results have the same bits as on one. When a block is called, its inputs are
+copied to its device, and its outputs back to the first device: code between blocks sees tensors of one device. The
 weights of the block are opened, and decompressed, before its inputs are copied. plan/multi_device.py decides which
-device computes which block.
+device computes which block; such an assignment is a *deal*, and the index of a device is its *lane*.
 """
 
 from __future__ import annotations
@@ -75,40 +77,40 @@ class Stripes(StreamerGroup):
         self._capturing = backends[0].capturing
         self.names = [str(d) if d.type != "cpu" else f"cpu:{lane}" for lane, d in enumerate(self.devices)]
         self.places = _places(model)
-        self._ways = [DeviceCrossing(self.devices[0], device) for device in self.devices]
+        self._crossings = [DeviceCrossing(self.devices[0], device) for device in self.devices]
         self._undo = Undo()
 
     def attach(
-        self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
+        self, builders: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
         """Put a plan in force for each device, and wrap the forwards of the model and of its blocks.
 
         On an error nothing is in force, and the builders can be used again.
 
         Args:
-            assemblies: the builder of each device, by name.
+            builders: the builder of each device, by name.
             planned: the plan of each device, by name.
             lane_of: the index of the device that computes each block.
         """
         try:
-            self._attach(assemblies, planned, lane_of)
+            self._attach(builders, planned, lane_of)
         except BaseException:
             self.remove()
             raise
 
     def _attach(
-        self, assemblies: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
+        self, builders: Mapping[str, OffloadBuilder], planned: multi_device.Planned, lane_of: Mapping[nn.Module, int]
     ) -> None:
         session = custom_ops.OpSession()
         self._undo.add(session.close)
         for block, index in lane_of.items():
             if index:
-                self._undo.add(forward_patch.surround(block, crossing(self._ways[index]), session))
-        for name, assembly in assemblies.items():
+                self._undo.add(forward_patch.surround(block, crossing(self._crossings[index]), session))
+        for name, builder in builders.items():
             inputs, lane = planned[name]
-            assembly.plan_with(inputs)
-            with on(assembly.device):
-                self.parts[name] = part = assembly.attach(lane.plan)
+            builder.plan_with(inputs)
+            with on(builder.device):
+                self.parts[name] = part = builder.attach(lane.plan)
             self._undo.add(part.remove)
         self._undo.add(forward_patch.surround(self.model, self._run, session))
         self._undo.add(forward_patch.refuse_moves(self.model))
@@ -119,7 +121,7 @@ class Stripes(StreamerGroup):
         self._undo.add(self.model.__dict__.pop, forward_patch.ATTRIBUTE, None)
 
     def keep(self, module: nn.Module) -> None:
-        """Move the tensors of a module outside of the blocks to the first device."""
+        """Move the tensors that a module outside of the blocks holds itself to the first device, until `remove()`."""
         for leaf in leaves(module):
             tensor, before = leaf.tensor, leaf.tensor.data
             with torch.no_grad():
@@ -133,14 +135,14 @@ class Stripes(StreamerGroup):
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._gate.refuse_forked()
         with self._turn():
-            # the model calls itself; or nothing streams any more
+            # a call of the model from inside its own step, or after `remove()`
             if self._gate.is_running or self._gate.mode is StepState.REMOVED:
                 return forward(*args, **kwargs)
             args, kwargs = moved((args, kwargs), self.devices[0])
             step, is_fixed = partial(forward, *args, **kwargs), self._gate.is_fixed
             kind = kind_of(args, kwargs, "fixed" if is_fixed else "forward")
             if not is_fixed:
-                self._foresee(kind, args, kwargs)
+                self._foresee_call(kind, args, kwargs)
             for part in reversed(self.parts.values()):
                 step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
@@ -161,10 +163,10 @@ class Stripes(StreamerGroup):
 
     def _forget_sent(self) -> None:
         """Drop the copies of blocks' inputs: a launched graph writes to tensors without raising their version."""
-        for way in self._ways:
-            way.clear()
+        for device_crossing in self._crossings:
+            device_crossing.clear()
 
-    def _foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
+    def _foresee_call(self, kind: Kind, args: Any, kwargs: Any) -> None:
         if self._capturing():
             raise OffloadError(CAPTURED)
         forward_patch.refuse_transforms()
@@ -210,14 +212,14 @@ class Stripes(StreamerGroup):
         with self._turn():
             self.refuse_inside()
             self._gate.change(StepState.REMOVED)
-            for way in self._ways:
-                way.close()
+            for device_crossing in self._crossings:
+                device_crossing.close()
             self._undo()
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Watch the next step, too: it may read weights that no step before has read."""
+        """Watch the next step, even if earlier ones were watched: it may read weights that they did not read."""
         for part in self.parts.values():
             part.watch()
 
@@ -230,7 +232,7 @@ class Stripes(StreamerGroup):
         """As `Streamer.step`, on all devices."""
         self._gate.refuse_forked()
         with self._turn(), ExitStack() as stack:
-            # a list, so that each part looks
+            # a list, not a generator for `any`: each part has to look for changed code, and then watches its next step
             others = [] if self._gate.is_fixed else [part.sees_other_code() for part in self.parts.values()]
             if not self._gate.is_fixed and not any(others):
                 for part in self.parts.values():
@@ -243,10 +245,11 @@ class Stripes(StreamerGroup):
     @contextmanager
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
         """As `Streamer.capture`: one graph of the work of all devices."""
-        within: Callable[[], AbstractContextManager[object]] = partial(self._captured, graph, **options)
+        # nested: each part records its own fills and reads of the one graph
+        capture: Callable[[], AbstractContextManager[object]] = partial(self._captured, graph, **options)
         for part in self.parts.values():
-            within = partial(part.graphs.capture, graph, within)
-        with self.step(), within():
+            capture = partial(part.graphs.capture, graph, capture)
+        with self.step(), capture():
             yield
 
     @contextmanager
@@ -260,13 +263,14 @@ class Stripes(StreamerGroup):
 
     def replay(self, graph: Any) -> None:
         """As `Streamer.replay`."""
+        # nested: each part queues its own fills before and after the one launch
         launch = partial(multi_device_graph.launch, self._computing, graph)
         for part in self.parts.values():
             launch = partial(part.graphs.replay, graph, launch)
         every = [part.graphs for part in self.parts.values()]
         with self.step() if all(graph in graphs.recordings for graphs in every) else nullcontext():
             for graphs in every:
-                graphs.recording_of(graph)
+                graphs.recording_of(graph)  # raises for a graph that it does not know
             self._forget_sent()
             launch()
 
@@ -307,29 +311,30 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             stripes.keep(module)
         with ExitStack() as assembling:
 
-            def assemble(shares: DeviceSplit) -> dict[str, OffloadBuilder]:
+            def build(deal: DeviceSplit) -> dict[str, OffloadBuilder]:
                 builders = {}
-                for lane in shares.used:
-                    lane_facts = replace(facts, folder=None, subset=shares.subset(lane, model))
-                    part = _assembled(shares.roots[lane], backends[lane], shares.settings(lane, config), lane_facts)
-                    builders[stripes.names[lane]] = assembly = assembling.enter_context(part)
-                    machine = multi_gpu_links.at_most(assembly.inputs.machine, rates[lane])
-                    assembly.plan_with(replace(assembly.inputs, machine=machine))
+                for lane in deal.used:
+                    lane_facts = replace(facts, folder=None, subset=deal.subset(lane, model))
+                    part = _assembled(deal.roots[lane], backends[lane], deal.settings(lane, config), lane_facts)
+                    builders[stripes.names[lane]] = builder = assembling.enter_context(part)
+                    machine = multi_gpu_links.at_most(builder.inputs.machine, rates[lane])
+                    builder.plan_with(replace(builder.inputs, machine=machine))
                 return builders
 
-            def known() -> Iterator[dict[str, PlannerInputs]]:
-                yield (first := {name: assembly.inputs for name, assembly in assemblies.items()})
-                for shares in deals[1:]:
-                    yield _dealt_anew(shares, stripes, config, facts.example, first)
+            def inputs_of_deals() -> Iterator[dict[str, PlannerInputs]]:
+                yield (first := {name: builder.inputs for name, builder in builders.items()})
+                for deal in deals[1:]:
+                    yield _inputs_of_other_deal(deal, stripes, config, facts.example, first)
 
-            assemblies = assemble(deals[0])
-            best, planned = multi_device.fastest_deal(known(), stripes.places)  # before any weight moves
-            if best:
-                for assembly in assemblies.values():
-                    assembly.close()
-                assemblies = assemble(deals[best])
-                planned = multi_device.chosen({name: a.inputs for name, a in assemblies.items()}, stripes.places)
-            stripes.attach(assemblies, planned, deals[best].lane_of)
+            builders = build(deals[0])
+            best, planned = multi_device.fastest_deal(inputs_of_deals(), stripes.places)  # before any weight moves
+            if best:  # another deal: its modules need builders of their own
+                for builder in builders.values():
+                    builder.close()
+                builders = build(deals[best])
+                inputs = {name: builder.inputs for name, builder in builders.items()}
+                planned = multi_device.chosen(inputs, stripes.places)
+            stripes.attach(builders, planned, deals[best].lane_of)
     except BaseException:
         stripes.remove()
         raise
@@ -337,36 +342,41 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
 
 
 def _rates(backends: Sequence[Backend]) -> Sequence[float]:
-    """Upper bound of the bytes per second of each link while all of them copy."""
+    """Upper bound of the bytes per second of each link while all of them copy; infinite where that is not measured."""
     devices = tuple(backend.device for backend in backends)
-    found = () if devices[0].type == "cpu" else multi_gpu_links.rates_together(devices)
-    return found or [math.inf] * len(devices)
+    rates = () if devices[0].type == "cpu" else multi_gpu_links.rates_together(devices)
+    return rates or [math.inf] * len(devices)
 
 
-def _dealt_anew(
-    shares: DeviceSplit,
+def _inputs_of_other_deal(
+    deal: DeviceSplit,
     stripes: Stripes,
     config: OffloadConfig,
     example: Example | None,
-    known: Mapping[str, PlannerInputs],
+    first: Mapping[str, PlannerInputs],
 ) -> dict[str, PlannerInputs]:
-    """The planner's inputs for another deal, with the weights and machines of `known`: nothing is measured again."""
-    weights = reduce(_both, (inputs.weights for inputs in known.values()))
-    model, dealt = stripes.model, {}
-    for lane in shares.used:
-        name, settings = stripes.names[lane], shares.settings(lane, config)
+    """The planner's inputs for another deal, with the weights and machines of the `first` deal.
+
+    Nothing is measured again. The sketch is made without a codec, so that it samples no weights: the compressed sizes
+    of the first deal are used.
+    """
+    weights = reduce(_both, (inputs.weights for inputs in first.values()))
+    model, inputs_of = stripes.model, {}
+    for lane in deal.used:
+        name, settings = stripes.names[lane], deal.settings(lane, config)
         uncompressed = settings.model_copy(update={"codec": "none"})
-        subset = shares.subset(lane, model)
-        sketch = sketch_of(shares.roots[lane], None, uncompressed, known[name].machine, subset)
+        subset = deal.subset(lane, model)
+        sketch = sketch_of(deal.roots[lane], None, uncompressed, first[name].machine, subset)
         inputs = sketch.inputs
         if example is not None:
             gatherer = replace(sketch.gatherer, backend=stripes.backends[lane])
             inputs = gatherer.for_call(inputs, "forward", example.args, example.kwargs) or inputs
-        dealt[name] = replace(inputs, config=settings, weights=weights)
-    return dealt
+        inputs_of[name] = replace(inputs, config=settings, weights=weights)
+    return inputs_of
 
 
 def _both(one: Weights, other: Weights) -> Weights:
+    """The weights of two devices: unions of all fields."""
     return Weights(**{f.name: getattr(one, f.name) | getattr(other, f.name) for f in fields(Weights)})
 
 
@@ -374,25 +384,25 @@ def _both(one: Weights, other: Weights) -> Weights:
 def _assembled(
     root: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts
 ) -> Iterator[OffloadBuilder]:
-    with on(backend.device), assembled(root, backend, config, facts) as assembly:
-        yield assembly
+    with on(backend.device), assembled(root, backend, config, facts) as builder:
+        yield builder
 
 
 def sketch_striped(
     model: nn.Module, checkpoint: Checkpoint | None, machines: Sequence[Machine], config: OffloadConfig
 ) -> StripedPlan:
-    """The plans that `stripe` would make for a model on meta, with a device on each machine. Raises the same errors."""
+    """The plans that `stripe` would make for a model on meta; `machines` has one for each device. Raises its errors."""
     deals = split_over_devices(model, machines, config)
 
-    def known(shares: DeviceSplit) -> dict[str, PlannerInputs]:
-        found = {}
-        for lane in shares.used:
-            subset, settings = shares.subset(lane, model), shares.settings(lane, config)
-            sketch = sketch_of(shares.roots[lane], checkpoint, settings, machines[lane], subset)
-            found[f"cuda:{lane}"] = sketch.inputs
-        return found
+    def inputs_of(deal: DeviceSplit) -> dict[str, PlannerInputs]:
+        inputs = {}
+        for lane in deal.used:
+            subset, settings = deal.subset(lane, model), deal.settings(lane, config)
+            sketch = sketch_of(deal.roots[lane], checkpoint, settings, machines[lane], subset)
+            inputs[f"cuda:{lane}"] = sketch.inputs
+        return inputs
 
-    _, planned = multi_device.fastest_deal(map(known, deals), places := _places(model))
+    _, planned = multi_device.fastest_deal(map(inputs_of, deals), places := _places(model))
     return multi_device.predicted_lanes({name: planned_lane.lane for name, planned_lane in planned.items()}, places)
 
 

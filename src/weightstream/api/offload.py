@@ -105,7 +105,7 @@ def _opened(
 
 
 def _example(model: nn.Module, inputs: Any) -> Example | None:
-    """The arguments of a call of `model`, from `example_inputs`. Raises `ConfigError` if its forward refuses them."""
+    """The arguments of a call of `model`, from `example_inputs`. Raises `ConfigError` if its forward refuses any."""
     if inputs is None:
         return None
     if isinstance(inputs, Mapping):
@@ -187,7 +187,7 @@ def from_pretrained(
                 progress=progress,
                 verify_checksums=config.verify_checksums,
                 expect=kernels.expect,
-                decode=kernels.are_missing,
+                decode=kernels.are_missing,  # asked once the dtypes are known: without kernels, decompress into files
                 device=backend.device,
                 **kwargs,
             )
@@ -281,8 +281,8 @@ def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, facts: C
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
-    """Names of tensors that several layers or modules hold, so that they have no fixed address of their own; and of
-    tensors that a forward may write to."""
+    """Names of tensors that cannot stream at a fixed address: those that several layers or modules share, as each unit
+    has its own bytes in the ring; and buffers, which a forward may write to."""
     holders = Counter(tensor for layer in layers for tensor in {id(leaf.tensor) for leaf in leaves_of(layer)})
     holders |= Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
     leaves = leaves_of(root)

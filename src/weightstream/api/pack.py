@@ -60,13 +60,13 @@ def pack(
         UnsupportedError: the checkpoint is quantised, or an adapter, in a way that cannot be packed.
         CheckpointError: a file is missing, malformed or of an unsupported format.
     """
-    how = _How(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # pydantic checks it
+    options = _PackOptions(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # pydantic checks it
     if names_pipeline(path_or_repo_id):
         from weightstream.adapters.diffusers.folder import folder_of, specs_of  # needs diffusers
 
         folder = folder_of(path_or_repo_id, variant)
         with growing(_place(out.expanduser(), folder)) as grown:
-            return list(_pipeline(folder, specs_of(folder), grown, how, variant))
+            return list(_pipeline(folder, specs_of(folder), grown, options, variant))
     if variant is not None:
         raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant")
     found = find(path_or_repo_id, trust_remote_code)
@@ -77,7 +77,7 @@ def pack(
             "load it with model.load_adapter(folder), or merge it: peft's merge_and_unload(), save_pretrained(), then "
             "pack that"
         )
-    may_write = how.may_write(folder)
+    may_write = options.may_write(folder)
     with growing(_place(out.expanduser(), folder)) as grown:
         loaded = load_pretrained(
             source,
@@ -86,7 +86,7 @@ def pack(
             progress=progress,
             may_write=may_write,
         )
-        shards = _packed(loaded, grown, how)
+        shards = _packed(loaded, grown, options)
         copy_beside(folder, grown, deep=True)
         _describe(grown / "config.json", loaded.model.config)
     return shards
@@ -105,7 +105,7 @@ def _describe(path: Path, config: Any) -> None:
         path.write_text(json.dumps(described, indent=2))
 
 
-class _How(NamedTuple):
+class _PackOptions(NamedTuple):
     """Options of a pack.
 
     Attributes:
@@ -130,16 +130,18 @@ class _How(NamedTuple):
         return False
 
 
-def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, variant: str | None) -> Iterator[Shard]:
+def _pipeline(
+    folder: Path, specs: Mapping[str, Any], grown: Path, options: _PackOptions, variant: str | None
+) -> Iterator[Shard]:
     """Pack each component of a pipeline, under file names without a variant, and copy all other files."""
     from weightstream.adapters.diffusers import load
 
     for name, kind in specs.items():
         (grown / name).mkdir()
-        may_write = how.may_write(folder / name)
+        may_write = options.may_write(folder / name)
         loaded = load.load_component(kind, folder / name, grown, variant=variant, may_write=may_write)
         stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
-        yield from _packed(loaded, grown / name, how, stem)
+        yield from _packed(loaded, grown / name, options, stem)
         copy_beside(folder / name, grown / name)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in specs and not path.name.startswith("."):
@@ -148,20 +150,20 @@ def _pipeline(folder: Path, specs: Mapping[str, Any], grown: Path, how: _How, va
     copy_beside(folder, grown)
 
 
-def _packed(loaded: LoadedModel, folder: Path, how: _How, stem: str = "model") -> list[Shard]:
+def _packed(loaded: LoadedModel, folder: Path, options: _PackOptions, stem: str = "model") -> list[Shard]:
     """Write the files of one model into a folder."""
     *streamed, rest = streaming_order(loaded)
     candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
     nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
-    advance = partial(how.advance, nbytes + (nbytes + rest_nbytes) * (1 + how.verify))
+    advance = partial(options.advance, nbytes + (nbytes + rest_nbytes) * (1 + options.verify))
     mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
     dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
-    device = _device(dtypes if how.codec != "none" else ())
-    layouts = choose(candidates, how.codec, mappings, device, advance)
+    device = _device(dtypes if options.codec != "none" else ())
+    layouts = choose(candidates, options.codec, mappings, device, advance)
     units = [unit for unit in (*streamed, rest) if unit]
     shards = lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
     write_pack(folder, shards, mappings, advance, stem)
-    for shard in shards if how.verify else ():
+    for shard in shards if options.verify else ():
         shard.verify(folder / shard.name, mappings, advance)
     if loaded.folder is not None:
         loaded.folder.close()
@@ -187,7 +189,7 @@ def _device(dtypes: Collection[str]) -> torch.device:
 
 
 def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
-    """The weights of each unit, in streaming order; and last, as one more unit, all that do not stream or are not used.
+    """The weights of each unit in streaming order. The last entry holds all weights that do not stream or are not used.
 
     A tensor that views the checkpoint keeps its name there. A tensor that transformers made has its name in the model,
     the first one of tied weights. Of a quantised checkpoint each tensor is kept, whatever modules its library makes.
@@ -206,7 +208,7 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
         large = (m for m in members if m.tensor.nbytes >= _SMALL_NBYTES or not as_it_is)
         of_unit = (names.get(_key(member.tensor), "") for member in large)
         units.append({name: remaining.pop(name) for name in of_unit if name in remaining})
-    is_transformers = hasattr(model, "base_model_prefix")  # which does not load weights that a class does not use
+    is_transformers = hasattr(model, "base_model_prefix")  # transformers skips weights that its class does not use
     names_unused = private.unused_names(model, checkpoint.entries) if is_transformers and not as_it_is else []
     unused = {name: checkpoint.tensor(name) for name in names_unused}
     return [*units, remaining | unused]

@@ -210,7 +210,7 @@ class PipelineSession:
         began = time.perf_counter()
         try:
             output = self.pipe(**self.call, generator=generator, **more)
-        except (ValueError, TypeError) as error:  # pipelines refuse keywords so
+        except (ValueError, TypeError) as error:  # how pipelines refuse keywords
             named = ", ".join(f"{name}={value!r}" for name, value in self.call.items())
             raise ConfigError(f"{type(self.pipe).__name__} cannot run with {named}: {error}") from error
         if self.device.type != "cpu":
@@ -231,7 +231,7 @@ class PipelineSession:
             for part in self.pipe.components.values():
                 if isinstance(part, torch.nn.Module):
                     for tensor in (*part.parameters(), *part.buffers()):
-                        tensor.data = tensor.data.clone()  # aligned as by an allocator, not as in a file
+                        tensor.data = tensor.data.clone()  # in memory of an allocator, whose alignment a file lacks
                     part.to(self.device)
         except torch.OutOfMemoryError as error:
             raise OffloadError(f"the whole pipeline does not fit on {self.device}: {error}") from error

@@ -118,7 +118,7 @@ def _on_one(
     save: Path | None,
     as_json: bool,
 ) -> None:
-    """The plan on one GPU, of the model or of one of `num_shards` shards of it."""
+    """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
     from weightstream.api.plan_model import planner_inputs_of
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
@@ -184,7 +184,8 @@ def _leave() -> None:
 
 
 def _swept(inputs: PlannerInputs, planned: Plan) -> list[Plan]:
-    """The plan, and plans at even shares of the model's bytes that can be made, by budget."""
+    """The plan, and plans for budgets of even shares of the model's bytes, sorted by budget. Budgets for which there is
+    no plan are left out."""
     budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
     others = [plan for plan in map(inputs.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
     return sorted((planned, *others), key=_budget)
@@ -354,7 +355,7 @@ def memory_line(plan: Plan) -> str:
 
 
 class StoredNumbers(NamedTuple):
-    """Numbers in memory, and their dtype."""
+    """The number of elements of tensors as they are stored, and their dtype."""
 
     num: int
     dtype: str
@@ -366,7 +367,7 @@ class StoredNumbers(NamedTuple):
 
 
 def parameters(plan: Plan) -> StoredNumbers:
-    """The numbers of all weights, tied ones once, and the dtype that most of them have."""
+    """The number of elements of all weights, tied ones counted once, and the dtype that most elements have."""
     stored: dict[str, StoredNumbers] = {}
     for tensor in plan.manifest.tensors():
         numbers = StoredNumbers(math.prod(tensor.shape), tensor.dtype.removeprefix("torch."))

@@ -1,8 +1,11 @@
 """The Triton kernels of bfloat16: the same bytes as the reference.
 
-A lane works on all 32 of its weights at once, with one bit of each in a word. The digits of a level, which only some
-weights have, are spread to the places of these by the moves of Hacker's Delight, section 7-5, and a few logical
-operations make four planes of the exponents minus their base. For loops see [Note: loops] in kernels.py.
+docs/codec.md has the format: symbols, then digits in two levels, of which the second is for weights whose first digit
+is 3, then bytes for weights whose second digit is 7. A lane works on all 32 of its weights at once: a word holds one
+bit of each. A *mask* has a bit for each weight that has a digit of a level. In memory the digits of a level are packed,
+without places for weights that have none. So their bits are spread to the places of a mask, by the moves of Hacker's
+Delight, section 7-5. A few logical operations then make four planes of the exponents minus their base. For loops see
+[Note: loops] in kernels.py.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ def popcount(x):
 
 @triton.jit
 def _move(mask, zeros, BY: tl.constexpr):
-    """The bits of `mask` that move by BY, the mask after the move, and the zeros that remain to be counted."""
+    """One of the five moves. `zeros`: zeros to the right that no move has counted yet (`mk` in the book).
+
+    Returns the bits of `mask` that move by BY, the mask after the move, and `zeros` after the move.
+    """
     odd = zeros ^ (zeros << 1)
     odd ^= odd << 2
     odd ^= odd << 4
@@ -44,7 +50,8 @@ def _moves(mask):
 
 @triton.jit
 def _level(mask, begin):
-    """For the digits of weights at a mask: the first of each lane, counted from `begin`; their number; the moves."""
+    """For the digits of a level, of the weights in a mask: the index of each lane's first digit, counted from `begin`;
+    the number of digits of all lanes; the moves that spread them."""
     num = popcount(mask)
     return tl.cumsum(num) - num + begin, tl.sum(num), _moves(mask)
 
@@ -63,7 +70,7 @@ def _spread(x, mask, moves):
 
 @triton.jit
 def _window(words, at, limit):
-    """The 32 bits from the `at`th on; words from `limit` on count as 0."""
+    """The 32 bits of an array of words from its bit `at` on; words from `limit` on count as 0."""
     place, shift = at >> 5, (at & 31).to(tl.uint32)
     low = tl.load(words + place, mask=place < limit, other=0)
     high = tl.load(words + place + 1, mask=place + 1 < limit, other=0)
@@ -72,27 +79,29 @@ def _window(words, at, limit):
 
 @triton.jit
 def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.constexpr):
-    """Decode a tile. Each lane has its `words`, and `out` with `room` for so many words."""
+    """Decode a tile. Per lane: the address `words` of its compressed words, and `out`, to which it may write the words
+    whose offset is below `room`."""
     limit = num_escapes >> 2
     start = tl.minimum(tl.maximum(start >> 2, 0), limit)
     digits, limit = escapes.to(tl.pointer_type(tl.uint32)) + start, limit - start
 
     low, high = tl.load(words + 1024), tl.load(words + 1152)  # of symbols
-    there = low & high
-    at, end, moves = _level(there, 0)
-    first0 = _spread(_window(digits, at, limit), there, moves)
-    first1 = _spread(_window(digits, at + end, limit), there, moves)
+    mask = low & high  # symbol 3: has a first digit, whose two bits are in planes of `num_first` bits
+    at, num_first, moves = _level(mask, 0)
+    first0 = _spread(_window(digits, at, limit), mask, moves)
+    first1 = _spread(_window(digits, at + num_first, limit), mask, moves)
 
-    there = first0 & first1
-    at, length, moves = _level(there, 2 * end)
-    second0 = _spread(_window(digits, at, limit), there, moves)
-    second1 = _spread(_window(digits, at + length, limit), there, moves)
-    second2 = _spread(_window(digits, at + 2 * length, limit), there, moves)
+    mask = first0 & first1  # first digit 3: has a second digit, whose three bits are in planes of `num_second` bits
+    at, num_second, moves = _level(mask, 2 * num_first)
+    second0 = _spread(_window(digits, at, limit), mask, moves)
+    second1 = _spread(_window(digits, at + num_second, limit), mask, moves)
+    second2 = _spread(_window(digits, at + 2 * num_second, limit), mask, moves)
 
-    flags = second0 & second1 & second2  # of weights that have a byte
+    flags = second0 & second1 & second2  # second digit 7: has a byte
     num = popcount(flags)
-    rank = tl.cumsum(num) - num + (2 * end + 3 * length + 7) // 8
+    rank = tl.cumsum(num) - num + (2 * num_first + 3 * num_second + 7) // 8
     rests = digits.to(tl.pointer_type(tl.uint8)) + rank
+    # The first byte of each lane is kept in registers, and added to the exponent at `turn` below.
     fewer = flags & (flags - 1)
     rest = tl.load(rests, mask=(flags != 0) & (rank < 4 * limit), other=0).to(tl.uint32)
     place, flags = popcount((flags ^ fewer) - 1), fewer
@@ -162,7 +171,7 @@ def _gather(x, mask, moves):
 
 @triton.jit
 def _put(words, at, bits):
-    """Set these bits from the `at`th on."""
+    """Set bits in an array of words from its bit `at` on. Atomic: two lanes may write to one word."""
     place, shift = at >> 5, (at & 31).to(tl.uint32)
     low, high = (bits << shift).to(tl.int32, bitcast=True), ((bits >> 1) >> (shift ^ 31)).to(tl.int32, bitcast=True)
     tl.atomic_or(words + place, low, mask=low != 0, sem="relaxed")
@@ -208,20 +217,20 @@ def encode_tile(source, words, start, base, escapes, left):
     tl.store(words + 1152, high)
 
     digits = escapes.to(tl.pointer_type(tl.int32)) + (start >> 2)
-    there = low & high
-    at, end, moves = _level(there, 0)
-    _put(digits, at, _gather(first0, there, moves))
-    _put(digits, at + end, _gather(first1, there, moves))
+    mask = low & high
+    at, num_first, moves = _level(mask, 0)
+    _put(digits, at, _gather(first0, mask, moves))
+    _put(digits, at + num_first, _gather(first1, mask, moves))
 
-    there &= first0 & first1
-    at, length, moves = _level(there, 2 * end)
-    _put(digits, at, _gather(second0, there, moves))
-    _put(digits, at + length, _gather(second1, there, moves))
-    _put(digits, at + 2 * length, _gather(second2, there, moves))
+    mask &= first0 & first1
+    at, num_second, moves = _level(mask, 2 * num_first)
+    _put(digits, at, _gather(second0, mask, moves))
+    _put(digits, at + num_second, _gather(second1, mask, moves))
+    _put(digits, at + 2 * num_second, _gather(second2, mask, moves))
 
-    num = popcount(there & second0 & second1 & second2)
+    num = popcount(mask & second0 & second1 & second2)
     rank = tl.cumsum(num) - num
-    rests = digits.to(tl.pointer_type(tl.uint8)) + (2 * end + 3 * length + 7) // 8
+    rests = digits.to(tl.pointer_type(tl.uint8)) + (2 * num_first + 3 * num_second + 7) // 8
     for field in tl.static_range(2):
         for k in range(16):
             word = tl.load(source + k * 128, mask=left > k * 256, other=0)

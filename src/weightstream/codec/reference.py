@@ -10,7 +10,7 @@ import torch
 from weightstream.codec import digits
 from weightstream.codec.format import ELEMENTS, LANES, TILE, Layout
 
-_TILES = 4096  # whose sizes for each base are computed at once
+_TILES = 4096  # tiles for which all bases are compared at once
 _WORDS = MappingProxyType({1: torch.uint8, 2: torch.int16})
 
 
@@ -41,7 +41,8 @@ def histograms(data: torch.Tensor, dtype: str) -> torch.Tensor:
     element = ELEMENTS[dtype]
     values, num = data.view(_WORDS[element.nbytes]), 2**element.exponent_bits
     num_tiles, whole = -(-len(values) // TILE), len(values) // TILE
-    places = (values >> element.mantissa_bits & num - 1).to(torch.int32)  # in all histograms, one after another
+    # the exponent of each weight, then its place in an array of all histograms, one after another
+    places = (values >> element.mantissa_bits & num - 1).to(torch.int32)
     begins = torch.arange(0, num * num_tiles, num, dtype=torch.int32, device=data.device)
     places[: whole * TILE].view(whole, TILE).add_(begins[:whole, None])
     places[whole * TILE :].add_(begins[whole:])
@@ -62,7 +63,7 @@ def windows(counts: torch.Tensor, dtype: str) -> Windows:
 
 
 def _least(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first index of the least number in each row, and that number."""
+    """The first index of the smallest number in each row, and that number."""
     least = numbers.amin(1)
     return (numbers == least[:, None]).to(torch.uint8).argmax(1), least
 

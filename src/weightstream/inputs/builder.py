@@ -108,7 +108,8 @@ def assembled(
         yield builder
     except BaseException:
         closing()
-        # the error keeps these frames alive in its handler, which may offload the model again: hold no memory
+        # While a handler holds the error, its traceback keeps these frames and their locals alive. The handler may
+        # offload the model again, perhaps to a smaller budget: so these frames must hold no memory of the weights.
         if forward_patch.ATTRIBUTE not in vars(model):
             if builder is not None:
                 builder.forget()
@@ -126,7 +127,7 @@ class OffloadBuilder:
         gatherer: gathers the planner's inputs for calls of the model.
         inputs: the planner's inputs, for the usual step.
         known: kinds of calls that the inputs are for.
-        recast: runs a cast of the component that diffusers asks for; None: the model is not in a pipeline.
+        recast: casts the component when diffusers asks for another dtype; None: the model is in no pipeline.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class OffloadBuilder:
         return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def plan_with(self, inputs: PlannerInputs) -> None:
-        """Replace the inputs; the new ones have the same grains, or only the coarsest of them."""
+        """Replace the planner's inputs. The new inputs have the same grains, or only the coarsest ones."""
         self.inputs = inputs
         self.gatherer = replace(self.gatherer, grains=self.gatherer.grains[: len(inputs.grains)])
 
@@ -232,7 +233,7 @@ class OffloadBuilder:
         """
         if block is None and (short := self.inputs.shortage(plan)):  # shared memory counts once, for all models
             logger.warning("device memory may run out: %s", short)
-        # a method of the builder, which so lives as long as its streamer: a pipeline refers to both only weakly
+        # passing a bound method keeps the builder alive as long as its streamer: a pipeline has only weak references
         replanning = Replanning(self.inputs, self._inputs_for_call, partial(doubt, self._backend.device), self.known)
         with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
             streamer = Streamer(
@@ -258,12 +259,14 @@ class OffloadBuilder:
         return self.gatherer.for_call(inputs, entry, args, kwargs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
-        excess = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
-        streamer.on_added(on_added or excess.check)
+        budget_check = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
+        streamer.on_added(on_added or budget_check.check)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # memory that compressing took
         self._closing.add(device_map.attach_device_map(self.model, self._backend.device, self.recast))
-        self._closing.add(streamer.place_added, None)  # moves added tensors to where the weights are again
+        self._closing.add(
+            streamer.place_added, None
+        )  # tensors that were added, such as adapters, follow the weights back
         _report(streamer.plan, self._config)
         if self.inputs.whole_experts and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.inputs.whole_experts)
@@ -295,7 +298,7 @@ class BudgetCheck:
 
 
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
-    """The configuration and the machine on which all ranks agree, with the rates of links while all ranks copy."""
+    """The configuration and the machine that all ranks agree on, with each link's rate while all ranks copy."""
     if backend.device.type != "cpu":
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = multi_gpu_links.at_most(machine, multi_gpu_links.shared_link_rate(backend.device, ranks.confirm))
@@ -328,8 +331,8 @@ def _report(plan: Plan, config: OffloadConfig) -> None:
         logger.warning("zero_copy_params ignored, these weights stream: the device cannot read pinned host memory")
     if config.backend == "uva" and config.use_uva and not plan.mapped:
         logger.warning(
-            "the device cannot read pinned host memory, so what cpu_offload_gb places there streams through a ring "
-            "(set use_uva=False to say that this is meant)"
+            "the device cannot read pinned host memory, so weights that cpu_offload_gb places there stream through a "
+            "ring (set use_uva=False to say that this is meant)"
         )
     logger.info("%s", plan.summary())
     if not plan.offloaded_nbytes and config.backend != "none":

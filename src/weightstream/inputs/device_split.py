@@ -1,7 +1,8 @@
-"""Splits one model over several devices: the modules and the budget of each device, from a deal of the blocks.
+"""Splits one model over several devices: the modules and the budget of each device, for each deal of the blocks.
 
-Blocks that share memory are on one device, that of the first of them. Blocks that share memory with a module outside of
-the blocks are on the first device, like that module. The deals that are worth a try: plan/multi_device.py.
+A deal says which device computes which block. plan/multi_device.py makes the deals that are worth a try, and this file
+corrects them for shared memory: blocks that share memory are on the device of the first of them, and blocks that share
+memory with a module outside of the blocks are on the first device, like that module.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class DeviceSplit(NamedTuple):
 
     @property
     def used(self) -> list[int]:
-        """The devices that have any weights."""
+        """The lanes of the devices that have any weights."""
         return [lane for lane, nbytes in enumerate(self.nbytes) if nbytes]
 
 
 def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: OffloadConfig) -> list[DeviceSplit]:
-    """The split of a model in each deal of its blocks that is worth a try.
+    """The split of a model for each deal of its blocks that is worth a try.
 
     Raises `ConfigError` for the classic settings, and for a model without repeated blocks.
     """
@@ -72,23 +73,25 @@ def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: Of
     if not (blocks := called(find_blocks(model))):
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
     settings = [config.within(budget) for budget in config.stripes.values()]
-    known = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
-    budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(known, machines, strict=True)]
+    configured = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
+    budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(configured, machines, strict=True)]
     rates = [machine.profile.link_bytes_per_s for machine in machines]
-    nbytes, first = [_nbytes(block) for block in blocks], blocks_sharing_memory(model, blocks)
+    nbytes, leaders = [_nbytes(block) for block in blocks], blocks_sharing_memory(model, blocks)
     deals = multi_device.whose(nbytes, budgets, rates, max(0, _nbytes(model) - sum(nbytes)))
     units = find_units(model, "block", blocks)
     around = [unit.module for unit in units if unit.scope is not Scope.TREE]
-    if known[0] is not None:
-        known[0] = max(1, known[0] - sum(leaf.tensor.nbytes for module in around for leaf in leaves(module)))
+    if configured[0] is not None:
+        # the tensors of modules around blocks are no part of any device's plan, and stay on the first device
+        around_nbytes = sum(leaf.tensor.nbytes for module in around for leaf in leaves(module))
+        configured[0] = max(1, configured[0] - around_nbytes)
     observe_once, splits = cache(observe), []
-    for whose in deals:
-        lane_of = {block: 0 if root is None else whose[root] for block, root in zip(blocks, first, strict=True)}
+    for deal in deals:
+        lane_of = {block: 0 if leader is None else deal[leader] for block, leader in zip(blocks, leaders, strict=True)}
         layers: list[dict[str, nn.Module]] = [{} for _ in machines]
         for unit in (u for u in units if u.scope is Scope.TREE):
             layers[lane_of.get(unit.module, 0)][unit.name] = unit.module
         roots = [rooted(named) for named in layers]
-        splits.append(DeviceSplit(roots, [_nbytes(root) for root in roots], known, lane_of, around, observe_once))
+        splits.append(DeviceSplit(roots, [_nbytes(root) for root in roots], configured, lane_of, around, observe_once))
     return splits
 
 
@@ -97,21 +100,22 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block, the index of the first block on whose device it must be, as they share memory.
+    """For each block, the index of the first block that it shares memory with, perhaps through others; else its own.
 
-    None: the block must be on the first device, as it shares memory with a module outside of the blocks.
+    Both must be on one device. None: the block must be on the first device, as it, or a block that it shares memory
+    with, shares memory with a module outside of the blocks.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}
     held = [{_memory(leaf.tensor) for leaf in leaves_of(block)} for block in blocks]
-    first: list[int | None] = []
+    leaders: list[int | None] = []
     for index, memories in enumerate(held):
-        sharing = [first[before] for before in range(index) if memories & held[before]]
+        sharing = [leaders[before] for before in range(index) if memories & held[before]]
         if memories & outside or None in sharing:
-            first.append(None)
+            leaders.append(None)
         else:
-            first.append(min((block for block in sharing if block is not None), default=index))
-    return first
+            leaders.append(min((block for block in sharing if block is not None), default=index))
+    return leaders
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -81,7 +81,7 @@ class LayerSubset:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedWeights:
-    """The places of a loaded model's weights, from which slow facts can be found out.
+    """The places of a loaded model's weights. Facts that are slow to find, such as compressed sizes, are read there.
 
     Attributes:
         homes: the homes of its alias groups.
@@ -125,10 +125,11 @@ class Gatherer:
     def gather(self, config: OffloadConfig, machine: Machine, example: Example | None = None) -> PlannerInputs:
         """The inputs for the model's usual step, or for a forward with the arguments of `example`.
 
-        The usual step of a language model is a decode step; that of layers that an engine runs is a product with every
-        matrix. The step of any other model is unknown before its first call.
+        The usual step of a language model is a decode step. For layers that an engine runs, it is a product with every
+        matrix. For any other model, the work of a step is unknown before its first call.
         """
-        # before an example is traced: no compiler may use the device while its operators are timed
+        # complete the inputs first: this waits for threads that compile kernels, which would disturb the timing of the
+        # example's operators on the device
         inputs = self.complete(self._usual_step(config, machine))
         if example is None:
             return inputs
@@ -156,11 +157,11 @@ class Gatherer:
         return self.complete(self._with_work(inputs, work, is_part=entry != "forward", is_text=is_text))
 
     def for_work(self, inputs: PlannerInputs, work: Footprint, entry: str) -> PlannerInputs:
-        """The inputs for a call of the method `entry` that was traced."""
+        """The inputs for a call of the method `entry`, whose trace is `work`."""
         return self._with_work(inputs, self._timed(work, inputs.machine), is_part=entry != "forward")
 
     def complete(self, inputs: PlannerInputs) -> PlannerInputs:
-        """The inputs with the facts that are slow to find out, if a plan can depend on them and they are missing."""
+        """The inputs with facts that are slow to find: those that are missing and that a plan can depend on."""
         loaded, backend, machine, weights = self.loaded, self.backend, inputs.machine, inputs.weights
         if loaded is None or backend is None:
             return inputs
@@ -189,9 +190,11 @@ class Gatherer:
             demands=(Demand(),) * len(grains),
             whole_experts=why_whole(self.called),
         )
+        # the calls of a loaded model that is none of language have shapes of their own: traced when they come
+        if self.loaded is not None and not _generates(self.called):
+            return inputs
         workload = _workload(self.called, config)
-        # a loaded model that generates no text shows its calls when they come
-        if workload is None or (self.loaded is not None and not _generates(self.called)):
+        if workload is None:
             return inputs
         try:
             work = (subset.observe if subset is not None else observe)(self.called, workload)
@@ -221,7 +224,10 @@ class Gatherer:
         )
 
     def _timed(self, work: Footprint, machine: Machine) -> Footprint:
-        """The work with the measured seconds of its operators. Not on a CPU, where a real step takes no longer."""
+        """The work with the measured seconds of its operators.
+
+        On a CPU the work stays as it is: timing its operators would take as long as a real step.
+        """
         if self.backend is None or self.backend.device.type == "cpu":
             return work
         return work.tried(op_timing.time_ops(work.launches, machine.profile, self.backend))
@@ -237,8 +243,8 @@ class Gatherer:
     ) -> PlannerInputs:
         """The inputs for a step that was traced. Weights that are read outside of their units stay on the device.
 
-        `is_part`: other steps run other units, so the order keeps all of them. `is_text`: the model generates text in
-        CUDA graphs later.
+        `is_part`: the call is one of several kinds of steps, and others may run the units that it skips. So unless it
+        ran all units, the order of the grain stays. `is_text`: the model later generates text in CUDA graphs.
         """
         aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
         # a CUDA graph can only contain copies of pinned memory
@@ -257,9 +263,10 @@ class Gatherer:
             )
             order = work.order(units)
             outside = {aliases[id(tensor)] for tensor in work.outside(units) if id(tensor) in aliases}
-            # a call needs no unit that it skips; but a synthetic step of text proves nothing about image units
-            is_whole = len(set(order)) == len(units) or (workload is None and order and not is_part)
-            manifests.append((replace(grain, order=order) if is_whole else grain).keeping(outside))
+            # Take over the order of the traced step if it ran all units, or if it is a real call: that needs none of
+            # the units that it skips. A synthetic step, made from a workload, is of text only: images may need them.
+            has_order = len(set(order)) == len(units) or (workload is None and order and not is_part)
+            manifests.append((replace(grain, order=order) if has_order else grain).keeping(outside))
             demands.append(demand)
         return replace(inputs, grains=tuple(manifests), demands=tuple(demands))
 

@@ -105,7 +105,8 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
     """The calls of components in one call of a pipeline, as far as they are known before it runs."""
     calls, reason = rehearse(pipe, arguments)
     if reason:
-        logger.info("only the first %d calls of %s are known before it runs: %s", len(calls), type(pipe).__name__, reason)
+        name = type(pipe).__name__
+        logger.info("only the first %d calls of %s are known before it runs: %s", len(calls), name, reason)
     return calls
 
 

@@ -52,9 +52,10 @@ class _TimedWork(NamedTuple):
     sample_s: float
 
 
-# Yields named works, is sent the best seconds of each, and yields fields of a profile.
+# A measurement is a generator. It yields its works by name, is sent the best seconds of each work, and then yields the
+# fields of a profile that follow from them.
 _Measuring = Generator[dict[str, Any], dict[str, float], None]
-NUM_ROUNDS = 5
+NUM_ROUNDS = 5  # samples of each number
 NUM_STEPS = 2 * NUM_ROUNDS  # rounds of products, then rounds of everything else
 _SAMPLE_S = 0.003
 _SETTLE_S = 0.3  # until a GPU's clocks have settled at its power limit
@@ -62,8 +63,9 @@ _AHEAD_S = 0.02  # of work queued ahead of what is timed: longer than compiler t
 _COPY_NBYTES = 64 << 20
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _MEASURED_NBYTES = 256 << 20  # of a file
-_SETTLING = 2  # rounds timed and not counted: in the first the ring was filled before the clock started
-_LEAST, _MOST = 5, 400  # rounds
+# Of `rounds_s`: the first rounds do not count, as the ring was filled before the clock started.
+_NUM_UNCOUNTED = 2
+_LEAST_COUNTED, _MOST_COUNTED = 5, 400
 _SOURCE_NBYTES = 256 << 20  # more than a processor caches
 _NUM_WEIGHTS, _WIDTH = 3, 4096
 _HOST_SAMPLE_S = 0.015  # of Python code: shorter samples vary by 10 % and more with the code that is not cached
@@ -71,7 +73,7 @@ _HOST_SAMPLE_S = 0.015  # of Python code: shorter samples vary by 10 % and more 
 # objects, interfaces. Measured (H200, three processes): 1.18 to 1.27 times in decoding of a Llama, 1.41 to 1.53 in the
 # encoder of Whisper.
 _FRAMEWORK = 1.25
-_TENSOR_OPS = 2  # launches of the host per weight of a block: a decoder layer has 16 kernels to 9 weights
+_TENSOR_OPS = 2  # kernels that the host launches per weight: a decoder layer has 16 kernels and 9 weights, rounded up
 NOT_MEASURED = 1.0  # decoded bytes per second if nothing decodes: so slow that no plan compresses
 
 
@@ -96,13 +98,12 @@ class _AttentionShape(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """The sizes that are measured with: rows of a weight, rows of an activation, attention, and rows of each weight
-    that is decoded."""
+    """The sizes of the weights and activations of the measurements."""
 
-    out_width: int
-    rows: int
+    out_width: int  # rows of a weight
+    rows: int  # of an activation
     attention: _AttentionShape
-    decoded_rows: tuple[int, ...]
+    decoded_rows: tuple[int, ...]  # rows of each weight that is decoded
 
 
 _CPU = _Sizes(4096, 16, _AttentionShape(4, 512, 64), (256,))
@@ -142,7 +143,7 @@ def measure_decoding(backend: Backend, advance: Callable[[], object], dtypes: Co
 
 @contextmanager
 def left_as_found(device: torch.device) -> Iterator[None]:
-    """Return the memory that the allocator caches for the block to the driver."""
+    """On exit, return to the driver the memory that PyTorch's allocator caches because of the measurements inside."""
     if device.type == "cpu":
         yield
         return
@@ -180,9 +181,9 @@ class _Bench:
     def measure(self, advance: Callable[[], object]) -> _Numbers:
         """Measure everything that can be measured."""
         # Products of many rows draw so much power that everything right after them is slower, decoding by a fifth. So
-        # the measurements that follow them first hardly use the device. `decoding` waits for its kernels, whose
-        # compiler threads use the device and the host. Graphs are captured for `kernels`, and the host's own time is
-        # measured, only after that.
+        # they are followed by `link` and `modules`, which hardly use the device. `decoding` waits until its kernels are
+        # compiled, as compiler threads use the device and the host. Only after that the host's time to open units is
+        # measured, and graphs are captured, for `kernels`.
         workspace = self._workspace()
         decoding = (self.decoding,) if self._dtypes else ()
         products = self.measure_parts((self.products, self.attention), advance, self.queued_s)
@@ -233,11 +234,11 @@ class _Bench:
         return (time.perf_counter() - started) / repeats
 
     def queued_s(self, work: _Work, repeats: int) -> float:
-        """The same by the GPU's clock, with so much work queued ahead that a late host does not count."""
+        """As `seconds`, by the GPU's clock, with so much work queued ahead that a delay of the host does not count."""
         if not self._on_gpu:
             return self.seconds(work, repeats)
         for _ in range(self._num_ahead):
-            self._half()
+            self._bf16_product()
         begin = self._backend.stamp(Side.COMPUTE)
         for _ in range(repeats):
             work()
@@ -249,15 +250,15 @@ class _Bench:
     def _rows(self) -> torch.Tensor:
         return self._tensor(self._sizes.rows, _WIDTH)
 
-    def _half(self) -> object:
-        """A product of many rows in bf16."""
+    def _bf16_product(self) -> object:
+        """A product of many rows."""
         return F.linear(self._rows, self._weights[0])
 
     @cached_property
     def _num_ahead(self) -> int:
         """The number of products that take the GPU `_AHEAD_S`, once its clocks have settled."""
-        self.seconds(self._half, self.repeats(self._half, _SETTLE_S))
-        return self.repeats(self._half, _AHEAD_S)
+        self.seconds(self._bf16_product, self.repeats(self._bf16_product, _SETTLE_S))
+        return self.repeats(self._bf16_product, _AHEAD_S)
 
     def repeats(self, work: _Work, sample_s: float) -> int:
         """The number of runs of `work` that fit into a sample."""
@@ -277,7 +278,7 @@ class _Bench:
         rows, weight = self._rows, self._weights[0]
         single_rows, single_weight = rows[: len(rows) // 4].float(), weight[: len(weight) // 4].float()
         single = partial(F.linear, single_rows, single_weight)
-        best = yield {"half": _TimedWork(self._half, 3 * _SAMPLE_S), "single": _TimedWork(single, _SAMPLE_S)}
+        best = yield {"half": _TimedWork(self._bf16_product, 3 * _SAMPLE_S), "single": _TimedWork(single, _SAMPLE_S)}
         yield {
             "half_flops_per_s": 2 * len(rows) * weight.numel() / best["half"],
             "single_flops_per_s": 2 * len(single_rows) * single_weight.numel() / best["single"],
@@ -372,14 +373,14 @@ class _Bench:
 def decoding_parts(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[int]]) -> dict[str, float]:
     """Fields of a profile from the seconds that each dtype takes for its `sizes` in bytes, the largest first.
 
-    With a second size, seconds are a fixed time plus bytes over a rate. The fixed time is bounded, as a slow host would
-    lengthen it.
+    With two sizes per dtype, seconds are a fixed time plus bytes over a rate: a line through two points. The fixed time
+    is bounded, as a slow host would lengthen it.
     """
     fixed_s = 0.0
     if all(len(nbytes) > 1 for nbytes in sizes.values()):
-        shares = {dtype: part / most for dtype, (most, part) in sizes.items()}
-        begins = ((s[1] - shares[dtype] * s[0]) / (1 - shares[dtype]) for dtype, s in seconds.items())
-        fixed_s = min(max(0.0, statistics.median(begins)), min(s[0] for s in seconds.values()) / 4)
+        ratios = {dtype: smaller / larger for dtype, (larger, smaller) in sizes.items()}
+        intercepts = ((s[1] - ratios[dtype] * s[0]) / (1 - ratios[dtype]) for dtype, s in seconds.items())
+        fixed_s = min(max(0.0, statistics.median(intercepts)), min(s[0] for s in seconds.values()) / 4)
     rates = {decode_rate(dtype): sizes[dtype][0] / (s[0] - fixed_s) for dtype, s in seconds.items()}
     return {"decoding_s": fixed_s} | rates
 
@@ -424,19 +425,19 @@ def host_memory(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
 
 
 def rounds_s(backend: Backend, work: _Work, seconds: float, side: Side = Side.COMPUTE) -> list[float]:
-    """Seconds of each round of `work`, back to back, from the end of one to the end of the next; takes `seconds`."""
+    """Run `work` in rounds, back to back, for `seconds`; returns the seconds from the end of each round to the next."""
     work()
     backend.synchronize()
     started = time.perf_counter()
     work()
     backend.synchronize()
-    num = max(_LEAST, min(_MOST, round(seconds / (time.perf_counter() - started))))
+    num = max(_LEAST_COUNTED, min(_MOST_COUNTED, round(seconds / (time.perf_counter() - started))))
     stamps = [backend.stamp(side)]
-    for _ in range(num + _SETTLING):
+    for _ in range(num + _NUM_UNCOUNTED):
         work()
         stamps.append(backend.stamp(side))
     backend.synchronize()
-    return [backend.seconds(a, b) or 0.0 for a, b in itertools.pairwise(stamps)][_SETTLING:]
+    return [backend.seconds(a, b) or 0.0 for a, b in itertools.pairwise(stamps)][_NUM_UNCOUNTED:]
 
 
 def copies_s(

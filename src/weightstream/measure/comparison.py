@@ -125,7 +125,10 @@ def timed_calls(
 
 
 def floor_of_calls(plans: Sequence[tuple[int, Plan]], seconds: float, device: torch.device) -> ComparedSystem | None:
-    """The link alone with all uncompressed bytes that so many steps of each plan move; None if they move none."""
+    """Time the link alone with all bytes, uncompressed, that the steps of a call move; None if they move none.
+
+    `plans`: each plan, with its number of steps in the call.
+    """
     with closing(bench.private_backend(device)) as backend:
         floors = [(num, _floor(plan, (), backend, seconds / len(plans)).system) for num, plan in plans]
     moving = [(num, floor) for num, floor in floors if floor is not None]
@@ -158,7 +161,8 @@ def _outputs(step: ComparedStep) -> list[torch.Tensor]:
 
 
 def _floor_of(plan: AnyPlan, read: Sequence[int], backend: Backend, seconds: float) -> _Floor:
-    """As `_floor`; for several devices, each timed alone, the slowest link, and the sum of all rates."""
+    """As `_floor`. Several devices are timed one after another; the floor has the slowest link's times and the sum of
+    all rates."""
     if isinstance(plan, Plan):
         return _floor(plan, read, backend, seconds)
     floors: list[_Floor] = []
@@ -189,7 +193,7 @@ def _resident(
         needed = f"{human(nbytes)} of weights + {human(others_nbytes)} besides them"
         return _Resident(None, [], f"{needed} > {human(free_nbytes)} free on {device}")
     try:
-        if device.type == "cpu":  # to memory aligned by an allocator: in a file's pages kernels give other bits
+        if device.type == "cpu":  # to an allocator's aligned memory: kernels on a file's pages may give other bits
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data = tensor.data.clone()
         model.to(device)

@@ -17,7 +17,7 @@ from weightstream.runtime.devices.backend import Backend, Graph
 
 NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, 1.0 if elementwise; a product 4.8]
 _WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
-TURNS = 2  # by turns, so that caches hold nothing of the matrices that are copied next
+TURNS = 2  # sets of matrices that are copied alternately, so that no cache holds those that are copied next
 _Work = Callable[[], object]
 
 
@@ -72,8 +72,12 @@ def _norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def picked_products(weight: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[str, _Work]]:
-    """Yield works that copy matrices out of one weight, seen as a stack, into `other`; and works that also multiply by
-    the copies. The copies are in caches then, as in a model; their sources are not, as each turn picks others."""
+    """Yield works that copy matrices out of `weight`, viewed as a stack, into `other`, and works that also multiply by
+    the copies.
+
+    As in a model, the copies are in the device's caches when they are multiplied. Their sources are not, as each turn
+    picks other matrices.
+    """
     flat, copies = weight.view(-1), other.view(-1)
     for name, (num, rows, width) in (("small", SMALL_EXPERTS), ("large", LARGE_EXPERTS)):
         stack = flat[: flat.numel() // (rows * width) * rows * width].view(-1, rows, width)
@@ -105,7 +109,8 @@ def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int
     small_nbytes, large_nbytes = SMALL_EXPERTS.nbytes, LARGE_EXPERTS.nbytes
     copies_s = (seconds["small"] + seconds["large"]) / TURNS - 2 * op_s
     small_s, large_s = ((seconds[f"{name} multiplied"] - seconds[name]) / TURNS for name in ("small", "large"))
-    # A straight line through both; a byte takes at least as long as in weights that are not picked.
+    # Seconds are `stack_s` plus bytes times `per_byte_s`: a line through the small and the large size. A byte takes at
+    # least as long as in weights that are not picked.
     per_byte_s = max(1 / bytes_per_s, (large_s - small_s) / (large_nbytes - small_nbytes))
     fields |= {"gather_share": min(1.0, 2 * (small_nbytes + large_nbytes) / (copies_s * bytes_per_s))}
     fields |= {"stack_s": max(0.0, small_s - small_nbytes * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}

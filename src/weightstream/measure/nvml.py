@@ -1,6 +1,6 @@
 """NVIDIA's management library (NVML), through the package nvidia-ml-py: driver, PCIe links, load. Knows no torch.
 
-A fact is unknown if the package is missing, or the driver or GPU does not report it. GPUs go by their PCI addresses.
+A fact is unknown if the package is missing, or the driver or GPU does not report it. PCI addresses identify GPUs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PciLink:
     @property
     def bytes_per_s(self) -> float:
         """The line rate less its encoding; packet headers take some 10 % of this."""
-        coded = 8 / 10 if self.generation < 3 else 128 / 130 if self.generation < 6 else 242 / 256
-        return _GENERATIONS[self.generation - 1] * 1e9 / 8 * self.width * coded
+        efficiency = 8 / 10 if self.generation < 3 else 128 / 130 if self.generation < 6 else 242 / 256
+        return _GENERATIONS[self.generation - 1] * 1e9 / 8 * self.width * efficiency
 
     def __str__(self) -> str:
         return f"generation {self.generation} x{self.width}"
@@ -71,7 +71,7 @@ def _link(address: str, which: str) -> PciLink | None:
         generation = getattr(nvml, f"nvmlDeviceGet{which}PcieLinkGeneration")(gpu)
         width = getattr(nvml, f"nvmlDeviceGet{which}PcieLinkWidth")(gpu)
         if not 1 <= generation <= len(_GENERATIONS) or width not in _LANES:
-            return None  # a virtual machine
+            return None  # a virtual machine may report such values
         return PciLink(generation=generation, width=width)
 
     return _answer(question)

@@ -1,7 +1,8 @@
 """Choices of residents and a ring for a byte budget, each worth a plan.
 
-Residents are chosen in columns, largest first: a column is the same tensor of every block, so all blocks stream about
-the same share. The last, partial column is spread over the depth of the model.
+Residents are chosen in columns, largest first. A column is the same tensor of every block, such as all down
+projections. So all blocks stream about the same share. If only a part of a column fits, it is spread evenly over the
+depth of the model. A *state* is a number of complete columns that are resident, counted from the first one.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from weightstream.plan.manifest import Manifest
 from weightstream.plan.plan import by_unit, streamed_nbytes
 from weightstream.plan.schedule import aligned, neighbours_nbytes
 
-_DEPTHS = (1, 2, 3, 4, 6, 8)  # sizes of the ring, in largest units
-_BY_ENDS = 0  # a depth, too: a ring for any two neighbours, which may be smaller than two of the largest units
+_DEPTHS = (1, 2, 3, 4, 6, 8)  # sizes of the ring, as multiples of the largest unit
+_BY_ENDS = 0  # instead of a depth: a ring for any two neighbours, which may be smaller than two of the largest units
 _SHALLOW = (1, 2, 4)
-_PARTS = (0, 2, 3, 4)  # quarters of the spare bytes to fill: more residents, but uneven ones, may be slower
-_MOST_STATES = 12  # numbers of columns tried for a ring that is not a multiple of the largest unit
+# Quarters of the bytes left over by complete columns that a partial column fills. Not always all of them: units that
+# stream unequal shares may be slower, though fewer bytes move.
+_PARTS = (0, 2, 3, 4)
+_STATES = 3  # states with a choice per depth, those with most residents first
+_MOST_STATES = 12  # states tried for these, as the ring that `_BY_ENDS` needs may not fit
 _RATES = 12  # bisections of the rate at which bytes stream
 _LEAST_S = 1e-9
-_STATES = 3  # numbers of columns that are tried per depth, the largest first
 
 
 class Share(NamedTuple):
@@ -62,15 +65,15 @@ def choices(
     share: Share | None = None,
     unit_s: Sequence[float] = (),
 ) -> Iterator[Choice]:
-    """Choices that fit: complete columns, with and without more residents that fill the rest of the budget.
+    """Choices that fit: complete columns resident, and the rest of the budget filled or not with a partial column.
 
     Args:
         manifest: the weights.
         forced: alias groups that are resident in every choice.
         budget: bytes for residents and the ring.
-        counts_tensors: whether each streamed tensor costs time of the host, so that choices with few count, too.
+        counts_tensors: each streamed tensor costs time of the host: also try choices in which few tensors stream.
         share: bounds residents and ring separately.
-        unit_s: seconds of the units. With them there are choices in which copies take as long as the compute.
+        unit_s: seconds of the units. If passed, also try choices in which copies keep pace with compute.
     """
     room = _Room(budget, share.kept_nbytes, share.ring_nbytes) if share else _Room(budget, budget, budget)
     columns = columns_of(manifest, forced)
@@ -103,7 +106,10 @@ class _Room(NamedTuple):
 def _columns_choices(
     manifest: Manifest, forced: frozenset[str], columns: list[list[str]], room: _Room, depths: Sequence[int]
 ) -> Iterator[Choice]:
-    """Complete columns in this order, with and without more residents that fill the rest."""
+    """Choices in which the first so many columns are resident, in this order, for each depth of the ring.
+
+    Each is tried with several parts of the remaining bytes filled with tensors of the other columns.
+    """
     states = list(_column_states(manifest, forced, columns))
     for depth in depths:
         for num_columns, ring_nbytes in islice(_rings(manifest, forced, columns, states, room, depth), _STATES):
@@ -118,7 +124,7 @@ def _columns_choices(
 
 
 class _ColumnState(NamedTuple):
-    """Bytes with some columns resident: of all residents, and of the largest unit that streams."""
+    """Bytes in a state: of all residents, and of the largest unit that streams."""
 
     held_nbytes: int
     unit_nbytes: int
@@ -139,7 +145,7 @@ def _rings(
     room: _Room,
     depth: int,
 ) -> Iterator[_Ring]:
-    """Numbers of resident columns with a ring of this depth, where both fit; most residents first."""
+    """The states that fit with a ring of this depth, and that ring; those with most residents first."""
     fitting_states = [
         num_columns
         for num_columns, state in enumerate(states)
@@ -171,14 +177,16 @@ def _few_streaming(manifest: Manifest, columns: Sequence[Sequence[str]], room: _
             num = -(-missing // least) if least else 0
             if depth <= num <= len(column) and depth * most <= room.ring_nbytes:
                 residents = everything.difference(_evenly(column, num))
-                if max(streamed_nbytes(manifest, residents)) <= most:  # else a unit has several of them
+                if max(streamed_nbytes(manifest, residents)) <= most:  # else a unit holds several tensors of the column
                     yield Choice(residents, depth * most, most)
 
 
 def _in_step(manifest: Manifest, forced: frozenset[str], room: _Room, unit_s: Sequence[float]) -> Iterator[Choice]:
     """Choices in which copies keep pace with compute: all units stream the same bytes per second of compute.
 
-    A ring smooths differences only up to its size. That matters where many units of one kind follow each other.
+    Columns let all units stream the same bytes. If units compute unequally long, copies then wait for compute in one
+    part of the model, and compute for copies in another. A ring evens this out only up to its size, which is too
+    little where many units of one kind follow each other.
     """
     largest = max(streamed_nbytes(manifest, forced), default=0)
     forced_nbytes = aligned_nbytes(manifest, forced)
@@ -214,7 +222,10 @@ class _Position(NamedTuple):
 
 
 def _kept_in_step(positions: Iterable[_Position], rate: float, ring_nbytes: int) -> frozenset[str]:
-    """The residents if `rate` bytes per second of compute stream; unused bytes carry over, up to the ring's size."""
+    """The residents if `rate` bytes stream per second of compute.
+
+    Bytes that a unit does not use carry over to the next ones, up to the size of the ring.
+    """
     kept: set[str] = set()
     due = 0.0
     for position in positions:
@@ -230,7 +241,7 @@ def _kept_in_step(positions: Iterable[_Position], rate: float, ring_nbytes: int)
 def _column_states(
     manifest: Manifest, forced: frozenset[str], columns: Sequence[Sequence[str]]
 ) -> Iterator[_ColumnState]:
-    """The state with no column resident, with the first one, with the first two, and so on."""
+    """The states in order: no column resident, the first one, the first two, and so on."""
     sizes = streamed_nbytes(manifest, forced)
     held = aligned_nbytes(manifest, forced)
     yield _ColumnState(held, max(sizes, default=0))
@@ -265,14 +276,17 @@ def columns_of(manifest: Manifest, forced: frozenset[str]) -> list[list[str]]:
 def fitting(
     manifest: Manifest, streamed: Sequence[int], columns: Sequence[Sequence[str]], spare: int, *, exact: bool = False
 ) -> frozenset[str]:
-    """More residents that fit, column by column: of the units that stream most first, else spread over the depth.
+    """Alias groups to keep resident, too, as far as they fit, column by column.
+
+    Of a column, groups of the units that stream most come first; among units that stream alike, the groups are evenly
+    apart.
 
     Args:
         manifest: the weights.
         streamed: uncompressed bytes that each unit streams. Compressed sizes of equal units differ a little, so they
             could not be compared.
         columns: the alias groups to choose from.
-        spare: bytes for them.
+        spare: the bytes that they may take.
         exact: count exact bytes instead of aligned ones.
     """
     padded: Callable[[int], int] = int if exact else aligned

@@ -1,13 +1,17 @@
 """Lanes: the devices that compute the blocks of one model in turn, each with a plan of its own. Pure values.
 
+A *deal* says which lane computes which block.
+
 [Note: whose block]
 Several links divide the time of a step among them only if all of them copy all of the time. While one device computes,
 the others fill their rings, and a ring holds a few blocks. So if weights stream, neighbouring blocks go to different
 devices (round-robin). If the weights of all devices fit, nothing streams, and neighbours stay together. In between,
 where a step computes longer than the links copy, either can be faster: both are planned, and the predicted step of the
-whole model decides. Neighbours together are planned only where that can be faster. A device then has a single turn in a
-step. The first of its streamed weights are in its ring by then, which is part of the budget. All that is over the
-budget is copied during the turn.
+whole model decides.
+
+Neighbours together are planned only where that can be faster, for which there is a lower bound. Each device then has a
+single turn in a step. When it begins, residents and a full ring are on the device: as many bytes as the budget. All
+bytes over the budget are copied during the turn, so it takes at least as long as these copies, and as its compute.
 
 A ring has to hold all streamed weights of a block: the rest would be copied in the block's own turn, while the other
 devices wait. With whole blocks as units, rings are that large, and blocks are decompressed before their turn. Finer
@@ -37,7 +41,7 @@ from weightstream.plan.units import human, milliseconds
 HOP_S = 20e-6  # fixed time of moving a block's inputs or outputs to another device [H200, NVLink]
 _STEPS = 3  # from the second step on, the fills that wrap around are in their steady state
 _BISECTIONS = 60
-_WORTH = 0.99  # another deal must lower a step to this share: in round-robin the links have more spare time
+_WORTH = 0.99  # another deal is taken only if it lowers a step to this share: round-robin leaves links more spare time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +53,7 @@ class Lane:
         simulated: the plan without the weights that kernels read from host memory or from an expert cache.
         profile: the rates of the device, and the seconds of its units without ops that other devices run in between.
         read_s: seconds of a step in which kernels read weights from host memory.
-        hop_s: seconds of the inputs of a block to come from another device, and of its outputs to go back.
+        hop_s: seconds to move the inputs of a block from the first device to this one, or its outputs back.
     """
 
     plan: Plan
@@ -143,8 +147,8 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
 
     Args:
         orders: for each lane, the names of its units in the order of a step.
-        places: for each unit, the position of its module in the model. Blocks run in this order. The place of other
-            units may be anywhere: such a unit runs before the units that follow it in the order of its lane.
+        places: for each unit, the position of its module in the model. Blocks run in this order. Other units may be
+            defined anywhere in the model. So a unit counts as placed no later than the units after it in its lane.
     """
     coming = [list(accumulate((places[name] for name in reversed(order)), min)) for order in orders]
     turns = []
@@ -192,7 +196,7 @@ def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = Fals
 
 
 class _State:
-    """The state of a lane in a simulation: the times when it is free, its link is free, and its units are filled."""
+    """A lane in a simulation: the times at which it is free, its link is free, and its units are filled."""
 
     def __init__(self, lane: Lane, *, captured: bool = False) -> None:
         self.plan, self.profile = plan, profile = lane.simulated, lane.profile
@@ -291,7 +295,7 @@ class StripedPlan(PlanReport):
         return {
             "machine": self.every[0].machine or None,
             "nbytes": self.decoded_nbytes,
-            **PlanReport.numbers(self),  # `super()` is of the class before `slots` made another
+            **PlanReport.numbers(self),  # not `super()`: it refers to the class that `slots=True` has replaced
             "devices": {name: plan.numbers() for name, plan in self.plans.items()},
         }
 
@@ -326,12 +330,14 @@ def chosen(inputs: Mapping[str, PlannerInputs], places: Mapping[str, int]) -> Pl
 
     Raises `PlanError` if a device has no plan.
     """
-    ways = {name: _ways(each) for name, each in inputs.items()}
-    in_blocks, finer = ({name: found[way] for name, found in ways.items()} for way in (0, -1))
+    options = {name: _lane_options(each) for name, each in inputs.items()}
+    in_blocks, finer = ({name: lanes[index] for name, lanes in options.items()} for index in (0, -1))
     best, least_s = in_blocks, _taken_s(in_blocks, places)
-    for tried in (finer, *({name: way[name]} for way in (finer, in_blocks) for name in ways)):
-        if (found_s := _taken_s(merged := best | tried, places)) < least_s:
-            best, least_s = merged, found_s
+    # then change all lanes to finer units, and after that one lane at a time, to either
+    single_changes = ({name: planned[name]} for planned in (finer, in_blocks) for name in options)
+    for change in (finer, *single_changes):
+        if (found_s := _taken_s(changed := best | change, places)) < least_s:
+            best, least_s = changed, found_s
     return best
 
 
@@ -357,25 +363,30 @@ def fastest_deal(deals: Iterable[Mapping[str, PlannerInputs]], places: Mapping[s
 
 
 def _taken_s(planned: Planned, places: Mapping[str, int]) -> float:
+    """Seconds by which plans are compared: those of a step in a CUDA graph, plus `host_share` of what the host adds."""
     step_s, graph_s = _times_s(lanes := {name: lane for name, (_, lane) in planned.items()}, places)
     host_share = max(lane.profile.host_share for lane in lanes.values())
     return graph_s + host_share * max(0.0, step_s - graph_s)
 
 
 def _one_turn_s(lane: Lane) -> float:
-    """A lower bound of the single turn of a device with about these blocks: compute, or copies of bytes over budget."""
+    """Lower bound of the turn of this device if neighbours were together, so that it had about as many blocks as here.
+
+    It is the longer one of the compute and the copies of all bytes over the budget: [Note: whose block].
+    """
     plan, states = lane.simulated, [_State(lane, captured=captured) for captured in (False, True)]
     over = sum(plan.manifest.read.values()) - (plan.budget or math.inf)
     computes_s = min(sum(state.computes[unit] for unit in plan.manifest.order) for state in states)
     return max(computes_s, over / lane.profile.link_bytes_per_s)
 
 
-def _ways(whole: PlannerInputs) -> list[PlannedLane]:
-    coarse, ways = whole.coarse(), []
+def _lane_options(whole: PlannerInputs) -> list[PlannedLane]:
+    """The plans of one device to choose from: with blocks as units first, and last with any units."""
+    coarse, options = whole.coarse(), []
     for inputs in (coarse,) if coarse is whole else (coarse, whole):
         index, plan = inputs.plan()
-        ways.append(PlannedLane(inputs, Lane.of(plan, inputs.planner(index))))
-    return ways
+        options.append(PlannedLane(inputs, Lane.of(plan, inputs.planner(index))))
+    return options
 
 
 AnyPlan = Plan | StripedPlan

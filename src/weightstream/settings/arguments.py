@@ -50,13 +50,13 @@ def resolve_config(config: OffloadConfig | None, /, **settings: Any) -> OffloadC
 
 
 class EitherConfig(NamedTuple):
-    """The argument `config`, as the settings or as the config of a model of transformers."""
+    """The argument `config`: either the settings or the config of a transformers model; the other one is None."""
 
     settings: OffloadConfig | None
     model: Any
 
 
 def of_model(config: Any) -> EitherConfig:
-    """Tell the config of a model of transformers from the settings."""
-    is_models = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
-    return EitherConfig(None, config) if is_models else EitherConfig(config, None)
+    """Sort the argument `config`: the config of a transformers model has a `model_type`; all else are settings."""
+    is_transformers = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
+    return EitherConfig(None, config) if is_transformers else EitherConfig(config, None)

@@ -1,4 +1,4 @@
-"""Budgets as users write them: bytes, sizes or shares of a memory, and maps of memories to these."""
+"""Budgets as users write them: a number of bytes, a size, a share of a memory, or a map from memories to budgets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 # Strict: else pydantic reads `true` as 1, one byte.
 _BYTE_SIZE = TypeAdapter(ByteSize, config={"strict": True})
-_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")  # of the whole text: pydantic would read "6,5GiB" as 6 bytes
+_SIZE = re.compile(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*")  # must match the whole text: pydantic reads "6,5GiB" as 6 bytes
 _SHARE = re.compile(r"\s*(\d*\.?\d+)\s*%\s*")
 _MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
 def budget_nbytes(budget: int | str | None, total_nbytes: int) -> int | None:
-    """The bytes of a budget; a share is of a memory of `total_nbytes`. None: no budget."""
+    """The bytes of a budget, which may be a share of the `total_nbytes` of a memory. None: no budget."""
     if not isinstance(budget, str):
         return budget
     return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)

@@ -24,7 +24,7 @@ class ConfigWarning(UserWarning):
     """A setting that is set but ignored."""
 
 
-# The text in a type tells the user of an error what to set; the description of a field is the help of its flag.
+# Error messages quote the text in a field's type, as what to set. The field's description is the help of its flag.
 _SIZE_TEXT = 'bytes, a size such as "12GiB", or a share such as "80%"'
 _Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v)), _SIZE_TEXT]
 _OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v, 1)), _SIZE_TEXT]
@@ -118,15 +118,15 @@ class PrefetchOffloadConfig(_Settings):
 class OffloadConfig(_Settings):
     """All settings of one offloaded model. A bad value, an unknown key or a contradiction raises `ConfigError`.
 
-    - `offload_backend`: "uva" or "prefetch" selects one of the classic backends; "auto" (the default): by the settings
-      of these that are set, else weightstream plans by budgets.
+    - `offload_backend`: "uva" or "prefetch" selects one of the classic backends. "auto" (the default) selects the
+      classic backend whose settings are set; if none are, weightstream plans by budgets.
     - `uva`, `prefetch`: the settings of the classic backends.
     - `device_budget`: device memory that weights may take, ring and decode buffer included: bytes, a size such as
       "8GiB", or a share such as "80%" of the device's memory. Default: all that is free.
     - `host_budget`: host memory that weights may take, in the same units; the rest is read from disk in each step.
       Default: 80 % of what is available.
-    - `max_memory`: budgets by memory in place of both, such as {0: "10GiB", 1: "10GiB", "cpu": "30GiB"}; several GPUs
-      share the model.
+    - `max_memory`: budgets by memory, instead of these two, such as {0: "10GiB", 1: "10GiB", "cpu": "30GiB"}. If it
+      names several GPUs, they share the model.
     - `gpus`: number of GPUs that share the model, each with `device_budget`. Default: 1.
     - `batch`, `context`, `tokens`: the step that is planned for: sequences (default 1), positions in the KV cache
       (default 4096, or the model's limit if that is less), and new tokens per sequence (default 1). Other steps run,
@@ -212,7 +212,7 @@ class OffloadConfig(_Settings):
         return type(self)(**_laid_over(self.model_dump(), over)) if over else self
 
     def within(self, device_budget: int | str | None, host_share: float = 1.0) -> Self:
-        """The same settings for one device, with its budget replaced, and with a share of the host's budget."""
+        """The settings for one device of several: its own device budget, and its share of the host budget."""
         host = dict(self.max_memory).get("cpu", self.host_budget)
         if host_share < 1.0 and host is not None:
             host = f"{host_share * float(host[:-1])}%" if isinstance(host, str) else int(host_share * host)
@@ -233,7 +233,7 @@ class OffloadConfig(_Settings):
     @property
     def has_budget(self) -> bool:
         """Whether a budget of the device is set."""
-        return self.device_budget is not None or self._of_map is not None
+        return self.device_budget is not None or self._gpu_entry is not None
 
     @property
     def uses_codes(self) -> bool:
@@ -245,9 +245,9 @@ class OffloadConfig(_Settings):
         name = None if device is None else str(device)
         if self.stripes:
             raise ConfigError("this call uses one GPU: offload() and from_pretrained() of a model can use several")
-        if self._of_map is None:
+        if self._gpu_entry is None:
             return name
-        named = f"cuda:{self._of_map.memory}"
+        named = f"cuda:{self._gpu_entry.memory}"
         if name not in (None, "cuda", named):
             raise ConfigError(f"max_memory is for {named}, and device = {name!r}: name the same in both")
         return named
@@ -255,16 +255,20 @@ class OffloadConfig(_Settings):
     def device_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
         """Bytes that weights may take of a device with `total_nbytes` of memory; None: all that is free.
 
-        `on_cpu`: the device is the host. Then a `max_memory` of only "cpu" bounds the sum of both budgets.
+        `on_cpu`: the device is the CPU, so both budgets are of host memory. If `max_memory` then names only "cpu" and
+        there is no device budget, that budget bounds all weights: the device gets all of it, and the host nothing.
         """
-        budget = self._of_map.budget if self._of_map else self.device_budget
+        budget = self._gpu_entry.budget if self._gpu_entry else self.device_budget
         return budget_nbytes(dict(self.max_memory).get("cpu") if on_cpu and budget is None else budget, total_nbytes)
 
     def host_nbytes(self, total_nbytes: int, *, on_cpu: bool = False) -> int | None:
-        """Bytes that weights may take of a host with `total_nbytes` of memory, besides the device; None: no bound."""
+        """Bytes that weights outside of the device may take of a host with `total_nbytes` of memory; None: no bound.
+
+        `on_cpu`: as for `device_nbytes`.
+        """
         budget = dict(self.max_memory).get("cpu")
-        if on_cpu and budget is not None and self.device_budget is None and self._of_map is None:
-            return 0
+        if on_cpu and budget is not None and self.device_budget is None and self._gpu_entry is None:
+            return 0  # the device has all of it
         return budget_nbytes(self.host_budget if budget is None else budget, total_nbytes)
 
     @property
@@ -275,8 +279,8 @@ class OffloadConfig(_Settings):
         return budgets if len(budgets) > 1 else {}
 
     @property
-    def _of_map(self) -> MemoryBudget | None:
-        """The first budget of a GPU in `max_memory`."""
+    def _gpu_entry(self) -> MemoryBudget | None:
+        """The first GPU in `max_memory`, with its budget; None if it names no GPU."""
         return next((entry for entry in self.max_memory if entry.memory != "cpu"), None)
 
     def resolved(self) -> Self:
@@ -286,11 +290,11 @@ class OffloadConfig(_Settings):
         return self.model_copy(update={"pin_memory": pinned, "use_uva": mapped})
 
     def compute_hash(self) -> str:
-        """Hex digest over every field of `resolved()`: equal in all processes, whatever the order of sets."""
+        """Hex digest over every field of `resolved()`: equal in all processes, as sets are sorted."""
         text = json.dumps(self.resolved().model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def model_post_init(self, context: object, /) -> None:  # a validator would run, and warn, twice
+    def model_post_init(self, context: object, /) -> None:  # not a validator, which would run twice, and so warn twice
         if self.offload_backend == "prefetch" and self.prefetch.offload_group_size == 0:
             num = self.prefetch.offload_num_in_group
             raise ConfigError(
@@ -304,7 +308,7 @@ class OffloadConfig(_Settings):
                     f"max_memory = {{{key}: {value!r}}} and {name} = {getattr(self, name)!r} are budgets for the same "
                     f"memory: remove {name}, or {key} from max_memory"
                 )
-        if self._of_map is not None and self.gpus not in (1, len(self.stripes) or 1):
+        if self._gpu_entry is not None and self.gpus not in (1, len(self.stripes) or 1):
             num = len(self.stripes) or 1
             raise ConfigError(f"gpus = {self.gpus}, and max_memory has budgets for {num}: remove gpus")
         for text in self._ignored():
@@ -323,7 +327,7 @@ class OffloadConfig(_Settings):
                 )
         if self.codec == "compressed" and self.backend == "uva":
             yield f"codec = {self.codec!r} ignored: {why}, whose weights are read uncompressed. Remove to silence this"
-        budget = f"max_memory[{self._of_map.memory}] = {self._of_map.budget}" if self._of_map else None
+        budget = f"max_memory[{self._gpu_entry.memory}] = {self._gpu_entry.budget}" if self._gpu_entry else None
         if self.device_budget is not None:
             budget = f"device_budget = {self.device_budget}"
         if budget is not None and self.backend != "none":
@@ -353,7 +357,7 @@ def _known_keys(cls: type[BaseModel]) -> dict[str, str]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without None, models as dicts, and flat keys moved into their section."""
+    """`values` without None, with sections as dicts, and with flat keys moved into their section."""
     known = _known_keys(OffloadConfig)
     present = {key: value for key, value in values.items() if value is not None or key not in known}
     nested = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in present.items()}
@@ -361,13 +365,13 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         section, value = known[key].partition(".")[0], nested.pop(key)
         table = nested.get(section, {})
         if not isinstance(table, dict) or key in table:
-            raise ConfigError(f"{key} = {value!r} contradicts {section} = {table!r}: give one of the two")
+            raise ConfigError(f"{key} = {value!r} contradicts {section} = {table!r}: set only one of the two")
         nested[section] = table | {key: value}
     return nested
 
 
 def _laid_over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, merged by key in sections."""
+    """`base` overridden by `over`; sections are merged key by key."""
     tables = [key for key in over if isinstance(over[key], dict) and isinstance(base.get(key), dict)]
     tables = [key for key in tables if key != "max_memory"]  # a map of budgets counts as one setting
     return base | over | {key: base[key] | over[key] for key in tables}

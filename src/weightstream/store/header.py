@@ -1,9 +1,12 @@
 """The header of a safetensors file: the facts about each tensor, all checked before use.
 
 A file is 8 bytes of little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), and the data,
-which the tensors fill without gap or overlap. The safetensors library checks that; this module checks the facts that
-the library accepts. A compressed tensor is stored as bytes under its own name, and described in one text of the file's
-metadata.
+which the tensors fill without gap or overlap. The safetensors library checks that when it opens the file. This module
+checks in addition what the library lets pass, such as names that occur twice, dtypes that torch lacks, and shapes too
+large for torch.
+
+A compressed tensor is stored as bytes under its own name. The metadata of the file has one JSON text, under the key
+`CODED`, that describes all compressed tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
-CODED = "weightstream"  # the key of that text in the metadata
+CODED = "weightstream"  # the key in the metadata of the text about compressed tensors
 _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
 _TOO_MANY = 2**63  # torch would overflow
@@ -154,7 +157,7 @@ def _coded_entries(path: Path, stored: Mapping[str, TensorEntry], text: str) -> 
 def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
     name, nbytes = repr(stored.name), stored.nbytes
     if stored.dtype != "uint8" or stored.shape != (nbytes,):
-        raise StoreError(f"{name} must be bytes in a row, is {stored.dtype} {list(stored.shape)}")
+        raise StoreError(f"{name} must be flat bytes, is {stored.dtype} {list(stored.shape)}")
     if not isinstance(facts, dict) or facts.keys() != _FIELDS:
         raise StoreError(f"{name}: needs exactly {', '.join(sorted(_FIELDS))}, has {str(facts)[:80]}")
     code, shape, crc32 = facts["dtype"], facts["shape"], facts["crc32"]
@@ -175,7 +178,11 @@ def _coded_entry(stored: TensorEntry, facts: Any) -> TensorEntry:
 
 
 def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]], sums: Mapping[str, int]) -> str:
-    """The text that describes these compressed tensors. A checksum that is not known yet takes its greatest length."""
+    """The text that describes these compressed tensors.
+
+    A checksum that `sums` lacks is written as the largest one, so that the size of the header is known before any
+    weight is compressed.
+    """
     tensors = {}
     for name, layout in layouts.items():
         facts = {"dtype": CODES[layout.dtype], "shape": list(shapes[name]), "bits": layout.element.symbol_bits}
@@ -184,7 +191,10 @@ def coded_text(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
 
 
 def _nbytes_of(shape: list[int], itemsize: int) -> int:
-    """Bytes of a tensor, a size of 0 counted as 1, as in torch's strides; stops counting at `_TOO_MANY`."""
+    """Bytes of a tensor; stops counting at `_TOO_MANY`.
+
+    A size of 0 counts as 1: torch computes strides like that, and they could overflow even if a tensor has no elements.
+    """
     count = itemsize
     for size in shape:
         if (count := count * max(size, 1)) >= _TOO_MANY:

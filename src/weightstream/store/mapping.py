@@ -1,5 +1,7 @@
 """FileMapping: one file mapped copy-on-write, as bytes. Knows no formats, tensor names or devices.
 
+`Memory` is the base class that it shares with `LazyMemory` (store/lazy.py), which is filled when it is first read.
+
 The map is private and writable: a write into a tensor that views it stays in this process and never reaches the file.
 Pages that were only read belong to the page cache, so a mapped model takes no memory of its own. A window is a second
 map of a part of the file, shared and read-only: a device can copy directly from its pages. It does not show writes of
@@ -66,7 +68,7 @@ def _buffer(address: int, nbytes: int) -> Buffer:
 
 
 def reserve(nbytes: int, path: Path) -> Buffer:
-    """Reserve whole pages of zeros, which take no memory until they are written to; errors name `path`."""
+    """Reserve whole pages of zeros, for `LazyMemory`: they take no memory until written to. Errors name `path`."""
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return _buffer(_map(-1, nbytes, path, _ANONYMOUS), nbytes)
 
@@ -74,8 +76,8 @@ def reserve(nbytes: int, path: Path) -> Buffer:
 def is_touched(buffer: Buffer) -> bool:
     """Whether a page of reserved memory was read or written to; True if the kernel does not know."""
     nbytes = ctypes.sizeof(buffer)
-    found = np.empty(nbytes // mmap.PAGESIZE, dtype=np.uint8)
-    return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, found.ctypes.data)) or bool((found & 1).any())
+    in_core = np.empty(nbytes // mmap.PAGESIZE, dtype=np.uint8)  # a byte per page; bit 0: the page is in memory
+    return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, in_core.ctypes.data)) or bool((in_core & 1).any())
 
 
 def zero_pages(buffer: Buffer, path: Path) -> None:
@@ -97,7 +99,7 @@ class Memory:
 
     path: Path
     nbytes: int
-    is_filled = True  # whether an address can be read; the pages of a file come in by themselves
+    is_filled = True  # whether reading an address gives the true bytes; False for a LazyMemory until it is filled
 
     def __init__(self, title: str, buffer: Buffer | None) -> None:
         self._title = title
@@ -197,11 +199,15 @@ class FileMapping(Memory):
         return written_ranges(self.address, self.nbytes) if self.nbytes else []
 
     def leave(self, begin: int, end: int) -> None:
-        """Unmap the pages inside [begin, end) that this process did not write to; the next read maps them again."""
+        """Unmap the pages inside [begin, end) that this process did not write to. Called when a copy of them exists.
+
+        The next read maps them again. Written pages stay: they exist only in this process.
+        """
         start, stop = -(-(self.address + begin) // mmap.PAGESIZE), (self.address + end) // mmap.PAGESIZE
         if start >= stop or (written := written_ranges(start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)) is None:
             return
         at, last = start * mmap.PAGESIZE, stop * mmap.PAGESIZE
+        # unmap each gap between written ranges; the empty range at the end closes the last gap
         for first, after in [(at + first, at + after) for first, after in written] + [(last, last)]:
             if at < first:
                 _LIBC.madvise(at, first - at, _MADV_DONTNEED)
@@ -233,9 +239,9 @@ class Window:
 
     def is_cached(self) -> bool:
         """Whether all pages are in the page cache; for files of other users the kernel always says so."""
-        found = np.empty(-(-self.memory.numel() // mmap.PAGESIZE), dtype=np.uint8)
-        return not _LIBC.mincore(self.memory.data_ptr(), self.memory.numel(), found.ctypes.data) and bool(
-            (found & 1).all()
+        in_core = np.empty(-(-self.memory.numel() // mmap.PAGESIZE), dtype=np.uint8)
+        return not _LIBC.mincore(self.memory.data_ptr(), self.memory.numel(), in_core.ctypes.data) and bool(
+            (in_core & 1).all()
         )
 
     def populate(self, begin: int, end: int) -> None:
@@ -271,9 +277,10 @@ def _scan(descriptor: int, start: int, end: int) -> list[tuple[int, int]]:
     regions = (ctypes.c_uint64 * (3 * _NUM_REGIONS))()
     found: list[tuple[int, int]] = []
     while start < end:
-        # size, flags, start, end, walk end, regions, their number, most pages; then the pages to report: not of a file,
-        # and present or swapped out
+        # struct pm_scan_arg: size, flags, start, end, walk_end (set by the kernel), vec, vec_len, max_pages (no limit)
         words = [96, 0, start, end, 0, ctypes.addressof(regions), _NUM_REGIONS, 0]
+        # then category_inverted, category_mask, category_anyof_mask, return_mask. Inverting _FILE and requiring it
+        # selects pages that are not of a file; of these, the ones that are present or swapped out.
         argument = (ctypes.c_uint64 * 12)(*words, _FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT)
         num = fcntl.ioctl(descriptor, _SCAN, argument)
         found += [(regions[3 * i], regions[3 * i + 1]) for i in range(num)]
@@ -286,8 +293,8 @@ def _read_entries(descriptor: int, start: int, end: int) -> list[tuple[int, int]
     for first in range(start // mmap.PAGESIZE, end // mmap.PAGESIZE, _CHUNK_PAGES):
         num = min(_CHUNK_PAGES, end // mmap.PAGESIZE - first)
         entries = np.frombuffer(os.pread(descriptor, 8 * num, 8 * first), dtype=np.uint64)
-        kinds = entries >> np.uint64(61)  # present, swapped, of a file or shared
-        anonymous = np.flatnonzero((kinds > 1) & (kinds % 2 == 0)).tolist()
+        flags = entries >> np.uint64(61)  # bit 0: of a file or shared; bit 1: swapped out; bit 2: present
+        anonymous = np.flatnonzero((flags > 1) & (flags % 2 == 0)).tolist()
         found += [((first + index) * mmap.PAGESIZE, (first + index + 1) * mmap.PAGESIZE) for index in anonymous]
     return found
 

@@ -553,7 +553,7 @@ def test_arguments_of_blocks_are_copied_in_each_graph(part: str, monkeypatch: py
     with over_lanes(model, 2) as stripes:
         for _ in range(3):
             model(x.clone(), mask.clone())
-        monkeypatch.setattr(activation_transfer.DeviceCrossing, "goes", lambda way, _: way is stripes._ways[1])
+        monkeypatch.setattr(activation_transfer.DeviceCrossing, "goes", lambda way, _: way is stripes._crossings[1])
         monkeypatch.setattr(
             activation_transfer.DeviceCrossing, "copied", staticmethod(lambda tensor, _: tensor.clone())
         )

@@ -31,7 +31,7 @@ from weightstream.runtime.tensors.pytree import tensors_in
 
 _LIMIT_S = 60.0  # of a dry run
 _CALL_S = 20.0  # of following one call
-_WAYS = 4  # followed calls with the same shapes and different values
+_MOST_TRACED = 4  # calls with the same shapes and different values
 _PROMPT = "a photo"
 _CPU = torch.device("cpu")
 _ON_CPU = property(lambda self: _CPU)
@@ -184,10 +184,13 @@ class _DryRun:
         return copy.deepcopy(known.output)
 
     def _known_of(self, module: nn.Module, entry: str, args: Any, kwargs: Any) -> _Answer:
-        """The answer to a call: that to an earlier one like it, if there was one."""
+        """The answer to a call; calls of the same shapes share one, unless their control flow depends on values.
+
+        Beyond `_MOST_TRACED` different values the latest answer serves for all others.
+        """
         like = self._like.setdefault((id(module), entry, tuple(_signed((args, kwargs)))), _Alike({}))
         key = tuple(_values((args, kwargs))) if like.by_values else ()
-        if key not in like.known and len(like.known) < _WAYS:
+        if key not in like.known and len(like.known) < _MOST_TRACED:
             asked: list[bool] = []
             with process_states.no_modes():
                 answer = _followed(module, entry, args, kwargs, asked.append)

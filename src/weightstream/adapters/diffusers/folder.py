@@ -86,7 +86,7 @@ def _refuse_code(folder: Path, facts: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` for code that diffusers would run; before 0.37 it does so without `trust_remote_code`."""
     places = [(folder / name, value[0]) for name, value in facts.items() if isinstance(value, list) and value]
     files = [path / f"{module}.py" for place, module in places for path in (place, folder)]
-    for file in (*files, folder / "None.py"):  # the name that it looks for if there is no custom pipeline
+    for file in (*files, folder / "None.py"):  # diffusers looks for this name if no custom pipeline is set
         if file.is_file():
             raise CheckpointError(f"{file}: code that diffusers would run; read it, then pass trust_remote_code=True")
 
@@ -123,7 +123,10 @@ def check_keywords(folder: Path, keywords: Iterable[str]) -> None:
 
 
 def _kind(library: str, name: str) -> Any:
-    """A class of models, or None for any other class, and for one that diffusers must find."""
+    """The class `name` of a library that pipelines name, if it is a class of models.
+
+    None for any other class, and for one that only diffusers' own lookup finds.
+    """
     module = getattr(diffusers.pipelines, library, None)
     if module is None and library in ("diffusers", "transformers"):
         module = importlib.import_module(library)
@@ -159,7 +162,7 @@ def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> No
 
 
 def weights_if_any(folder: Path, variant: str | None) -> Path | None:
-    """The same, or None without files. Raises `CheckpointError` if safetensors files have other names only."""
+    """As `weights_file`, but raises `CheckpointError` if there are safetensors files under other names only."""
     is_there = any(name.endswith(".safetensors") for name in _names_in(folder))
     return required(folder, variant) if is_there else None
 
@@ -169,7 +172,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def required(folder: Path, variant: str | None) -> Path:
-    """The same; raises `CheckpointError` if there is none."""
+    """As `weights_file`, but raises `CheckpointError` if there is none."""
     if (file := weights_file(folder, variant)) is not None:
         return file
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
@@ -209,7 +212,11 @@ def common_dtype(folder: Path, checkpoints: Mapping[str, Checkpoint | None]) -> 
 
 
 def skeleton_of(kind: Any, folder: Path, dtype: torch.dtype, *, is_own: bool) -> nn.Module:
-    """A model of diffusers on meta. `is_own`: the dtype is that of its files or asked for, not the common one."""
+    """A model of diffusers on meta.
+
+    `is_own`: `dtype` was requested, or is that of the model's files. Else it is the common dtype of other components,
+    and an index of the model's shards takes precedence over it.
+    """
     with torch.device("meta"):
         model: nn.Module = kind.from_config(kind.load_config(str(folder)))
     wanted = dtype if is_own else _indexed_dtype(folder, model) or dtype
@@ -224,5 +231,5 @@ def _indexed_dtype(folder: Path, model: nn.Module) -> torch.dtype | None:
     for path in folder.glob("*.index*.json"):
         facts = json.loads(path.read_bytes())
         per_weight = facts.get("metadata", {}).get("total_size", 0) / max(1, sum(p.numel() for p in model.parameters()))
-        return torch.float32 if per_weight > 3 else None  # there are two dtypes of two bytes
+        return torch.float32 if per_weight > 3 else None  # two bytes: float16 or bfloat16, which the index does not say
     return None

@@ -43,7 +43,7 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Inside, modular pipelines log no tracebacks on this thread, which catches their errors."""
+    """Inside, modular pipelines log no tracebacks on this thread: the caller handles their errors."""
     thread, log = threading.get_ident(), logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -106,12 +106,15 @@ def attach_pipeline(pipe: Any, owner: Any, device: torch.device) -> Callable[[],
     def nothing_to_remove(self: Any) -> None:
         logger.debug("weightstream has no hooks of accelerate and no device map: nothing to remove")
 
+    # Fusing an adapter computes with its tensors, which are on the device, and with weights, which are in host memory
+    # between steps. So the owner brings the tensors of the adapter to where the weights are meanwhile.
     def adopting(method: Callable[..., Any]) -> Callable[..., Any]:
         def adopt(self: Any, *args: Any, **kwargs: Any) -> Any:
             return owner.changing(lambda: method(self, *args, **kwargs))
 
         return adopt
 
+    # Resized embeddings are new weights, which are not in the plan. So the owner offloads the text encoders anew.
     def resizing(method: Callable[..., Any]) -> Callable[..., Any]:
         def resize(self: Any, *args: Any, **kwargs: Any) -> Any:
             return owner.resizing(lambda: method(self, *args, **kwargs))

@@ -283,7 +283,7 @@ def _without(name: str, numbers: tuple[str, ...]) -> str | None:
 
 
 def _with(pattern: str, numbers: tuple[str, ...]) -> str:
-    """The name whose pattern and numbers these are."""
+    """The name that has this pattern and these numbers in place of its stars."""
     remaining = iter(numbers)
     return ".".join(next(remaining) if part == "*" else part for part in pattern.split("."))
 
@@ -306,7 +306,10 @@ class _Sources:
             end += prod(self.tokens[name].shape) + 1  # a gap, so that no range crosses the end of a tensor
 
     def ranges(self, made: torch.Tensor, wanted: torch.Tensor) -> tuple[TensorRange, ...]:
-        """The ranges that these tokens mean in a tensor like `wanted`; none where they are not of whole rows."""
+        """The ranges of the checkpoint that the tokens `made` stand for, in a tensor like `wanted`.
+
+        Empty if they do not form whole rows.
+        """
         if made.dtype is not torch.int64 or made.shape != _token_shape(wanted.shape) or not made.numel():
             return ()
         numbers = made.detach().reshape(-1) * _INVERSE
@@ -318,7 +321,7 @@ class _Sources:
         return tuple(ranges) if len(ranges) == len(bounds) - 1 else ()
 
     def _range(self, number: int, length: int, wanted: torch.Tensor) -> TensorRange | None:
-        """The range of a run of consecutive tokens; None where they are of no tensor, or of one with other rows."""
+        """The range of a run of consecutive tokens. None if they belong to no tensor, or to one whose rows differ."""
         at = bisect(self._firsts, number) - 1
         if at < 0:
             return None

@@ -29,7 +29,8 @@ def takes_ids(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def options_of(takes: Mapping[str, inspect.Parameter]) -> dict[str, bool | int]:
-    """The options of a forward in generation, as far as it takes them: a cache, and only the last logits."""
+    """The options that generation passes to a forward, of those that it takes: use a cache, return the last logits
+    only."""
     return {name: value for name, value in (("use_cache", True), ("logits_to_keep", 1)) if name in takes}
 
 

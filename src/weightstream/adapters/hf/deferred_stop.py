@@ -100,6 +100,7 @@ def _late(base: Any) -> Any:
                 self._states = [*self._states[-1:], self._random.get_rng_state()]
             if super().__call__(unfinished_sequences, *args, **kwargs):
                 return True
+            # not ahead: check at once, which waits for the device
             return self._call is not None and not self._call.is_ahead() and bool(unfinished_sequences.max() == 0)
 
         def finish(self) -> int:

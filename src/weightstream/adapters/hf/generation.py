@@ -192,19 +192,20 @@ def _may_spare_a_step(model: Any, options: dict[str, Any]) -> bool:
 
 
 class _LongStep:
-    """One step of the streamer, if there is one, around all of `generate` from where its order is learned."""
+    """One long step of the streamer, if there is one. It is entered in a `generate` once the order of the units is
+    known, and lasts until that ends."""
 
     def __init__(self, streamer: _CapturableStreamer | None, stack: ExitStack) -> None:
         self.is_entered = streamer is None
         self._streamer = streamer
         self._stack = stack
-        self._num_forwards = 0  # before it was entered
+        self._num_forwards = 0  # before the step was entered
 
     def is_due(self) -> bool:
-        """Before a forward: whether the step is to be entered.
+        """Called before each forward: whether to enter the step now.
 
-        An order that no call has taught is learned from the prompt and from the token after it, which may read other
-        weights.
+        If the order of the units is not known, two eager forwards are watched first: the prompt, and the token after
+        it, which may read other weights.
         """
         if self._streamer is None:
             return False
@@ -214,7 +215,7 @@ class _LongStep:
         return self._num_forwards > 2 or (self._num_forwards == 1 and self._streamer.learned)
 
     def enter(self) -> str | None:
-        """Returns the reason where it cannot be entered."""
+        """Enter the step. Returns the reason if that fails, else None."""
         self.is_entered = True
         try:
             if self._streamer is not None:
@@ -226,7 +227,7 @@ class _LongStep:
 
 @contextmanager
 def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
-    """The decoder runs instead of `model.forward`, of which transformers also reads the signature."""
+    """Inside, `model.forward` is the decoder's. It keeps the signature of the forward, which transformers reads."""
     patched, forward = model.__dict__.get("forward"), model.forward
 
     @wraps(forward)
@@ -250,7 +251,7 @@ class Decoder:
         self._runner = runner
         self._step = step
         self._ranks = ranks
-        self.is_replaying = False  # the last forward was a replay
+        self.is_replaying = False  # whether the last forward was a replay
 
     def report(self) -> DecodeReport:
         runner = self._runner

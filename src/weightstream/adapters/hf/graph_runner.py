@@ -104,7 +104,10 @@ class GraphRunner:
     def _capture(
         self, signature: _Signature, forward: Callable[..., Any], leaves: Sequence[Any], layers: Sequence[Any]
     ) -> str | None:
-        """Capture the step. Returns the reason where that fails: the error itself would keep what is broken alive."""
+        """Capture the step. Returns the reason if that fails, else None.
+
+        Not the error: its traceback would keep the tensors of the failed capture alive.
+        """
         self._captured = None  # its memory is freed before the next graph takes some
         errors: list[Exception] = []  # a capture that fails at its end hides the error that broke it
 
@@ -181,7 +184,8 @@ def _sign(leaf: object) -> object:
 def _layer_state(layer: Any) -> dict[str, object]:
     """Attributes of a layer of the cache that a step's Python may look at: values, and tensors by address."""
     state = {name: v.data_ptr() if isinstance(v, torch.Tensor) else v for name, v in vars(layer).items()}
-    return state | {_COUNT: state.get(_COUNT, -1) >= layer.max_cache_len}  # `update` asks for no more of the count
+    # of a sliding window's count `update` only uses whether the window is full
+    return state | {_COUNT: state.get(_COUNT, -1) >= layer.max_cache_len}
 
 
 class _HostWatch(OperatorMode):

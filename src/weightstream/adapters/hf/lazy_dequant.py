@@ -230,8 +230,8 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
 
     def saved(weight: Any) -> Any:
-        """A weight for the library to save, which would convert the packed one back; before the first forward, with its
-        unrounded state."""
+        """A copy of a weight in the order that the library saves. The first forward rounds the scales; before it, the
+        copy has the unrounded ones."""
         data, state = weight.detach().as_subclass(torch.Tensor), copy.copy(weight.quant_state)
         if unread:
             data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)

@@ -199,7 +199,7 @@ def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def set_inside(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class, or an object, has this attribute."""
+    """Inside, the attribute `name` of a class or an object has this value. Afterwards the earlier value is restored."""
     before = {key: found for key, found in vars(owner).items() if key == name}
 
     def put_back() -> None:
@@ -338,7 +338,7 @@ def is_loaded_quantised(model: Any) -> bool:
 
 
 def fp8_use(module: Any) -> Fp8Use:
-    """The use that a module makes of weights in fine-grained float8, which takes kernels."""
+    """Whether a module, by its class, is a linear layer or experts with weights in fine-grained float8."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
     is_linear = "FP8Linear" in names and module.weight.element_size() == 1
     return Fp8Use(is_linear=is_linear, are_experts="FP8Experts" in names)
@@ -390,13 +390,15 @@ def convert_into(
     config = LoadStateDictConfig(dtype=dtype, weight_mapping=_conversions(model, mapping))
     takes = inspect.signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in takes else {}  # up to 5.16
-    # it copies a converter for each tensor and keeps one for each parameter: 96 of 18,432 matrices
+    # transformers copies a converter for each tensor, but keeps one for each parameter only, such as 96 copies for
+    # 18,432 matrices of experts; `_sparing` makes the other copies cheap
     with sequential_loading(), progress_bar(False), set_inside(WeightConverter, "__deepcopy__", _sparing()):
         convert_and_load_state_dict_in_model(model, dict(tensors), config, **more)
 
 
 def _sparing() -> Callable[[Any, Any], Any]:
-    """A cheap copy function for converters: reuses a copy that was not kept, as it has collected no tensors."""
+    """A `__deepcopy__` for converters that returns the last copy again as long as that has collected no tensors: then
+    transformers did not keep it."""
     spares: dict[int, Any] = {}
 
     def copied(converter: Any, memo: Any) -> Any:

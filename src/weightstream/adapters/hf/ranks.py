@@ -24,11 +24,11 @@ from weightstream.plan.planner import Machine
 from weightstream.settings.config import OffloadConfig
 
 NAMES = ("distributed_config", "tp_plan", "tp_size")  # keywords that ask for tensor parallelism
-_IMAGINING = threading.RLock()  # torch has one default group in a process
+_IMAGINING = threading.RLock()  # torch has one default process group, so one thread at a time replaces it
 _TIMEOUT = timedelta(hours=2)  # as in transformers: one rank may load for minutes longer than another
 _OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
-_EXPERTS = "enable_expert_parallel"  # without a size of its own up to transformers 5.17
-_SHARED = "_weightstream_is_shared"  # of an error that all ranks know
+_EXPERTS = "enable_expert_parallel"  # up to transformers 5.17, which has no `ep_size`
+_SHARED = "_weightstream_is_shared"  # an attribute of an error that is not to be sent to other ranks (again)
 _RATES = ("link_bytes_per_s", "ranks_bytes_per_s")
 _FACTS = ("free_nbytes", "total_nbytes", "host_free_nbytes", "host_total_nbytes", "maps_host_memory", "fetches_rows")
 
@@ -71,6 +71,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """The smallest number of any rank. Cheap enough for each step."""
+        # in host memory if the group can exchange that
         on_host = "cpu:" in distributed.get_backend_config(self._group)
         found = torch.tensor(int(number), device="cpu" if on_host else torch.accelerator.current_accelerator())
         distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self._group)
@@ -84,7 +85,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """An error inside on one rank is raised on all ranks that `gather` or `confirm` inside."""
+        """Send an error that is raised inside to all ranks: their next `gather` or `confirm` inside raises it, too."""
         try:
             yield
         except Exception as error:
@@ -94,11 +95,11 @@ class Ranks:
             raise
 
     def confirm(self) -> None:
-        """Wait for all ranks here; raises where one of them refused before."""
+        """Wait until all ranks are here; raises the error of a rank that failed before."""
         self.gather(None)
 
     def apart(self, uuid: str, device: object) -> None:
-        """Wait for all ranks here; raises `ConfigError` on all of them where any two have the same device."""
+        """Wait until all ranks are here; raises `ConfigError` on all of them if two have one device, by its `uuid`."""
         every = self.gather(uuid)
         shared = [str(rank) for rank, found in enumerate(every) if every.count(found) > 1]
         if shared:
@@ -113,8 +114,8 @@ class Ranks:
     def agreed(self, config: OffloadConfig, machine: Machine) -> Agreement:
         """The agreement of all ranks.
 
-        It has the least memory and the slowest link and all-reduce of any rank, other speeds as the first rank
-        measured them, and an equal share of the host's memory.
+        Its machine has the least memory of any rank, the slowest link and all-reduce of any rank, the other speeds as
+        the first rank measured them, and an equal share of the host's memory.
         """
         every = self.gather((config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu), machine))
         budgets, machines = [budget for budget, _ in every if budget is not None], [found for _, found in every]
@@ -127,7 +128,7 @@ class Ranks:
 
 
 def alike(config: OffloadConfig, machine: Machine, num: int) -> Agreement:
-    """The agreement of `num` processes that all run on one such machine."""
+    """The agreement of `num` processes that all run on this machine, without asking them."""
     budget = config.device_nbytes(machine.total_nbytes, on_cpu=machine.on_cpu)
     return _divided(config.within(budget), machine, num)
 
@@ -140,19 +141,20 @@ def _divided(config: OffloadConfig, machine: Machine, num: int) -> Agreement:
 
 
 def _mark_shared(error: Exception) -> Exception:
-    """Mark an error as known to all ranks, and return it."""
+    """Mark an error, so that `together` does not send it to other ranks, and return it."""
     vars(error)[_SHARED] = True
     return error
 
 
 def _is_shared(error: BaseException | None) -> bool:
-    """Whether all ranks know an error, or one that led to it."""
+    """Whether an error, or one that led to it, is marked."""
     return error is not None and (_SHARED in vars(error) or _is_shared(error.__cause__ or error.__context__))
 
 
 @contextmanager
 def errors_stay_local() -> Iterator[None]:
-    """Inside, `together` sends no error to other ranks: they wait in a collective, and could not receive it."""
+    """An error that is raised inside is not sent by `together`: the other ranks wait in a collective of the model, and
+    could not receive it."""
     try:
         yield
     except Exception as error:
@@ -194,8 +196,8 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
-    """Whether a `distributed_config` asks for several processes. Raises `ConfigError` for options that are not
-    supported."""
+    """Whether `wanted`, a `distributed_config` of transformers, asks for several processes. Raises `ConfigError` for
+    options that are not supported."""
     if wanted is None:
         return False
     others = [name for name in _OTHERS if (getattr(wanted, name, 1) or 1) > 1]
@@ -212,10 +214,11 @@ def is_wanted(wanted: Any | None, config: OffloadConfig) -> bool:
 
 @contextmanager
 def imagined(num: int) -> Iterator[bool]:
-    """Inside, this process is the first of `num`, of which no other runs; nothing is exchanged. Yields whether the
-    processes of a job have a group already, which is used then.
+    """Inside, this process counts as rank 0 of `num`, in torch's fake process group: the other ranks do not exist, and
+    collectives exchange nothing. So a model can be sharded for a plan without starting processes.
 
-    Raises `ConfigError` where that group has another number of processes.
+    If the job has a process group already, that is used instead; yields whether it has. Raises `ConfigError` if that
+    group has another number of processes.
     """
     with _IMAGINING:
         if (of_job := num_processes()) not in (1, num):
@@ -231,10 +234,10 @@ def imagined(num: int) -> Iterator[bool]:
 
 
 def join(wanted: Any | None, config: OffloadConfig) -> Ranks | None:
-    """The processes of this job, for a model that is to be loaded with this `distributed_config` of transformers; None
-    where it asks for one process.
+    """The processes of this job, for a model that is to be loaded with `wanted`, a `distributed_config` of
+    transformers; None if it asks for one process.
 
-    If they have no group yet, it makes one that also exchanges tensors in host memory, where streamed weights are
+    Makes a process group if there is none. That group also exchanges tensors in host memory, where streamed weights are
     between steps. Raises `ConfigError`.
     """
     if not is_wanted(wanted, config):

@@ -1,4 +1,8 @@
-"""The static cache of captured decode steps: the models that it suits, its shapes, and the lengths of its layers."""
+"""The static KV cache of captured decode steps: which models can use it, its shapes, and the lengths of its layers.
+
+transformers' static layers keep the number of positions that they have seen as a tensor on the device. A layer with a
+sliding window also keeps it as a Python int, and decides by that int how to update itself.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from weightstream.adapters.hf import private
 from weightstream.errors import UnsupportedError
 
-_COUNT, _LENGTH = private.STATIC_WINDOW_COUNT, private.WINDOW_COUNT
-_LENGTH_METHOD = "get_seq_length"  # that of a sliding window returns a number
+_COUNT = private.STATIC_WINDOW_COUNT  # the int, of sliding windows only
+_LENGTH = private.WINDOW_COUNT  # the tensor
+_LENGTH_METHOD = "get_seq_length"  # returns the tensor, or the int of a sliding window
 
 
 def unsuited(model: Any) -> str | None:
-    """Reason why a decode step of this model is more than kernels on a static cache of attention, or None."""
+    """Reason why a decode step of this model cannot run on a static cache of attention layers alone, or None."""
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     if model.config.is_encoder_decoder or not getattr(model, "_can_compile_fullgraph", False):
@@ -35,7 +40,8 @@ def is_static(cache: Any) -> bool:
 
 
 def tell_lengths_at(cache: Any, device: torch.device) -> None:
-    """Have layers on other devices return their length on this device, where positions and masks are made of it."""
+    """Have the layers of a model on several GPUs return their length on `device`, where positions and masks are
+    computed from it."""
     layers = getattr(cache, "layers", None)
     for layer in layers if isinstance(layers, list) else ():
         own = getattr(layer, "__dict__", {})
@@ -50,28 +56,30 @@ def _at(length: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def static(model: Any, cache: Any, num_positions: int, num_filled: int) -> Any | None:
-    """The static cache, on meta, that captured steps use instead of this dynamic one; None where none are captured.
+    """A static cache on meta, like the one that captured steps use instead of this dynamic `cache`; None if the model's
+    steps cannot be captured.
 
-    `num_filled` of its positions are filled.
+    It has `num_positions`, of which `num_filled` are filled.
     """
     from transformers.cache_utils import DynamicCache, StaticCache
 
     if type(cache) is not DynamicCache or unsuited(model) is not None:
         return None
-    found = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
+    made = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=num_positions)
     for index, layer in enumerate(cache.layers):
-        found.update(layer.keys, layer.values, index)
-    for layer in found.layers:
-        if _COUNT in vars(layer):
+        made.update(layer.keys, layer.values, index)  # allocates the tensors of a layer, in these shapes
+    for layer in made.layers:
+        if _COUNT in vars(layer):  # the update counted the window's positions only
             setattr(layer, _COUNT, num_filled)
-    return found
+    return made
 
 
 @contextmanager
 def guarded(windows: Sequence[Any]) -> Iterator[list[int]]:
-    """During a capture: sliding windows refuse to return their length, and copy nothing from the host.
+    """During a capture, layers with a sliding window refuse to return their length, and copy nothing from the host.
 
-    Yields the counts of the windows, and restores them at the end, as a capture runs nothing.
+    A graph would keep what the model computes in Python from this length, though it changes in each step. Yields the
+    counts of the windows. Restores them at the end, as the layers count a step that the capture did not run.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:

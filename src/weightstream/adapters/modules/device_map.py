@@ -7,6 +7,12 @@ here.
 
 The attributes are in a class made for the instance, as a copy or a pickle of the model must not have them. This module
 knows no weights.
+
+[Note: patches of the class]
+Code that patches a class for a while sets a member of `type(model)`, and at the end restores or deletes it. It means
+the class of all such models. So members that are set on or deleted from the class of one instance are passed on to the
+base class. The class of the instance has no such member of its own before the patch, so code that looks there deletes
+the member at the end. Then the earlier value in the base class has to come back.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from weightstream.runtime.tensors.undo import Undo
 logger = logging.getLogger("weightstream")
 
 _BASE = "_weightstream_base"
-_NESTED = 16  # the most changes of one member that can be undone one by one
+_NESTED = 16  # changes of one member whose earlier values are kept, [Note: patches of the class]
 _KEPT = frozenset(("__new__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", _BASE))
 
 
@@ -71,7 +77,8 @@ def attach_device_map(
 def subclass_instance(owner: Any, members: Mapping[str, Any]) -> Callable[[], None]:
     """Give an instance a class of its own with these members; returns a function that undoes it.
 
-    A class that was assigned to the instance in between stays. If it was derived from ours, ours loses its members.
+    If another class was assigned to the instance in between, it stays. It may be derived from ours, so ours then loses
+    its members.
     """
     kind = type(owner)
     owner.__class__ = placed = derived(kind, members)
@@ -101,7 +108,7 @@ def is_there(module: Any, device: torch.device, args: Sequence[Any], kwargs: Map
 
 
 def _targets(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of `to()` that name a device or a dtype, in whatever position."""
+    """The arguments of `to()` that name a device or a dtype, whether positional or by keyword."""
     return [value for value in (*args, *kwargs.values()) if value is not None and not isinstance(value, bool)]
 
 
@@ -154,7 +161,7 @@ def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str
 
 
 def _device_map_entry(device: torch.device) -> torch.device | int:
-    """The index of a GPU, as in accelerate's maps; else the torch.device: a "cpu" in the map would mean offloaded."""
+    """The index of a GPU, as in accelerate's maps; else the torch.device, as the string "cpu" would mean offloaded."""
     return device if device.index is None else device.index
 
 
@@ -184,7 +191,8 @@ def derived(base: Any, members: Mapping[str, Any]) -> Any:
 
 
 def _meta_of(base: Any) -> Any:
-    """The class of a class for one instance of `base`. To set or delete members of that class changes `base`."""
+    """The metaclass of the class for one instance of `base`, which passes changes of members on to `base`,
+    [Note: patches of the class]."""
     before: dict[str, deque[Any]] = {}  # the earlier values in `base` of members that were set here
     absent = object()
 
@@ -202,7 +210,6 @@ def _meta_of(base: Any) -> Any:
         if not is_placed(cls) or not before.get(name):
             type.__delattr__(cls, name)
             return
-        # code that patches the class for a while deletes the member at the end, as this class had none of the name
         value = before[name].pop()
         if value is absent:
             delattr(base, name)

@@ -1,7 +1,9 @@
 """Experts of transformers: modules with stacks of matrices, of which a call uses those that ids on the device name.
 
 They are found by structure. transformers' own functions compute, on a substitute for the module or on the module
-itself, so the bits are those of transformers.
+itself, so the bits are those of transformers. There are two ways to bring the matrices of a call
+(runtime/weights/picks.py): `select` gives substitutes for the stacks, which batched_mm indexes; `place` writes the
+matrices to their places in whole stacks, where any implementation finds them.
 
 [Note: grouped instead of batched]
 `generate()` decodes with batched_mm, which copies the matrices of each id: for a few sequences that is most of a step.
@@ -38,7 +40,7 @@ _IN_PLACE = "grouped_mm"  # the implementation that reads matrices in place, and
 _FUSED = "w13_weight"  # of vLLM's experts
 _EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped instead of batched]
 _ROUNDS = 8
-_WAYS = ("forward", "_compiled_call_impl")  # functions that an instance may have besides those of its class
+_OWN_FORWARDS = ("forward", "_compiled_call_impl")  # attributes of an instance that run instead of its class's forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
@@ -56,22 +58,23 @@ class _StandIn:
 def _unwatched(module: nn.Module) -> nn.Module:
     """A module with the same tensors that runs the forwards of the classes, without hooks."""
     found: nn.Module = object.__new__(type(module))
-    found.__dict__.update({name: value for name, value in vars(module).items() if name not in _WAYS})
+    found.__dict__.update({name: value for name, value in vars(module).items() if name not in _OWN_FORWARDS})
     found.__dict__ |= {name: type(hooks)() for name, hooks in vars(module).items() if name in _HOOKS}
     found._modules = {name: None if child is None else _unwatched(child) for name, child in module._modules.items()}
     return found
 
 
-class _Named(Exception):
-    """Experts were called with these ids."""
+class _ExpertsCalled(Exception):
+    """Ends the forward of a block at the call of its experts, and carries the ids of that call."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         super().__init__()
         self.ids = ids
 
 
-def _name(*args: Any, **kwargs: Any) -> None:
-    raise _Named((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
+def _end_at_experts(*args: Any, **kwargs: Any) -> None:
+    """Stands in for the experts of a block, to get their ids."""
+    raise _ExpertsCalled((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
 
 
 class _ExpertInputs(NamedTuple):
@@ -113,16 +116,17 @@ class ExpertForward:
         module, implementation = self._module, self._module.config._experts_implementation
         owner = getattr(call.forward, "__self__", None)
         is_plain = getattr(call.forward, "__func__", None) is self._of_class and owner is module
-        if implementation not in (_BY_ROW, _IN_PLACE) or not is_plain:
-            return None  # or another forward was put in its place
+        if implementation not in (_BY_ROW, _IN_PLACE) or not is_plain:  # not plain: another forward was assigned
+            return None
         inputs = _ExpertInputs.of(call)
         stacks = {name: stack for name in self._names if (stack := module._parameters.get(name)) is not None}
-        read = {id(stack) for stack in stacks.values()}  # one that is computed is no parameter
+        read = {id(stack) for stack in stacks.values()}  # a stack that is computed from others is not a parameter
         if inputs is None or len(read) < len(self._names) or not read.issuperset(rows.stacks):
             return None
         num_ids, by_row = inputs.ids.numel(), implementation == _BY_ROW
         places = rows.places(num_ids)
         case = self._case(inputs, stacks.values()) if by_row else None
+        # a case that was not tried yet is tried in `_place`, which a capture does not allow
         may_group = case is not None and _EQUAL.get(case, not rows.capturing())
         if by_row and not may_group and num_ids <= rows.most:
             return partial(self._select, rows, inputs, stacks)
@@ -171,17 +175,21 @@ class ExpertForward:
         return bool(self._repeats) and not self._module.training
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
-        """The ids that the block would pass to its experts for these states of tokens; None where it does not tell."""
+        """The ids that the block would pass to its experts for these states of tokens; None if they cannot be found.
+
+        The forward of the block runs up to the call of its experts, with its router only: other children return their
+        input.
+        """
         if self._block is None:
             return None
         inside: dict[str, Any] = {}
         for name, child in self._block.named_children():
-            routes = any(p.ndim and len(p) == self._module.num_experts for p in child.parameters())
-            inside[name] = _name if child is self._module else _unwatched(child) if routes else _as_is
+            is_router = any(p.ndim and len(p) == self._module.num_experts for p in child.parameters())
+            inside[name] = _end_at_experts if child is self._module else _unwatched(child) if is_router else _as_is
         try:
             type(self._block).forward(_StandIn(self._block, inside), states.unsqueeze(0))
-        except _Named as named:
-            return named.ids
+        except _ExpertsCalled as call:
+            return call.ids
         except Exception:  # a block whose forward takes other arguments
             logger.debug("a block of experts does not run without them", exc_info=True)
         return None
@@ -239,7 +247,7 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
     """How a module of experts reads single matrices; None for any other module. `block` holds the experts and the
     router.
 
-    Stacks of one byte a weight (`FP8Experts`) have none: they go to a kernel, which takes no substitute.
+    None also for stacks of one byte a weight (`FP8Experts`): they go to a kernel, which takes no substitute.
     """
     num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     if not isinstance(num, int) or not hasattr(type(module), "_apply_gate"):
@@ -255,9 +263,9 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
 
 
 def why_whole(model: nn.Module) -> str | None:
-    """Reason why each step reads all experts of a model, in a line; None where it does not, or has no experts.
+    """Reason why each step reads all experts of a model, in one line; None where it does not, or has no experts.
 
-    Experts are recognised by their name here, on which only this line depends.
+    Experts are recognised by their names here. Nothing but this message depends on that.
     """
     found: dict[str, list[str]] = {}
     every: list[str] = []

@@ -32,10 +32,15 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     `blocks` default to those of `find_blocks`. A unit that is a block, or part of one, carries the block's index.
     """
     blocks = find_blocks(model) if blocks is None else blocks
-    cut = {"block": {id(block) for block in called(blocks)}, "half": _halves(blocks), "matrix": set[int]()}[grain]
+    # modules that are one unit each; for "matrix" there are none, and every module is cut down to its leaf modules
+    kept_whole = {
+        "block": {id(block) for block in called(blocks)},
+        "half": _halves(blocks),
+        "matrix": set[int](),
+    }[grain]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
     unique: dict[int, UnitModule] = {}
-    for unit in _units("", model, cut, whole=bool(cut)):
+    for unit in _units("", model, kept_whole):
         unit.layer = layers.get(id(unit.module))
         unique.setdefault(id(unit.module), unit)
     return list(unique.values())
@@ -74,9 +79,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
         if not inner:
             continue
-        below = {id(d) for m in inner for d in m.modules() if d is not m}
-        if 2 * sum(_nbytes(m) for m in inner if id(m) not in below) > _nbytes(by_id[outer]):
-            found.discard(outer)  # its own blocks hold most of it
+        nested = {id(d) for m in inner for d in m.modules() if d is not m}  # count once, with the block around them
+        if 2 * sum(_nbytes(m) for m in inner if id(m) not in nested) > _nbytes(by_id[outer]):
+            found.discard(outer)  # the blocks inside hold most of it
         else:
             found -= {id(module) for module in inner}
     return [module for module in by_id.values() if id(module) in found]
@@ -88,27 +93,28 @@ def row_tables(model: nn.Module) -> set[int]:
     others: set[int] = set()
     for module in model.modules():
         by_row = isinstance(module, nn.Embedding) and module.max_norm is None
-        for leaf in leaves(module):  # of a subclass of parameters more than some rows may be read
+        for leaf in leaves(module):  # a subclass of Parameter may read more of itself than some rows
             (tables if by_row and type(leaf.tensor) is nn.Parameter else others).add(id(leaf.tensor))
     return tables - others
 
 
-def _units(
-    name: str, module: nn.Module, blocks: set[int], whole: bool, parent: nn.Module | None = None
-) -> Iterator[UnitModule]:
+def _units(name: str, module: nn.Module, kept_whole: set[int], parent: nn.Module | None = None) -> Iterator[UnitModule]:
+    """The units of a subtree. `kept_whole`: ids of modules that are one unit each. If there are any, so are subtrees
+    without them."""
     if not _holds_tensors(module):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
     is_called = called([module]) == [module]
-    split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in blocks for m in module.modules())
-    split |= not is_called
-    if not children or isinstance(module, _WHOLE) or id(module) in blocks or (whole and not split):
+    must_split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in kept_whole for m in module.modules())
+    must_split |= not is_called
+    is_whole = isinstance(module, _WHOLE) or id(module) in kept_whole or (bool(kept_whole) and not must_split)
+    if not children or is_whole:
         yield UnitModule(name=name, module=module, picks=picks_of(module, parent))
         return
     if any(True for _ in leaves(module)):
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
-        yield from _units(child_name, child, blocks, whole, module)
+        yield from _units(child_name, child, kept_whole, module)
 
 
 def _nbytes(module: nn.Module) -> int:

@@ -67,7 +67,7 @@ class WeightRead(NamedTuple):
 
 
 class _StorageRead(NamedTuple):
-    """The same while the forward runs: the storage, by `_cdata`, of a weight on meta."""
+    """As `WeightRead`, while the forward runs: `storage` is that of the copied weight on meta, by `_cdata`."""
 
     call: int
     storage: int
@@ -104,7 +104,7 @@ class Footprint:
     captured: Footprint | None = None
 
     def tried(self, trials: Mapping[Launch, Trial]) -> Footprint:
-        """The same with the measured times and workspaces of some operators."""
+        """This footprint with the measured times and workspaces of the operators in `trials`."""
         known = {id(run.op): replace(run.op, device_s=t.device_s) for run, t in trials.items() if run.op is not None}
         ops = tuple(launch._replace(op=known.get(id(launch.op), launch.op)) for launch in self.ops)
         peaks = (run.alive_nbytes + aligned(t.workspace_nbytes) for run, t in trials.items())
@@ -196,14 +196,14 @@ def follow(
             its Python code takes longer than `limit_s` seconds.
     """
 
-    def once(start: Callable[..., _Forward], _: nn.Module, on_meta: Any, keywords_on_meta: Any) -> list[_Forward]:
+    def run_once(start: Callable[..., _Forward], _: nn.Module, on_meta: Any, keywords_on_meta: Any) -> list[_Forward]:
         pairs = zip(tensors_in((args, kwargs or {})), tensors_in((on_meta, keywords_on_meta)), strict=True)
         forward = start(on_meta, keywords_on_meta, entry, known := KnownValues(pairs))
         on_values(known.was_asked)
         on_output(forward.output)
         return [forward]
 
-    return _followed(model, once, (args, kwargs or {}), limit_s, device)
+    return _followed(model, run_once, (args, kwargs or {}), limit_s, device)
 
 
 def observe(model: nn.Module, workload: Workload) -> Footprint:
@@ -254,10 +254,12 @@ def _followed(
     limit_s: float = math.inf,
     device: torch.device = _CPU,
 ) -> Footprint:
-    """The footprint of the last of some forwards of a copy on meta, with the largest memory of all of them.
+    """Copy a model to meta, run forwards of the copy, and return the footprint of the last one, with the largest memory
+    of all.
 
-    `steps(start, copy, *values)` runs the forwards, each by `start(args, kwargs)`. Errors of these and of the copy
-    become `UnsupportedError`.
+    `steps(start, copy, *values)` runs the forwards: each call `start(args, kwargs)` is one, and returns its `_Forward`.
+    `values` are the arguments of the real call; `steps` gets copies of them on meta. Errors of the forwards and of the
+    copying become `UnsupportedError`.
     """
     storages = meta_copy.Storages()
     until_s = time.perf_counter() + limit_s
@@ -293,6 +295,7 @@ def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprin
     last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
     nums = Counter(id(launch.op) for launch in last.ops)
     calls = [call._replace(module=made.originals.get(id(call.module), call.module)) for call in last.calls]
+    # the copy does not communicate: the all-reduces after modules with shards are added here
     summed = [
         KernelLaunch(index, index + 1, op_cost.sum_of(call.returned_nbytes))
         for index, call in enumerate(calls)
@@ -312,7 +315,12 @@ def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprin
 
 
 class _Forward(OperatorMode):
-    """One forward on meta tensors: the calls of modules, the launches of operators, and the memory that was alive."""
+    """One forward on meta tensors: the calls of modules, the launches of operators, and the memory that was alive.
+
+    A forward may also make small tensors with values on the CPU, such as constants. Operators on these alone are run,
+    and do not count as launches. They may write only to tensors that this forward made: any other is not a copy, and
+    belongs to the model or its caller.
+    """
 
     def __init__(
         self,
@@ -329,7 +337,7 @@ class _Forward(OperatorMode):
         self._weights = weights
         self._known = known if known is not None else KnownValues()
         self.reads: dict[_StorageRead, None] = {}  # each once, in order
-        self._own_storages = weakref.WeakValueDictionary[int, Any]()  # with values, made by this forward
+        self._own_storages = weakref.WeakValueDictionary[int, Any]()  # of tensors with values that this forward made
         self.calls: list[ModuleCall] = []
         self.ops: list[KernelLaunch] = []
         self.launches: dict[Any, Launch] = {}
@@ -378,9 +386,10 @@ class _Forward(OperatorMode):
             raise UnsupportedError(f"{func} writes to a tensor that is not a copy")
         if len(real) == len(tensors) and _device_of(kwargs) != "meta":
             if process_states.draws(func) and not process_states.takes_generator(func) and _is_composite(func):
-                with self:  # its parts take a generator
+                with self:  # a random operator without a generator argument: the operators that it consists of take one
                     return func.decompose(*args, **kwargs)
-            with torch.inference_mode(False):  # the model may keep the result, for calls with gradients
+            # the model may keep the result, and later use it in calls with gradients, which refuse inference tensors
+            with torch.inference_mode(False):
                 output = self._draws.run(func, args, kwargs)
             for tensor in tensors_in(output):
                 self._own_storages[_memory_of(tensor)] = tensor.untyped_storage()
@@ -447,7 +456,7 @@ class _Memory:
         self.touch()
 
     def touch(self, nbytes: int = 0) -> None:
-        """Count so many more bytes for a moment."""
+        """Count `nbytes` more at this moment, such as the workspace of a kernel, for the peak only."""
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + aligned(nbytes))
 
 

@@ -415,7 +415,11 @@ class _Cell(_Keyed):
 
 
 class _Row(_Place):
-    """A list or a deque. New entries replaced former ones where at least as many are new as are gone."""
+    """A list or a deque.
+
+    A run of new entries at the place of former ones counts as their replacement if it is at least as long. Then the
+    former entries are restored in place of unwanted new ones; other unwanted entries are deleted.
+    """
 
     __slots__ = ("_before", "_owner")
 

@@ -26,9 +26,9 @@ from weightstream.runtime.tensors.leaves import leaves
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import unseen
 
-_HOOKS = "_diffusers_hook"  # mostly of caches
-_AROUND = "_weightstream_around"
-_COPIED = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
+_HOOKS = "_diffusers_hook"  # an attribute with diffusers' hooks on a module, mostly those of caches
+_AROUND = "_weightstream_around"  # an attribute with our wrapper of a module's forward (runtime/streamer/forward_patch)
+_COPY_FUNCTIONS = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
 
 
 class Storages:
@@ -51,7 +51,10 @@ class Storages:
 
     def are_kept(self) -> bool:
         """Whether anything still refers to one of them, except cycles of garbage."""
-        return bool(self) and bool((gc.collect(), self)[1])
+        if not self:
+            return False
+        gc.collect()
+        return bool(self)
 
 
 @unseen
@@ -84,7 +87,9 @@ def forwards_of(module: nn.Module) -> list[Any]:
 
 
 def is_hooked(module: nn.Module, forward: Any) -> bool:
-    """Whether it is that of the module's class, wrapped only by hooks of diffusers or by the code of a shard."""
+    """Whether `forward` is that of the module's class, wrapped by hooks of diffusers or by transformers' code for
+    shards. Such a wrapper can be left out of a copy.
+    """
     if tensor_parallel.is_of_shard(forward):
         return True
     inner = forward
@@ -95,14 +100,14 @@ def is_hooked(module: nn.Module, forward: Any) -> bool:
 
 
 class _Copies(TorchFunctionMode):
-    """Inside, a copy of a tensor is what `of` makes."""
+    """Inside, `copy_tensor` makes the copy where code copies a tensor, such as `copy.deepcopy`."""
 
-    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._of = of
+        self._copy_tensor = copy_tensor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._of(args[0]) if func in _COPIED else func(*args, **(kwargs or {}))
+        return self._copy_tensor(args[0]) if func in _COPY_FUNCTIONS else func(*args, **(kwargs or {}))
 
 
 def zeros_for(output: Any) -> Any:
@@ -136,6 +141,9 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
 
     A shard becomes a plain tensor of its size on this rank, and its module does not communicate: that changes no shape
     of a layer. `storages` gets every tensor that is made. Raises the errors of `copy.deepcopy`.
+
+    `copy.deepcopy` looks each object up in a memo, from its id to its copy. Entries that are set here in advance decide
+    what becomes of tensors (on meta), hooks (none) and forwards that are left out (None).
     """
     noted = Storages() if storages is None else storages
 
@@ -148,7 +156,8 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
     for module in modules:
         outers = list[torch.Tensor]()
         for leaf in leaves(module):
-            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)  # a wrapper is plain here
+            # the outermost tensor of a leaf: a tensor subclass that wraps others is copied as one plain tensor
+            outers.append(outer := leaf.shells[-1] if leaf.shells else leaf.tensor)
             is_shard = bool(leaf.shells) and tensor_parallel.is_shard(outer)
             made = memo.setdefault(
                 id(outer), nn.Parameter(shape_of(leaf.tensor), requires_grad=False) if is_shard else shape_of(outer)
@@ -156,7 +165,8 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
             weights.setdefault(made.untyped_storage()._cdata, []).append(leaf.tensor)
         memo |= {id(value): OrderedDict() for value in hooks_of(module).values()}
         if any(wraps := [forward for forward in forwards_of(module) if is_hooked(module, forward)]):
-            hooked.append(module)  # a cache of diffusers skips blocks depending on values: none is skipped here
+            # a cache of diffusers skips blocks depending on values; in the copy no block is skipped
+            hooked.append(module)
             memo |= dict.fromkeys(map(id, wraps))
             if any(map(tensor_parallel.is_of_shard, wraps)) and tensor_parallel.adds_up(module, outers):
                 summed.add(id(module))
@@ -180,9 +190,13 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
 
 
 def _is_shared(value: Any, made: Any) -> bool:
-    """Whether the copy shares a value with the model because its class does not copy it: a forward might change it."""
-    makes_none = hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref)
-    return made is value and makes_none and not isinstance(value, Enum)
+    """Whether the copy holds the same object as the model, because its class refuses to be copied.
+
+    A forward of the copy might change the model through it. Values that nothing can change, such as numbers, may be
+    shared.
+    """
+    may_refuse = hasattr(type(value), "__deepcopy__") or isinstance(value, weakref.ref)
+    return made is value and may_refuse and not isinstance(value, Enum)
 
 
 def untie(made: Copied) -> None:

@@ -55,8 +55,8 @@ class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
     `is_repeatable`: `repeat` can replace a run, as all results are new and the operator changes nothing.
-    `is_in_place`: the first argument, of which only values change, can. `call` runs it on other tensors.
-    `alive_nbytes`: the most bytes that are alive right after it.
+    `is_in_place`: `repeat` can, too, as it returns the first argument, of which the operator changes only values.
+    `alive_nbytes`: the most bytes that are alive right after it, over all launches.
     """
 
     __slots__ = (
@@ -83,7 +83,11 @@ class Launch:
             self.workspace_nbytes = _workspace_nbytes(args) if func.overloadpacket is _ATTENTION else 0
 
     def call(self, tensor: Callable[[Spec], torch.Tensor]) -> Callable[[], Any] | None:
-        """A function that runs it on tensors that `tensor` makes; None if it depends on their values or identity."""
+        """A function that runs the operator on tensors that `tensor` makes from their specs.
+
+        None for an operator that changes its arguments, returns them or views of them, draws random numbers, launches
+        no kernel, or is not one of PyTorch's own (aten).
+        """
         func, args, kwargs = self._func, self._args, self._kwargs
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket is _ATTENTION:
@@ -94,7 +98,7 @@ class Launch:
         return partial(func, *args, **kwargs)
 
     def repeat(self, args: Any) -> Any:
-        """Its output for such arguments, without running it."""
+        """New output of the operator, as for the arguments that it was run with, without running it."""
         if self.is_in_place:
             return args[0]
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
@@ -130,7 +134,7 @@ def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on meta tensors; where meta kernels differ from a GPU's, return the output of the latter."""
+    """Run an operator on meta tensors. Where the meta kernel's output differs from a GPU's, return that of the GPU."""
     if func.overloadpacket is _ATTENTION:
         query, _, value = args[:3]
         if _mask(args) is None and query.shape[-1] == value.shape[-1]:
@@ -169,8 +173,9 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes)
     if func.name() in _GROUPED and args[1].dim() == 3:
         (rows, _), (groups, inner, columns) = args[0].shape, args[1].shape
-        idle = max(0, groups - rows) * inner * columns * args[1].element_size()  # no row goes to these
-        return Op(rate=rate, flops=2 * rows * inner * columns, nbytes=nbytes - idle)
+        # with fewer rows than groups, at least the rest of the groups has no row, and its matrices are not read
+        idle_nbytes = max(0, groups - rows) * inner * columns * args[1].element_size()
+        return Op(rate=rate, flops=2 * rows * inner * columns, nbytes=nbytes - idle_nbytes)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=output)
         return Op(rate=rate, flops=flops, nbytes=nbytes, stacked=packet is _aten.bmm and 1 in output.shape[1:])

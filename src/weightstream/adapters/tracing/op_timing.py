@@ -27,12 +27,14 @@ from weightstream.runtime.weights.alias_groups import span
 
 logger = logging.getLogger("weightstream")
 
-_LEAST_S = 3e-6  # of work: the smallest kernel and the stamps around it take about as long
-_LEAST_SHARE = 0.001  # of the time of the call, for all launches of an operator
+# An operator is timed if its predicted work takes at least this long (the smallest kernel and the stamps around it take
+# about as long), and all its launches take at least this share of the call.
+_LEAST_S = 3e-6
+_LEAST_SHARE = 0.001
 _TRIAL_S, _ROUNDS = 0.5, 200
 _SETTLED = 3  # first rounds, which are not counted
-_LAUNCH_S = 30e-6  # of an operator, with the stamp after it; more than on any host
-_WIDTH = 4096  # of the products before each round
+_LAUNCH_S = 30e-6  # host time to launch an operator and the stamp after it; any host is faster
+_WIDTH = 4096  # rows and columns of the products before each round
 _SEED = 7
 
 
@@ -44,9 +46,9 @@ class Trial(NamedTuple):
 
 
 def time_ops(launches: Iterable[CountedLaunch], profile: Profile, backend: Backend) -> dict[Launch, Trial]:
-    """Time the launches that matter to the call.
+    """Time the launches that take a noticeable part of the call.
 
-    Those that cannot run here, or for which memory is short, are left out.
+    Operators that cannot run on this device, or for which memory is short, are left out.
     """
     known = [(launch, launch.op, num) for launch, num in launches if launch.op is not None]
     least_s = _LEAST_SHARE * sum(op.seconds(profile) * num for _, op, num in known)
@@ -93,10 +95,11 @@ def _runnable(launch: Launch, operands: _Operands, backend: Backend) -> _Runnabl
 
 
 def _rounds(backend: Backend, works: Sequence[Callable[[], Any]], operands: _Operands) -> list[float]:
-    """The median seconds of each, without the first rounds.
+    """The median seconds of each work, without the first rounds.
 
-    Each round follows products that take as long as launching the round: else short operators would wait for the host.
-    They keep a GPU as warm, and its clock as low, as the model does.
+    Before each round, matrix products are queued that take the device as long as the host needs to launch the round.
+    Otherwise short operators would wait for the host. The products also keep a GPU as warm, and its clock as low, as
+    the model does.
     """
     rounds: list[list[float]] = []
     until_s = time.perf_counter() + _TRIAL_S
@@ -123,7 +126,7 @@ def _synchronized(backend: Backend) -> Stamp:
 
 
 class _Operands:
-    """Tensors of any shape over the same random bytes; those of one operator do not overlap."""
+    """Operands of any shape. All operators share the same random bytes; the operands of one operator do not overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +136,7 @@ class _Operands:
         self._taken: Counter[torch.dtype] = Counter()
 
     def rewind(self) -> None:
-        """The operator has all of its operands; the next one may share them."""
+        """Begin the operands of another operator, which may share the memory of those before."""
         self._taken.clear()
 
     def note(self, spec: Spec) -> torch.Tensor:

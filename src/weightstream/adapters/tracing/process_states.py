@@ -73,21 +73,26 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 class _OtherThreads:
-    """The CPU time that the other threads of the process had so far, in ns."""
+    """The CPU time in ns of the other threads of the process so far, to see later whether one of them ran.
+
+    The time of the whole process minus that of this thread also counts threads that have ended. The two clocks cannot
+    be read at once, so that difference is known within bounds only.
+    """
 
     def __init__(self) -> None:
         self._of_each = _cpu_times()
         own = time.thread_time_ns()
         all_threads = time.process_time_ns()
         own_later = time.thread_time_ns()
-        self._at_least = all_threads - own_later  # also of threads that have ended
+        self._at_least = all_threads - own_later
         self._at_most = all_threads - own
 
     def may_have_run(self) -> bool:
-        """Whether one of them had any CPU time since then; True if that is unknown."""
+        """Whether another thread had any CPU time since then; True if that is unknown."""
         now = _OtherThreads()
-        ended = now._at_most - self._at_least >= _LIFE_NS
-        return self._of_each is None or now._of_each != self._of_each or ended
+        # a thread that began and ended in between is in neither list of living threads
+        may_have_ended = now._at_most - self._at_least >= _LIFE_NS
+        return self._of_each is None or now._of_each != self._of_each or may_have_ended
 
 
 def _cpu_times() -> dict[int, int] | None:

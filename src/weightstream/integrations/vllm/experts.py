@@ -1,8 +1,11 @@
 """vLLM's fused experts, called like other modules: by `forward`, one after another, on one stream.
 
-`RoutedExperts` holds the stacks of a layer. vLLM calls it by two other methods, inside an operator that looks the layer
-up by its name. A wrapper of `forward` would not see these calls, and the weights would have to stay on the device. An
-operator at the edge of this one changes no bits, as its kernels are not fused with others.
+`RoutedExperts` holds the stacks of a layer. vLLM calls it by two other methods, inside a custom operator that looks the
+layer up by its name. A wrapper of `forward` would not see these calls, and the weights would have to stay on the
+device.
+
+In compiled code weightstream waits and releases by operators of its own, which stop fusion across them. Right before
+and after vLLM's custom operator that changes no bits, as its kernels are not fused with others anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_ENTRIES = ("forward_modular", "forward_monolithic")  # of a kernel that takes ids, and of one that computes them
+# called if the router runs separately and its ids are passed on, and if one kernel does the routing as well
+_ENTRIES = ("forward_modular", "forward_monolithic")
 
 
 def enter_by_forward(layers: Iterable[nn.Module]) -> None:
@@ -27,7 +31,9 @@ def enter_by_forward(layers: Iterable[nn.Module]) -> None:
             module.forward = MethodType(_forward, module)
             for name in _ENTRIES:
                 setattr(module, name, MethodType(_entry(name), module))
-        if isinstance(vars(module).get("_stream"), torch.Stream):  # shared experts run concurrently, in one buffer
+        # Shared experts would run on a second stream, at the same time as the routed ones. But units take turns in one
+        # ring and one decode buffer.
+        if isinstance(vars(module).get("_stream"), torch.Stream):
             module._stream = None  # type: ignore[assignment]
 
 

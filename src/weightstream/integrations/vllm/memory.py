@@ -13,18 +13,19 @@ _RESERVE_SHARE, _RESERVE_NBYTES = 50, 512 << 20
 
 
 class Room:
-    """The bytes that vLLM may take of a device, by `gpu_memory_utilization`, and those that remain."""
+    """The device memory that vLLM may use, which `gpu_memory_utilization` limits, and what is left of it."""
 
     def __init__(self, worker: Any, plain_nbytes: int) -> None:
         self._worker = worker
-        self._plain_nbytes = plain_nbytes  # allocated before the weights of layers
+        self._plain_nbytes = plain_nbytes  # allocated before weights of layers came to the device
         config = worker.vllm_config
         configured_nbytes = config.cache_config.kv_cache_memory_bytes
         specs = worker.get_kv_cache_spec().values()
         self.cache_nbytes = int(configured_nbytes or sum(spec.max_memory_usage_bytes(config) for spec in specs))
 
     def left(self, activation_nbytes: int) -> int:
-        """The bytes for the KV cache: without activations, and a reserve for CUDA graphs."""
+        """The bytes that are left for the KV cache, after everything on the device now, activations, and a reserve for
+        CUDA graphs."""
         gc.collect()
         cuda.give_back(workspaces=False)
         free, total = cuda.memory(self._worker.device)
@@ -33,9 +34,9 @@ class Room:
         return int(self._worker.requested_memory) - used - activation_nbytes - reserve_nbytes
 
     def nbytes(self, activation_nbytes: int) -> int:
-        """The bytes for weights of layers, including those on the device now, without the wanted KV cache."""
-        taken = allocated(self._worker.device) - self._plain_nbytes
-        return self.left(activation_nbytes) + taken - self.cache_nbytes
+        """The bytes that weights of layers may take, so that the wanted KV cache fits as well."""
+        held_nbytes = allocated(self._worker.device) - self._plain_nbytes  # weights of layers that are there already
+        return self.left(activation_nbytes) + held_nbytes - self.cache_nbytes
 
     def arithmetic(self, activation_nbytes: int) -> str:
         """The arithmetic of the memory for weights of layers, and the remedy, for an error."""

@@ -50,8 +50,9 @@ _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _CHOOSES = frozenset(
     ("device_budget", "max_memory", "offload_backend", "prefetch", "uva", "offload_group_size", "cpu_offload_gb")
 )
-_WIDTHS = 8  # activations of hidden size that are alive in a layer, besides two of its widest; a guess
-_GUESS = 1.5
+# A guess of the activations of a layer for a token: two of the layer's widest size, and `_WIDTHS` of hidden size.
+_WIDTHS = 8
+_GUESS = 1.5  # by which the guess of all activations is multiplied
 
 
 def register() -> None:
@@ -73,7 +74,10 @@ def register() -> None:
 
 
 def _around(kind: Any, name: str, method: Callable[..., Any]) -> None:
-    """Wrap a method of workers in `method(inner, wrapper, …)`; `inner` is that of the wrapper, or of its worker."""
+    """Replace the method `name` of worker wrappers by `method(inner, wrapper, …)`.
+
+    `inner` is the replaced method of the wrapper. If the wrapper has none of this name, it is the worker's.
+    """
     inner = kind.__dict__.get(name) or (lambda wrapper, *args, **kw: getattr(wrapper.worker, name)(*args, **kw))
     setattr(kind, name, lambda wrapper, *args, **kw: method(partial(inner, wrapper), wrapper, *args, **kw))
 
@@ -127,7 +131,8 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
         return (engine for engine in (reference() for reference in self._engines) if engine is not None)
 
     def stand_by(self) -> None:
-        """Become vLLM's offloader again, as long as an engine streams: runners set another when they start or end."""
+        """Become vLLM's offloader again if an engine streams, else stop being it. Runners set another offloader when
+        they start or end."""
         if self.streamers:
             theirs.set_offloader(self)
         elif theirs.get_offloader() is self:
@@ -135,7 +140,8 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
 
 def settings_of(vllm_config: Any) -> OffloadConfig | None:
-    """The settings of an engine; None if it does not use weightstream. If they choose no memory, vLLM's flags hold.
+    """The settings of an engine; None if it does not use weightstream. vLLM's own flags for offloading apply if the
+    settings do not say how much memory to use.
 
     A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` are set. Raises `ConfigError`.
     """
@@ -252,8 +258,10 @@ def _ranks() -> Ranks | None:
 
 
 def _any_rank_steps(steps: bool) -> bool:
-    """Whether any rank of the engine wants a step; all ranks call this at once. Raises the error of a rank that failed
-    meanwhile."""
+    """Whether any rank of the engine will run a watched step now; `steps`: whether this rank will.
+
+    All ranks call this at the same point. Raises the error of a rank that failed meanwhile.
+    """
     ranks = _ranks()
     return steps if ranks is None else any(ranks.gather(steps))
 
@@ -290,15 +298,17 @@ class VllmWorker:
         is_compiled = mode is not None and mode.name != "NONE"
         if room is not None:
             _move_adapters(offloader.layers.values(), worker.device)
-        free = None if offloader.config.has_budget or offloader.config.backend != "none" else room
-        if free is not None:
-            offloader.config = offloader.config.merged(device_budget=max(1, free.nbytes(self._guess())))
+        is_budget_set = offloader.config.has_budget or offloader.config.backend != "none"
+        # without a budget in the settings, it is computed from this room; watched steps correct it
+        budget_room = None if is_budget_set else room
+        if budget_room is not None:
+            offloader.config = offloader.config.merged(device_budget=max(1, budget_room.nbytes(self._guess())))
         try:
-            offloader.post_init(lambda: self._step(free), is_compiled=is_compiled, in_graphs=self._in_graphs())
+            offloader.post_init(lambda: self._step(budget_room), is_compiled=is_compiled, in_graphs=self._in_graphs())
         except PlanError as error:
-            if free is None:
+            if budget_room is None:
                 raise
-            raise PlanError(f"{free.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
+            raise PlanError(f"{budget_room.arithmetic(self._peak_nbytes or self._guess())}. {error}") from error
         return room
 
     def _give_back_drafts(self) -> None:
@@ -312,10 +322,11 @@ class VllmWorker:
         mode = self._worker.vllm_config.compilation_config.cudagraph_mode
         return is_cuda(self._worker.device) and mode is not None and mode.name != "NONE"
 
-    def _step(self, free: Room | None) -> int | None:
-        """Run a watched step; returns the bytes of `free` for weights, or None.
+    def _step(self, budget_room: Room | None) -> int | None:
+        """Run a watched step. Returns the budget for weights that follows from its activations, or None if the settings
+        have a budget.
 
-        All ranks run equally many, as the steps of one wait for those of the others.
+        All ranks run equally many steps, as a step of one rank waits for the same step of the others.
         """
         _any_rank_steps(True)
         device = self._worker.device
@@ -326,10 +337,10 @@ class VllmWorker:
         before = allocated(device)
         self._profile()
         self._peak_nbytes = max(self._peak_nbytes, torch.accelerator.max_memory_allocated(device) - before)
-        return None if free is None else free.nbytes(self._peak_nbytes)
+        return None if budget_room is None else budget_room.nbytes(self._peak_nbytes)
 
     def _follow(self) -> None:
-        """Run steps together with ranks that still learn."""
+        """Run steps as long as another rank still runs watched ones, which need all ranks."""
         while _any_rank_steps(False):
             self._profile()
 

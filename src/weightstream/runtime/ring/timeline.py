@@ -332,10 +332,13 @@ class Timeline:
 
     # -- a trace -----------------------------------------------------------------------------------------------------
 
-    def begin_trace(self, trace: Trace) -> None:
-        """Record all steps until `end_trace`; the device is idle."""
+    def refuse_second_trace(self) -> None:
+        """Raise `OffloadError` while a trace is recorded."""
         if self._tracing is not None:
             raise OffloadError("trace() inside of trace(): this streamer is recording one already")
+
+    def begin_trace(self, trace: Trace) -> None:
+        """Record all steps until `end_trace`; the device is idle."""
         stamp = self._backend.stamp(Side.COMPUTE)
         self._mark_in(self._timed, Tracing(trace, stamp, time.perf_counter(), self.tally.read()))
 

@@ -199,7 +199,12 @@ class Installation:
             raise OffloadError("trace() after remove(): nothing streams any more")
         with self.gate.turn.taken():
             self.backend.synchronize()
-            self.timeline.begin_trace(trace)
+            self.timeline.refuse_second_trace()
+            try:
+                self.timeline.begin_trace(trace)
+            except BaseException:  # an interrupt: nothing is recorded, so that the next trace can begin
+                self.timeline.end_trace()
+                raise
         try:
             yield
         finally:
