@@ -343,7 +343,7 @@ class Binding:
         self.engine.wait(index)
 
     def decode(self, index: int) -> None:
-        """Queue the decoding of the unit's compressed weights after their fill, and after earlier reads of the buffer."""
+        """Queue the decoding of the unit's compressed weights, after their fill and earlier reads of the buffer."""
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
@@ -447,7 +447,7 @@ class Binding:
         self._homes.leave_files(aliases)
 
     def _leave_written(self) -> None:
-        """Find groups whose pages of a file were written to without raising a version, and copy them from memory now."""
+        """Find groups whose pages of a file were written to without raising a version; copy them from memory now."""
         if left := self._homes.written():
             for streamed in self.tensors:  # not reset: the writer still has the memory, and may write at any time
                 streamed.member.lent |= streamed.alias in left and not streamed.changed()

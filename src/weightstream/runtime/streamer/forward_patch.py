@@ -325,7 +325,7 @@ class _StandsIn:
         return types.MethodType(getattr(type(self.module), self.name), self.module)
 
     def attach(self) -> Callable[[], None]:
-        """Stand in; returns a function that undoes it. Models that share a module share a stand-in, up to the last undo."""
+        """Stand in; returns a function that undoes it. Models that share a module share one until the last undo."""
         before = self.module.__dict__.get(self.name)
         in_force = before if type(before) is type(self) and before.module is self.module else self
         in_force._users.add(user := object())
