@@ -56,9 +56,8 @@ def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     decodes = {unit.name: estimated.decode_s(u, unit) for u, unit in enumerate(plan.manifest.units)}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in corrected_unit_s(plan, estimates, times).items()}
     priced = replace(planner, machine=machine, unit_s=seconds).priced(plan)
-    if (
-        times.step_s > _UNEXPLAINED * priced.step_s
-    ):  # the cause may be other programs on the device, or slower handovers
+    # the cause may be other programs on the device, or slower handovers
+    if times.step_s > _UNEXPLAINED * priced.step_s:
         return _as_a_whole(priced, times)
     return priced
 

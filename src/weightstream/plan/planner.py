@@ -488,7 +488,6 @@ class Planner:
         elif self.config.offload_folder is None:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
-        movable = (self.weights.movable - in_files - coded) | (
-            in_files & coded
-        )  # only weights that a file holds in this form
+        # weights with a compressed form in a file may be on disk only in that form
+        movable = (self.weights.movable - in_files - coded) | (in_files & coded)
         return search.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)

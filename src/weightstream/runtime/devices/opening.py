@@ -21,9 +21,8 @@ from weightstream.settings.config import OffloadConfig
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
 
-_LEFT: WeakValueDictionary[int, Backend] = (
-    WeakValueDictionary()
-)  # backends of live models, and of unused ones that are not collected yet
+# backends of live models, and of unused ones that are not collected yet
+_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 
 
 @contextmanager

@@ -23,10 +23,8 @@ import triton.language as tl
 NEVER = tl.constexpr(2**31 - 1)  # in `first_at`: the call does not name this row
 MOST_AHEAD = tl.constexpr(8)  # the most rows that are prefetched for a call
 _RECENT = tl.constexpr(64)  # above this number of recently prefetched rows, the recent counts are halved
-_FEW, _PROBES = (
-    tl.constexpr(4),
-    tl.constexpr(16),
-)  # if less than 1 in 4 prefetched rows was used, only 1 in 16 calls prefetches
+# if less than 1 in 4 prefetched rows was used, only 1 in 16 calls prefetches
+_FEW, _PROBES = tl.constexpr(4), tl.constexpr(16)
 
 
 @triton.jit

@@ -215,9 +215,8 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
     if any(cut % WORD for cut in cuts):
         return []
-    if ends == list(
-        range(nbytes, (num_rows + 1) * nbytes, nbytes)
-    ):  # one segment per row, as in files with a tensor for each expert
+    # one segment per row, as in files with a tensor for each expert
+    if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):
         return [RowPiece(rows=tuple(segments), at=0)]
     found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
     index = begin = 0  # of the segment

@@ -86,9 +86,8 @@ class Binding:
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
-        self.tensors = [
-            streamed for unit in self.units for streamed in unit.views.tensors
-        ]  # a tied tensor's once per unit
+        # of a tensor that several units share, one for each unit
+        self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)

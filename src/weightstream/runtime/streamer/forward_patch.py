@@ -78,9 +78,8 @@ class Around:
         forward = module.__dict__.get("forward")
         if hasattr(forward, OUTER):
             return
-        if (
-            type(forward) is not types.MethodType or forward not in self._made
-        ):  # else code has put an earlier stand-in back
+        # otherwise code has put an earlier stand-in back
+        if type(forward) is not types.MethodType or forward not in self._made:
             stand_in = types.MethodType(_forward_for(self, forward), module)
             self._made[stand_in] = forward
             forward = module.__dict__["forward"] = stand_in
@@ -493,9 +492,7 @@ def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
     function that undoes it."""
     own_forward = module.__dict__.get("forward")
     function = type(module).forward
-    if (
-        own_forward is not None
-    ):  # a bound method's function is called with the copy in a copy; any other callable as it is
+    if own_forward is not None:  # in a copy, a bound method is bound to the copy; any other callable stays as it is
         function = getattr(own_forward, "__func__", lambda _, *args, **kwargs: own_forward(*args, **kwargs))
 
     @functools.wraps(own_forward or type(module).forward)

@@ -45,9 +45,8 @@ class ReadWatch(OperatorMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = {id(t) for t in watched}
-        self._weights = {
-            id(t): t for t in weights
-        }  # also views of weights; kept alive, so that no other tensor gets their ids
+        # also views of weights; kept alive, so that no other tensor gets their ids
+        self._weights = {id(t): t for t in weights}
         self._streamed = set(self._watched)
         self._on_read = on_read
         self._on_early = on_early

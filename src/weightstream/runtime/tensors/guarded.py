@@ -158,10 +158,9 @@ def _access(func: Any, kwargs: dict[str, Any]) -> Access:
         return Access.TAKE
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    has_target = (
-        "out" in kwargs or kwargs.get("inplace") or getattr(getattr(func, "_schema", None), "is_mutable", False)
-    )
-    return Access.WRITE if in_place or operator or name in _WRITING or has_target else Access.READ
+    is_mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+    writes = in_place or operator or name in _WRITING or "out" in kwargs or kwargs.get("inplace") or is_mutable
+    return Access.WRITE if writes else Access.READ
 
 
 def _address(tensor: torch.Tensor) -> int | None:

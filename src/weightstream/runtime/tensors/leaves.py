@@ -56,12 +56,10 @@ class Shell:
     tensor: torch.Tensor
     kind: type[torch.Tensor] = field(init=False)
     is_blind: bool = field(init=False)
-    _names: tuple[str, ...] = field(
-        init=False
-    )  # names of the tensors inside, kept as listing them takes as long as showing one
-    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(
-        default_factory=dict
-    )  # devices of the tensors inside -> a wrapper that reports these devices
+    # names of the tensors inside, kept as listing them takes as long as showing one
+    _names: tuple[str, ...] = field(init=False)
+    # devices of the tensors inside -> a wrapper that reports the device for these
+    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kind = type(self.tensor)

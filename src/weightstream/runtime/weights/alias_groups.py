@@ -42,9 +42,7 @@ class Member:
     touched: bool = False  # since the last step, it may have been assigned other data, or written to through a view
     lent: bool = False  # its memory was handed out: writes to it cannot be noticed any more
     written: bool | None = None  # its module's forward writes to it without raising the version; None: not known yet
-    blind: tuple[Shell, ...] = field(
-        init=False
-    )  # its blind shells: a write through one raises the version of the shell
+    blind: tuple[Shell, ...] = field(init=False)  # its blind shells; a write through one raises that shell's version
 
     def __post_init__(self) -> None:
         self.blind = tuple(shell for shell in self.shells if shell.is_blind)
