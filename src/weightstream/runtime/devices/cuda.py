@@ -220,7 +220,8 @@ class CudaBackend:
     @contextmanager
     def joined(self, graph: Any) -> Iterator[None]:
         pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
-        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` would free at once, also inside a capture
+        # not a `torch.cuda.MemPool`: that would free its memory at once, even inside a capture
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)
         weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
         try:
             with torch.cuda.stream(_captures(self.device.index)), here:

@@ -28,12 +28,9 @@ from weightstream.runtime.weights.alias_groups import UnitModule
 
 _NOTHING = object()
 _FLAGS = frozenset((bool, str, NoneType))
-_DECIDING = _FLAGS | {
-    FunctionType,
-    MethodType,
-    partial,
-}  # values of attributes by which a forward goes one way or another
-_LOOKED_AT = frozenset(("forward", "training"))  # on their own
+# classes of attributes whose value may decide which code a forward runs
+_DECIDING = _FLAGS | {FunctionType, MethodType, partial}
+_LOOKED_AT = frozenset(("forward", "training"))  # these attributes are looked at by themselves
 
 
 class Attachment:
