@@ -242,7 +242,7 @@ def offload_layers(
         config: all settings.
         grains: how layers may be cut into units; the plan takes the fastest. Parts of layers are only possible if steps
             are watched first (`Streamer.learn`).
-        in_graphs: steps are CUDA graphs, in which the host launches nothing.
+        in_graphs: steps run as CUDA graphs, so the host launches no kernels.
     """
     config = config.resolved()
     if config.stripes:

@@ -1,4 +1,4 @@
-"""Offloaders for inference engines: they take layers while the model is built, and stream them once it is loaded.
+"""Offloaders for inference engines: take layers while the engine builds the model, stream them once it is loaded.
 
 The selected weights go to host memory, layer by layer. `post_init` hands all layers to a streamer, in which weights
 have fixed addresses. The offloader inside of vLLM is `weightstream.integrations.vllm.plugin`.
@@ -30,7 +30,7 @@ EngineStep = Callable[[], int | None]  # runs a step; may return the bytes of de
 
 
 class BaseOffloader(ABC):
-    """The interface that an engine calls: `wrap_modules`, then `post_init`; around graphs the other two methods.
+    """The interface that an engine calls: `wrap_modules`, then `post_init`; the other two methods around graphs.
 
     If a step is captured as several graphs, they must be launched in the order of their capture, up to the one with the
     last offloaded layer.
@@ -150,8 +150,8 @@ class StreamingOffloader(BaseOffloader):
     def _learned(self, grains: tuple[Grain, ...], step: EngineStep, in_graphs: bool) -> Streamer:
         """A streamer that has watched steps, in the budget that `step` returned.
 
-        Each layer is one unit if weights that a step reads outside of finer units, or does not reach, do not fit on the
-        device.
+        With finer units, weights that a step reads outside of its unit, or does not reach, stay on the device. If these
+        do not fit, each layer is one unit.
         """
         room: int | None = None
         refused: PlanError | None = None
@@ -174,7 +174,7 @@ class StreamingOffloader(BaseOffloader):
         except PlanError as error:
             if room is None:
                 raise
-            refused = error  # weights that must stay do not fit, or nothing does
+            refused = error  # weights that must stay on the device do not fit, or no plan does
         try:
             streamer = self._whole(self.config if room is None else self.config.within(room), in_graphs)
         except PlanError as error:

@@ -88,7 +88,7 @@ def offload_pipeline(
             Activations come on top. Default: the free memory, minus headroom and the activations of the component that
             needs most.
         example_inputs: keyword arguments of a typical call, such as `{"prompt": …, "height": 768,
-            "num_inference_steps": 20}`. The call is traced on shapes. Default: a call with only a prompt.
+            "num_inference_steps": 20}`. The call is traced with meta tensors. Default: a call with only a prompt.
         config: all settings in one object; keyword arguments override it, as for `offload`.
         settings: other settings, as for `offload`.
 
@@ -317,7 +317,7 @@ class _Part(NamedTuple):
 
 
 class _HeldTensor(NamedTuple):
-    """A tensor of a module, in a dict of the module's under a key, and a function that gives its data as it was."""
+    """A tensor of a module, its dict and key in the module, and a function that returns its data from before."""
 
     holder: dict[str, Any]
     key: str
@@ -345,8 +345,10 @@ def _append(found: list[Any], change: Callable[[], Any]) -> None:
 
 
 def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A function that returns the data that the tensor shows now. It holds no tensor: one would look like a view that
-    is held outside of the model."""
+    """A function that returns, at any later time, the data that the tensor shows now.
+
+    It holds no tensor, which would look like a view that is held outside of the model.
+    """
     if (storage := storage_of(tensor)) is None:
         data = tensor.data
         return lambda: data
@@ -356,7 +358,7 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _settle(backend: Backend) -> None:
-    """Wait for copies. Not during a capture, which that would break; a capture copies nothing that is being freed."""
+    """Wait for copies in flight. Not in a capture, which a wait would break; it copies nothing that is being freed."""
     if not backend.capturing():
         backend.synchronize()
 
@@ -379,10 +381,10 @@ class PipelineStreamer(StreamerGroup):
         budget: int,
     ) -> None:
         self._pipe, self._backend, self._config, self._block = pipe, backend, config, block
-        self._folders = folders  # of weights that had to be converted
+        self._folders = folders  # folders of weights that had to be converted
         self._names = names  # in the order in which components are expected to run
         self._parts: dict[str, _Part] = {}
-        self._past: dict[str, Stats] = {}  # of earlier streamers, in other dtypes
+        self._past: dict[str, Stats] = {}  # of earlier streamers of components that were cast since
         self._budget_check = BudgetCheck(lambda: self.stats().held_nbytes["device"], lambda: budget)
         self._detach = pipeline.attach_pipeline(pipe, self, backend.device)
 
@@ -405,7 +407,7 @@ class PipelineStreamer(StreamerGroup):
         return self._backend.device
 
     def stream(self, name: str, assembly: OffloadBuilder, shared: Shared, kinds: frozenset[Kind]) -> None:
-        """Put the plan of a component in force, which was made for calls of these kinds."""
+        """Stream a component by its plan, which was made for calls of these kinds."""
         assembly.inputs, assembly.known = shared.inputs, kinds
         assembly.recast = partial(self._recast, name)
         entries = pipeline.entries_of(assembly.model)

@@ -177,7 +177,7 @@ def encode(data: torch.Tensor, dtype: str) -> Encoded:
 
 
 def decode(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> None:
-    """Decode to `out`, on the same device; on a GPU `out` has room for whole words of 4 bytes.
+    """Decode to `out`, which is on the same device. On a GPU, `out` must have room for whole words of 4 bytes.
 
     Damaged bytes give wrong weights.
     """
@@ -271,7 +271,7 @@ def _decode_on_cores(coded: torch.Tensor, layout: Layout, out: torch.Tensor) -> 
 
 
 def _each(work: Callable[[_A], _T], items: Sequence[_A]) -> Iterator[_T]:
-    """The results in order, computed on all cores, a few ahead of the consumer."""
+    """Yield the results in order. They are computed on all cores, a few ahead of the consumer."""
     workers = min(len(os.sched_getaffinity(0)), len(items))
     if workers < 2:
         yield from map(work, items)

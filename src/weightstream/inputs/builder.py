@@ -109,7 +109,7 @@ def assembled(
     except BaseException:
         closing()
         # While a handler holds the error, its traceback keeps these frames and their locals alive. The handler may
-        # offload the model again, perhaps to a smaller budget: so these frames must hold no memory of the weights.
+        # offload the model again: so these frames must hold no memory of the weights.
         if forward_patch.ATTRIBUTE not in vars(model):
             if builder is not None:
                 builder.forget()
@@ -264,9 +264,7 @@ class OffloadBuilder:
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # memory that compressing took
         self._closing.add(device_map.attach_device_map(self.model, self._backend.device, self.recast))
-        self._closing.add(
-            streamer.place_added, None
-        )  # tensors that were added, such as adapters, follow the weights back
+        self._closing.add(streamer.place_added, None)  # added tensors, such as adapters, follow the weights back
         _report(streamer.plan, self._config)
         if self.inputs.whole_experts and streamer.plan.offloaded_nbytes:
             logger.warning("%s", self.inputs.whole_experts)

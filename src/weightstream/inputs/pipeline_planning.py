@@ -111,9 +111,9 @@ def rehearsed(pipe: Any, arguments: Mapping[str, Any]) -> list[ComponentCall]:
 
 
 def rehearse_for_plan(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsal:
-    """The same for a plan, with a note if the last calls are unknown, such as those of a safety checker.
+    """As `rehearsed`, for a plan. A note is added if the last calls are unknown, such as those of a safety checker.
 
-    Raises `OffloadError` if not even a denoiser's calls are known.
+    Raises `OffloadError` if the dry run did not reach a call of a denoiser.
     """
     calls, reason = rehearse(pipe, arguments)
     if not reason:
@@ -138,7 +138,7 @@ def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, Com
 
 
 def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, PlannedFor]:
-    """The form and the inputs for which each component is planned: those of its `heaviest` call, if there is one."""
+    """The form and the inputs for which each component is planned: those of its `heaviest` call, if it has a call."""
     known = {name: PlannedFor(part, part.inputs) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
         if _nbytes(parts.of(call).inputs) >= _nbytes(known[name].inputs):
@@ -156,7 +156,7 @@ def share_budget(
     calls: Sequence[ComponentCall],
     budget: int | None = None,
 ) -> SharedBudget:
-    """The part of each component in the budget; `budget=None`: the one of the settings.
+    """The part of each component in the budget; `budget=None`: the budget of the settings.
 
     Raises `PlanError` if the components do not fit.
     """
@@ -290,7 +290,7 @@ class PipelineSketch:
         return plan_of_shares(self._calls, self._parts, shared, self._notes)
 
     def plan_at(self, budget: int) -> PipelinePlan | None:
-        """The same; None if the components do not fit."""
+        """As `plan`, but None if the components do not fit."""
         try:
             return self.plan(budget)
         except PlanError:

@@ -1,4 +1,4 @@
-"""Which weights to compress: the sets that are worth a plan, and weights that need not be compressed after all.
+"""The choice of weights to compress: sets that are worth a plan, and weights that need no compression after all.
 
 `sizes` are the compressed bytes of each alias group that may be compressed.
 """
@@ -21,7 +21,7 @@ def codings(manifest: Manifest, sizes: Sizes) -> list[Sizes]:
 
 
 def _worth_the_buffer(manifest: Manifest, codes: Sizes) -> Sizes:
-    """The groups of all units up to some size: the size with the most bytes saved, minus the buffer for that unit."""
+    """The groups of all units up to the size at which the bytes saved, minus the buffer for that size, are the most."""
     sizes = manifest.aliases
     units = [[alias for alias in unit.aliases() if alias in codes] for unit in manifest.units]
     units.sort(key=lambda unit: sum(map(sizes.__getitem__, unit)))

@@ -56,13 +56,14 @@ def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     decodes = {unit.name: estimated.decode_s(u, unit) for u, unit in enumerate(plan.manifest.units)}
     seconds = {name: max(0.0, s - decodes[name]) for name, s in corrected_unit_s(plan, estimates, times).items()}
     priced = replace(planner, machine=machine, unit_s=seconds).priced(plan)
-    if times.step_s > _UNEXPLAINED * priced.step_s:  # other programs on the device, or slower handovers
+    # the cause may be other programs on the device, or slower handovers
+    if times.step_s > _UNEXPLAINED * priced.step_s:
         return _as_a_whole(priced, times)
     return priced
 
 
 def _quicker(profile: Profile, ratio: float) -> Profile:
-    """The profile with this share of the host's seconds. A slower host is already in the measured compute."""
+    """The profile with the host's seconds reduced to this share. Not raised: measured compute includes a slow host."""
     names = ("op_launch_s", "overhead_s", "show_s", "fill_s", "decoding_launch_s")
     return replace(profile, **{name: getattr(profile, name) * ratio for name in names})
 

@@ -104,7 +104,7 @@ def _captured_s(plan: Plan, profile: Profile) -> float:
 
 
 def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, has_host: bool) -> _Simulation:
-    """A step in the steady state. If the host is never late, the step takes as long without it.
+    """A step in the steady state. If the device never waits for the host, the step takes as long without the host.
 
     Copies run in the order in which they were queued, each after the release that it waits for. No unit ends before the
     host has launched it. The host is assumed to wait for nothing, although it waits for copies that a thread feeds.

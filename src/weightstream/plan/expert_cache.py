@@ -1,8 +1,8 @@
 """Expert caches: the stacks that are worth slots on the device, the number of slots, and the predicted hit rate.
 
 A step reads some rows of each stack. The share of hits is larger than the share of rows that have slots, as consecutive
-tokens use the same experts. How much larger, is taken from published measurements, and corrected by the counts of a
-cache that ran.
+tokens use the same experts. Published measurements tell how much larger it is; the counts of a cache that ran correct
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 
-_MANAGED_S = 7.5e-6  # to look up the slots of a unit's rows, if all are hits [H100: 7.2 to 7.7 us]
+_MANAGED_S = 7.5e-6  # seconds to look up the slots of a unit's rows if all are hits [H100: 7.2 to 7.7 us]
 _LAUNCHES = 2  # more Triton kernels per unit; each costs the host as much as a launch of decompression
 _FETCH_RATE = 0.92  # share of the link's rate that the fetching kernel reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # a compressed row may have more escapes than the mean of its stack
@@ -286,7 +286,7 @@ def _guessed(
 def _best_ahead(
     manifest: Manifest, cached: Cached, profile: Profile, workload: Workload | None, counts: Counts | None
 ) -> int:
-    """The number of rows to prefetch: the one with the shortest step. 0 for steps of several tokens."""
+    """The number of rows to prefetch with which a step is shortest; 0 for steps of several tokens."""
     if workload is not None and workload.tokens > 1:
         return 0
     numbers = range(min(MAX_PREFETCHED_ROWS, cached.num_slots) + 1)

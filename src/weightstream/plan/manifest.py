@@ -277,12 +277,13 @@ class Profile:
     Decompression:
         decode_bfloat16_bytes_per_s, decode_float16_bytes_per_s, decode_float8_e4m3fn_bytes_per_s: uncompressed bytes
             per second, by dtype; 1.0: not measured. [bench.measure_decoding]
-        decoding_s: fixed seconds on the device per dtype of a unit, in addition to its bytes. [bench.measure_decoding]
+        decoding_s: fixed seconds on the device for each dtype in a unit that is decompressed; the time for its bytes
+            comes on top. [bench.measure_decoding]
 
     The units of one model, each a tuple with a value per unit of the manifest:
         unit_s: seconds on the device at one position: compute, and decompression. [Planner.profile: work of the unit
             over the rates above, or measured steps; fetches of experts: expert_cache.profile_with_cache]
-        host_s: seconds of the host to launch the kernels; empty where the host is the device. The overhead of a unit
+        host_s: seconds of the host to launch the kernels; empty if the device is the CPU. The overhead of a unit
             that streams or is decompressed comes on top, or on top of `unit_s` if this is empty. [Planner.profile]
         after_share: share of `unit_s` for ops that run after the release of the unit, before the next one opens.
             [Planner.profile]

@@ -73,7 +73,7 @@ def _least_kept(inputs: PlannerInputs) -> int:
 def _ring_of(inputs: PlannerInputs, share: Share, most: int) -> int:
     """Bytes of the smallest ring, at least the share's, through which the component can stream.
 
-    A result above `most` means that no ring up to `most` will do.
+    If no ring up to `most` is enough, the result is larger than `most`.
     """
 
     def works(ring: int) -> bool:
@@ -191,7 +191,7 @@ class PipelinePlan(PlanReport):
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of the seconds of a call with these plans: for each turn, of compute and link the longer one."""
+        """Lower bound of the seconds of a call with these plans: per turn, the longer time of compute or link."""
         return sum(turn.num * max(turn.plan.compute_s, turn.plan.copy_s) for turn in self.turns)
 
     @property

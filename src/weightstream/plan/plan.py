@@ -322,7 +322,7 @@ class Plan(PlanReport):
 
 
 def in_a_graph(graph_s: float, step_s: float) -> str:
-    """Text that follows the time of an eager step: the time in a CUDA graph, where that is clearly less."""
+    """Text to append to the time of an eager step: the time in a CUDA graph, if that is clearly less; else empty."""
     return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 
@@ -333,7 +333,7 @@ def _fills(order: Sequence[int], extents: tuple[RingExtent, ...]) -> dict[str, A
 
 
 def _spread(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The byte offset of each: one after another, aligned."""
+    """The byte offsets of these groups, laid out one after another, aligned."""
     return dict(zip(sizes, accumulate(map(aligned, sizes.values()), initial=0), strict=False))
 
 

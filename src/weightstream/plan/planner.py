@@ -210,7 +210,7 @@ class Planner:
         """Every plan of a manifest that is worth a try. Options without a plan add their reason to `refusals`."""
         manifest = manifest.plain()
         profile, options = self.profile(manifest), list(self._options(manifest))
-        # the last option takes least device memory, so its refusal has the smallest rank
+        # the last option takes the least device memory, so its refusal has the smallest rank
         for rank, option in zip(range(len(options), 0, -1), options, strict=True):
             candidates = partial(self._candidates_of, manifest, option, profile, rank, refusals)
             yield Candidate(self._bound_s(manifest, option, profile), candidates)
@@ -471,7 +471,7 @@ class Planner:
         return search.place_within(manifest, budget=self._whole_nbytes(manifest), profile=profile)
 
     def _within_host_budget(self, plan: Plan, profile: Profile) -> Plan:
-        """The plan with the weights on disk that host memory has no room for.
+        """The plan, changed so that weights for which host memory has no room are on disk.
 
         Without a configured budget, the weights that are in RAM may stay there.
         """
@@ -488,5 +488,6 @@ class Planner:
         elif self.config.offload_folder is None:
             folder = ", name an offload_folder to keep the rest on disk"
         remedy = f"Raise host_budget{default}{folder}, or raise device_budget.{pack}"
-        movable = (self.weights.movable - in_files - coded) | (in_files & coded)  # in the form that a file holds
+        # weights with a compressed form in a file may be on disk only in that form
+        movable = (self.weights.movable - in_files - coded) | (in_files & coded)
         return search.place_homes(plan, host_budget=budget, movable=movable, remedy=remedy, profile=profile)

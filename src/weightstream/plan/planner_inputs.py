@@ -94,7 +94,7 @@ class PlannerInputs:
         return self.planner(-1).may_use_disk(self.grains[-1])
 
     def plan(self) -> ChosenPlan:
-        """The plan with the shortest predicted step over all grains; of equals the one with the fewest device bytes.
+        """The plan with the shortest predicted step over all grains; if equal, that with the fewest device bytes.
 
         Finer units need a smaller ring, but more launches. Raises the finest grain's `PlanError` if no plan fits.
         """

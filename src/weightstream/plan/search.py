@@ -1,8 +1,9 @@
 """The search: chooses residents and a ring for a byte budget, or follows the classic settings. Moves no weights.
 
-Every choice of residents and a ring (candidates.py) is a candidate. The plan with the shortest predicted step wins,
-and of equals the one with the fewest bytes. If the host takes longer than the device, only `Profile.host_share` of the
-difference counts. For text from CUDA graphs, in which the host launches nothing, that share is small.
+Every choice of residents and a ring (candidates.py) is a candidate. The plan with the shortest predicted step wins;
+of equally fast plans, the one with the fewest bytes. If the host takes longer than the device, only
+`Profile.host_share` of the difference counts. For text from CUDA graphs, in which the host launches nothing, that share
+is small.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Candidate(NamedTuple):
 
 
 def search(candidates: Iterable[Candidate]) -> Plan | None:
-    """The plan with the shortest predicted step, of equals the one with the fewest device bytes; None: no plan fits.
+    """The plan with the shortest predicted step; if equal, that with the fewest device bytes. None: no plan fits.
 
     The candidate with the lowest bound is made next, until no bound is below the best step so far. Steps that differ by
     less than a nanosecond are equally fast. At most 500 plans are made.
@@ -132,7 +133,7 @@ def searched_s(plan: Plan, profile: Profile) -> float:
 
 
 def least_s(manifest: Manifest, profile: Profile) -> float:
-    """The same for a step that streams nothing: a lower bound."""
+    """As `searched_s`, for a step that streams nothing: a lower bound."""
     seconds = _resident_s(manifest, profile)
     return _counted_s(seconds.device_s, seconds.host_s, profile)
 
@@ -198,7 +199,7 @@ def place_host_bytes(
 
 
 def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profile = _ASSUMED) -> Plan:
-    """The plan of a manifest without some weights, as one of all: a step reads `read_nbytes` of those from the host."""
+    """Add weights in host memory to a plan of all others: kernels read `read_nbytes` of them over the link per step."""
     mapped = plan.mapped | (manifest.aliases.keys() - plan.manifest.aliases.keys())
     read_s = read_nbytes / profile.link_bytes_per_s
     times = {name: getattr(plan, name) + read_s for name in ("step_s", "graph_s", "copy_s")}
@@ -208,7 +209,7 @@ def map_to_host(plan: Plan, manifest: Manifest, read_nbytes: int, profile: Profi
 def place_homes(
     plan: Plan, *, host_budget: int, movable: frozenset[str], remedy: str, profile: Profile = _ASSUMED
 ) -> Plan:
-    """The plan of a search with as much of `movable` on disk as must be for the rest to fit `host_budget` bytes of RAM.
+    """The plan of a search, with so many `movable` weights on disk that the rest fits in `host_budget` bytes of RAM.
 
     The weights that stay in RAM are spread over the depth, so that disk and link are busy at the same time. Raises
     `PlanError`, with `remedy`, if host memory is too small even with all `movable` weights on disk.

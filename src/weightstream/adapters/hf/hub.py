@@ -170,7 +170,9 @@ class ModelSource:
 def find(
     name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
 ) -> ModelSource:
-    """A model, with the adapter in its folder if transformers would load that; or the model of an adapter's folder.
+    """The source of a model. If transformers would load an adapter from its folder, the source has that, too.
+
+    For the folder of an adapter, it is the source of the model that the adapter is for.
 
     Arguments as of `local_path`. Raises `CheckpointError`.
     """

@@ -100,8 +100,10 @@ class Backend(Protocol):
         """Whether work that is queued now becomes part of a graph."""
 
     def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
-        """Call before a graph is captured or launched: puts all work queued so far on the device's streams. Raises
-        `OffloadError` if a graph cannot make these `copies`."""
+        """Call before a graph is captured or launched: puts work that still waits in a thread on the device's streams.
+
+        Raises `OffloadError` if a graph cannot make these `copies`.
+        """
 
     def capture(self, graph: Graph, **options: Any) -> AbstractContextManager[None]:
         """Capture work queued inside as the graph; if a capture is under way already, as a part of that."""
@@ -149,7 +151,7 @@ class Backend(Protocol):
 
 
 class StepEnd:
-    """The end of the last step: the next step runs after it, and so do writes to memory that copies may still read."""
+    """The end of the last step. The next step waits for it, and so do writes to memory that copies may still read."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -52,7 +52,7 @@ class CpuEvent:
 
 
 class CpuStamp:
-    """A time, once it is `reached`."""
+    """The time at which the stream reached the stamp; None before."""
 
     __slots__ = ("at_s",)
 
@@ -102,9 +102,8 @@ class CpuBackend:
         return memory
 
     def record(self, side: Side, event: Event) -> None:
-        event.point = (
-            self._copies.point() if side is Side.COPY else None
-        )  # compute runs inline: it has passed this point
+        # None: compute runs inline, so it has passed the event already
+        event.point = self._copies.point() if side is Side.COPY else None
 
     def wait(self, side: Side, event: Event) -> None:
         if (point := event.point) is None:

@@ -1,4 +1,12 @@
-"""A CUDA GPU as a device: a copy stream, events, pinned sources. The only file that spells `torch.cuda`."""
+"""A CUDA GPU as a device: a copy stream, events, pinned sources. The only file that spells `torch.cuda`.
+
+[Note: the feeder]
+Copies from pinned memory are queued on the copy stream at once. Other bytes first have to come through a staging ring,
+and the caller must not wait for that. So from the first such copy on, a thread, the *feeder*, does all work of the copy
+stream, in order: copies, events that are recorded, events that are waited for. An event that the feeder is still to
+record has a `point` in the feeder's queue: compute first blocks the host until the feeder is there, and then waits for
+the event. The feeder is no part of a capture, so before one it ends, and copies that need it are refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +36,7 @@ from weightstream.store.staging import MemorySource, SourceRange, StagedReading,
 
 logger = logging.getLogger("weightstream")
 
-CUDA_PROFILE = Profile(  # the workspace is that of an H200; older GPUs take 8 MiB
+CUDA_PROFILE = Profile(  # `workspace_nbytes` is that of an H200; older GPUs take 8 MiB
     copy_latency_s=3e-6,
     overhead_s=60e-6,
     fill_s=40e-6,
@@ -44,7 +52,7 @@ new_graph: Any = torch.cuda.CUDAGraph
 _READ_ONLY = 8  # flag of cudaHostRegister: read-only pages, such as those of a file
 _ALLOCATED = "allocated_bytes.all.allocated"  # counts from the start of the process
 _PORTABLE = 1  # flag of cudaHostRegister: pinned for all devices, not only for the current one
-_FED = (
+_NEEDS_FEEDER = (
     "this model copies weights that are read from disk, that could not be pinned, or that were updated since they were "
     "loaded from a file: a captured graph cannot copy these. Run it eagerly; or raise host_budget or the limits on "
     "pinning, or save the updated model and load that"
@@ -142,7 +150,8 @@ class _Addresses:
 
 
 class CudaStamp:
-    """A timing event. CUDA reports an event that the feeder has not recorded yet as complete, so this is tracked."""
+    """A timing event. CUDA reports an event that was never recorded as complete, and the feeder may record it later: so
+    whether it was recorded is tracked."""
 
     __slots__ = ("_is_passed", "_is_recorded", "event")
 
@@ -174,9 +183,8 @@ class CudaBackend:
         self._pin = pin_memory
         self._copies = torch.cuda.Stream(self.device)
         self._computes: dict[int, torch.cuda.Stream] = {}  # by handle: PyTorch takes 4 us to make a Stream
-        # Queues copies whose bytes are not in pinned memory yet, so the caller need not wait; None: no such copies.
-        self._feeder: Worker | None = None
-        self._was_fed = False
+        self._feeder: Worker | None = None  # [Note: the feeder]; None: all copies are queued directly
+        self._was_fed = False  # there has been a feeder
 
     def alloc(self, nbytes: int) -> torch.Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -201,7 +209,7 @@ class CudaBackend:
 
     def prepare_graph(self, copies: Iterable[Copy] = ()) -> None:
         if not all(copy.pinned for copy in copies):
-            raise OffloadError(_FED)
+            raise OffloadError(_NEEDS_FEEDER)
         self._stop_feeding()
 
     @contextmanager
@@ -212,7 +220,8 @@ class CudaBackend:
     @contextmanager
     def joined(self, graph: Any) -> Iterator[None]:
         pool, here = (self.device.index, torch.cuda.graph_pool_handle()), torch.cuda.device(torch.cuda.current_device())
-        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)  # a `MemPool` would free at once, also inside a capture
+        # not a `torch.cuda.MemPool`: that would free its memory at once, even inside a capture
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*pool)
         weakref.finalize(graph, torch._C._cuda_releasePool, *pool).atexit = False
         try:
             with torch.cuda.stream(_captures(self.device.index)), here:
@@ -236,28 +245,28 @@ class CudaBackend:
         return found
 
     def _current(self) -> AbstractContextManager[object]:
-        """Inside, this device is the current one. It nearly always is: checking takes a tenth of setting it."""
+        """Inside, this device is the current one. It mostly is already: a check takes a tenth of the time to set it."""
         return nullcontext() if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
 
     def record(self, side: Side, event: Event) -> None:
         if side is not Side.COPY or self._feeder is None:
             event.record(self._stream(side))
             if self._was_fed:
-                event.point = None  # a feeder may have recorded it before
+                event.point = None  # this recording replaces one by a feeder, whose point may still be here
         elif self.capturing():
-            raise OffloadError(_FED)
+            raise OffloadError(_NEEDS_FEEDER)
         else:
             self._feeder.submit(lambda: event.record(self._copies))
             event.point = self._feeder.point()
 
     def wait(self, side: Side, event: Event) -> None:
         if side is Side.COPY and self._feeder is not None:
-            if self.capturing():  # the feeder's work is not captured
-                raise OffloadError(_FED)
+            if self.capturing():
+                raise OffloadError(_NEEDS_FEEDER)
             self._feeder.submit(lambda: self._copies.wait_event(event))
             return
         if side is Side.COMPUTE and (point := getattr(event, "point", None)) is not None:
-            point.wait()  # then the feeder has queued the work before it
+            point.wait()  # until the feeder has recorded the event
         self._stream(side).wait_event(event)
 
     def copy(self, copies: Sequence[Copy]) -> None:
@@ -266,7 +275,7 @@ class CudaBackend:
                 move([Move(copy, None) for copy in copies], self._queue)
             return
         if self.capturing():
-            raise OffloadError(_FED)
+            raise OffloadError(_NEEDS_FEEDER)
         if self._feeder is None:
             self._was_fed = True
             self._feeder = Worker("weightstream-feed")
@@ -277,7 +286,7 @@ class CudaBackend:
     def _stop_feeding(self) -> None:
         """Put all queued copies on the copy stream; later copies are queued there directly."""
         if (feeder := self._feeder) is not None:
-            feeder.join()  # first, as it may be interrupted: later copies must not overtake the feeder's
+            feeder.join()  # before `_feeder` is reset: if this is interrupted, later copies still go through the feeder
             self._feeder = None
             self._stop()
 
@@ -293,25 +302,30 @@ class CudaBackend:
             move(moves, self._put, self._drained)
 
     def _put(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy by PyTorch, which keeps the source alive until it is made. PyTorch would gather strided rows
-        first, so the driver copies them: they are always pinned, unlike other sources."""
+        """Queue a copy by PyTorch, which keeps the source alive until it is made.
+
+        PyTorch would gather strided rows first, so the driver copies these: unlike other sources they are always
+        pinned.
+        """
         if src.dim() > 1:
             self._queue(dst, src)
         else:
             dst.copy_(src, non_blocking=True)
 
     def _queue(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Queue a copy of pinned bytes by the driver: PyTorch takes the host three times as long. PyTorch's pinned
-        allocator does not know of the copy, so the owner of such memory waits for the copy before it frees it."""
+        """Queue a copy of pinned bytes by the driver, as PyTorch takes the host three times as long.
+
+        PyTorch's pinned allocator does not know of the copy: the owner of such memory waits for it before freeing.
+        """
         if not cuda_driver.copy(dst, src, self._copies.cuda_stream):
-            with torch.cuda.stream(self._copies):  # PyTorch raises the error
+            with torch.cuda.stream(self._copies):  # the driver refused: PyTorch raises the error
                 dst.view(src.shape).copy_(src, non_blocking=True)
 
     def _drained(self) -> Callable[[], None]:
         return self._copies.record_event().synchronize  # type: ignore[no-any-return]
 
     def _read(self, copy: Copy) -> StagedReading:
-        """Start to read now, not in the turn of the copy: the disk works ahead, as far as the staging ring allows."""
+        """Start to read before the feeder reaches the copy: the disk reads ahead, as far as staging has room."""
         return self._staging.start(*(copy.read or SourceRange(MemorySource(copy.src), 0, copy.src.numel())))
 
     @cached_property
@@ -367,7 +381,7 @@ class CudaBackend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts about a device from its driver; `driver` is the newest CUDA version that it supports."""
+    """Facts about a device from its driver. `driver` is the newest CUDA version that the driver supports."""
 
     name: str
     uuid: str

@@ -21,14 +21,14 @@ _MIN_THREADS, _MAX_THREADS = 3, 8
 
 
 class Move(NamedTuple):
-    """A copy, and the reading that its bytes come from; None: they come from the copy's source."""
+    """A copy, and the reading that supplies its bytes; None: they are read from the copy's source."""
 
     copy: Copy
     reading: StagedReading | None
 
 
 class Point:
-    """A recorded point of a stream: reached once, with the error of the jobs before it."""
+    """A recorded point of a stream. It is reached once, and then has the error of the jobs before it, if any."""
 
     __slots__ = ("_ahead", "error")
 

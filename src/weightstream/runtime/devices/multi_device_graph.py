@@ -32,7 +32,7 @@ def launch(backends: Sequence[Backend], graph: Graph) -> None:
 
 
 def _follow(one: Backend, other: Backend) -> None:
-    """Order later compute work of `one` device after the present compute work of the `other`."""
+    """Order later compute work of `one` device after compute work queued so far on the `other`."""
     edge = other.edge()
     other.record(Side.COMPUTE, edge)
     one.wait(Side.COMPUTE, edge)

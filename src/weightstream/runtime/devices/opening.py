@@ -21,7 +21,8 @@ from weightstream.settings.config import OffloadConfig
 from weightstream.store.arena import Arena
 from weightstream.store.pages import PageCache
 
-_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()  # of live models, and of models not yet collected
+# backends of live models, and of unused ones that are not collected yet
+_LEFT: WeakValueDictionary[int, Backend] = WeakValueDictionary()
 
 
 @contextmanager
@@ -48,8 +49,10 @@ def opened_backend(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Switch the cycle collector off inside: loading makes hardly any garbage, and a collection over all that is loaded
-    takes a quarter of a second. Afterwards new objects are in the oldest generation, which is collected rarely."""
+    """Switch the cycle collector off inside, and move new objects to the oldest generation, which is collected rarely.
+
+    Loading makes hardly any garbage, and a collection over all loaded objects takes a quarter of a second.
+    """
     if not gc.isenabled():
         yield
         return
@@ -76,7 +79,7 @@ def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Back
 
 
 class HostPlaces(NamedTuple):
-    """Host memory that a device copies from: of its own, and the page cache; None: not to be used."""
+    """Host memory that a device copies from: an arena, and the page cache. None: not to be used."""
 
     arena: Arena | None
     pages: PageCache | None

@@ -49,7 +49,7 @@ class Tally:
         self._before = self.read()
 
     def counts(self) -> Counts | None:
-        """Sums over the caches of the plan in force, of each since it was first seen warm; None without any count."""
+        """The summed counts of the caches in force, each from when it was first seen warm; None if all are 0."""
         num_slots, since_warm = 0, [Found()]
         for cache in self._caches():
             now = cache.slots.counts()
@@ -63,7 +63,7 @@ class Tally:
 
 
 def since(begin: Mapping[str, ExpertTraffic], end: Mapping[str, ExpertTraffic]) -> dict[str, ExpertTraffic]:
-    """The difference of two readings, of units whose counts changed. A count that restarted in between gives less."""
+    """The difference of two readings, for units whose counts changed; too small for counts that restarted."""
     found = {unit: ExpertTraffic(*map(_more, now, begin.get(unit, ExpertTraffic()))) for unit, now in end.items()}
     return {unit: counts for unit, counts in found.items() if any(counts)}
 

@@ -1,4 +1,4 @@
-"""Prefetch of expert rows: those that the next unit will probably read are fetched while this unit computes.
+"""Prefetch of expert rows: while a unit computes, the rows that the next unit will probably read are fetched.
 
 [Note: look-ahead]
 Hidden states change little from one layer to the next. So the router of the next layer, run on the states of this
@@ -52,7 +52,7 @@ class Ahead:
         return self._picks[unit].forward(call, rows)
 
     def join(self) -> None:
-        """Order compute after the fetch in flight."""
+        """Order compute after the fetch in flight, if there is one."""
         running, self._running = self._running, None
         if running is not None:
             self._backend.wait(Side.COMPUTE, running.end)

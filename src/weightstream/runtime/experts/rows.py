@@ -47,9 +47,9 @@ class Rows:
     capturing: Callable[[], bool]
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
-    rest: Callable[[], None] | None = None  # brings the weights of the unit that are no stacks
+    rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
-    num_named: int = 0  # ids in the last call
+    num_named: int = 0  # number of ids in the last call
 
     @property
     def stacks(self) -> Collection[int]:
@@ -141,7 +141,7 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
 
 
 def _share(unit: BufferedUnit) -> torch.Tensor:
-    """The unit's part of the slots' memory: every unit with cached stacks has as much."""
+    """The unit's part of the memory for slots, which all units with cached stacks share equally."""
     plan, memory = unit.plan, unit.memory.slots
     users = [index for index, spec in enumerate(plan.manifest.units) if spec.aliases().keys() & plan.cached]
     nbytes = memory.numel() // len(users) // ALIGN_NBYTES * ALIGN_NBYTES

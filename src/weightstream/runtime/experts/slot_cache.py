@@ -30,14 +30,14 @@ from weightstream.plan.schedule import aligned
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
 _PROGRAMS = 64  # enough to fill the link, and few enough to leave most of the GPU to kernels of other streams
 _WARPS, _MOST_WARPS = 4, 16
-_GUESS_WARPS = 1  # a guess takes many sums, and within one warp a sum needs no barrier
+_GUESS_WARPS = 1  # `guess` computes many sums, which need no barrier within one warp
 _PER_WARP = 64  # slots or ids for each warp of `resolve`
 _PUT = 1 << 16  # bytes that a program of the kernel copies from a slot to the whole stack
 _RECENT, _FEW, _PROBES = 64, 4, 16  # the same numbers as in the kernels: [Note: rows ahead]
 
 
 class Found(NamedTuple):
-    """Counts of rows."""
+    """Counts of rows in calls of a cache."""
 
     hits: int = 0  # had a slot when they were named
     misses: int = 0  # had none, and were fetched then
@@ -219,7 +219,7 @@ class _State(IntEnum):
 
 
 class _Tables(NamedTuple):
-    """The tensors that the kernels read and write; see `slot_kernels`."""
+    """The tensors that the kernels in `slot_kernels` read and write."""
 
     slot_of: torch.Tensor  # of each row
     owner_of: torch.Tensor  # of each slot: its row
@@ -354,7 +354,7 @@ class _OnDevice:
 
 
 def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """These on a device, by one copy for which the host does not wait; and the memory that the copy reads."""
+    """These tensors on a device, by one asynchronous copy; and the host memory to keep alive, which the copy reads."""
     sizes = [aligned(tensor.nbytes) for tensor in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
     for part, tensor in zip(flat.split(sizes), tensors, strict=True):

@@ -1,6 +1,18 @@
 """Triton kernels of a cache of rows: two find slots for rows, one fetches rows into slots, one copies rows from slots.
 
-They return nothing to the host, and their grids are fixed, so that a CUDA graph can hold them.
+They return nothing to the host, and their grids are fixed, so that a CUDA graph can hold them. slot_cache.py explains
+which row gets which slot: [Note: slots], [Note: rows ahead].
+
+[Note: counts]
+    0  calls; a call's number is also the stamp of the slots that it uses
+    1  misses of the last call, which are to be fetched
+    2  hits of all calls
+    3  misses of all calls
+    4  rows that were prefetched for the next call, which sets this to 0
+    5  rows that were prefetched for all calls
+    6  prefetched rows that the next call named
+    7  like 5, but recent: halved, together with 8, each time it exceeds 64
+    8  like 6, but recent
 """
 
 from __future__ import annotations
@@ -8,10 +20,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(2**31 - 1)  # the first place of a row that the call does not name
+NEVER = tl.constexpr(2**31 - 1)  # in `first_at`: the call does not name this row
 MOST_AHEAD = tl.constexpr(8)  # the most rows that are prefetched for a call
-_RECENT = tl.constexpr(64)  # above this number of prefetched rows, the counts of the past are halved
-_FEW, _PROBES = tl.constexpr(4), tl.constexpr(16)  # if less than one in 4 was used, only one call in 16 guesses
+_RECENT = tl.constexpr(64)  # above this number of recently prefetched rows, the recent counts are halved
+# if less than 1 in 4 prefetched rows was used, only 1 in 16 calls prefetches
+_FEW, _PROBES = tl.constexpr(4), tl.constexpr(16)
 
 
 @triton.jit
@@ -35,27 +48,27 @@ def resolve(
     """Give each row that `ids` name a slot, in one program.
 
     A miss takes the least recently used slot that holds no row of this call; of equally old slots the first one, and
-    rows that are named first choose first. The slot is -1 where no slot is left, and for an id below 0.
-    `missed` gets pairs of a row and its new slot. `first_at`, NEVER for each row, and `by_age` are scratch memory. IDS
-    and SLOTS are powers of two. `state` has nine counts: calls; misses of this call; hits; all misses; rows that were
-    prefetched for this call; all prefetched rows; prefetched rows that were used; and these two again with the past
-    halved now and then.
+    rows that are named first choose first. `slots` gets the slot of each id: -1 for an id below 0, and where no slot is
+    left. `missed` gets pairs of a row and its new slot. `ahead` holds the pairs that `guess` made for this call.
+    `state`: [Note: counts]. `first_at` is scratch memory for the first place of a row in `ids`, and is
+    NEVER for each row between calls; `by_age` is scratch memory, too. IDS and SLOTS are powers of two.
     """
-    step, num_ahead = tl.load(state), tl.load(state + 4).to(tl.int32)  # before any thread can have counted this call
+    # `step` is the stamp of this call. Loaded before the first barrier: threads that are done store the new counts.
+    step, num_ahead = tl.load(state), tl.load(state + 4).to(tl.int32)
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)
     row = tl.minimum(tl.maximum(row, -1), NUM_ROWS - 1).to(tl.int32)
-    given = row >= 0
-    slot = tl.load(slot_of + row, mask=given, other=-1)
-    tl.atomic_min(first_at + row, s, mask=given, sem="relaxed")
+    is_named = row >= 0
+    slot = tl.load(slot_of + row, mask=is_named, other=-1)
+    tl.atomic_min(first_at + row, s, mask=is_named, sem="relaxed")
     tl.store(stamps + slot, tl.zeros([IDS], tl.int64) + step, mask=slot >= 0)
     tl.debug_barrier()
 
     n = tl.arange(0, SLOTS)
-    there = n < NUM_SLOTS
-    age = tl.load(stamps + n, mask=there, other=step)
-    hits = tl.sum((there & (age == step)).to(tl.int32))
-    misses = given & (slot < 0) & (tl.load(first_at + row, mask=given, other=NEVER) == s)
+    is_slot = n < NUM_SLOTS
+    age = tl.load(stamps + n, mask=is_slot, other=step)
+    hits = tl.sum((is_slot & (age == step)).to(tl.int32))
+    misses = is_named & (slot < 0) & (tl.load(first_at + row, mask=is_named, other=NEVER) == s)
     order = tl.cumsum(misses.to(tl.int32)) - 1
     misses &= order < NUM_SLOTS - hits
     num = tl.sum(misses.to(tl.int32))
@@ -63,15 +76,16 @@ def resolve(
     guessed = tl.load(ahead + 2 * a, mask=a < num_ahead, other=0)
     used = tl.sum((tl.load(first_at + guessed, mask=a < num_ahead, other=NEVER) != NEVER).to(tl.int32))
     found = slot
-    if num > 0:  # most calls miss nothing
-        rank = tl.zeros([SLOTS], tl.int32)  # slots of this call have the highest stamp, and come last
+    if num > 0:  # skip the sort for most calls, which miss nothing
+        # sort the slots by age: `rank` counts older ones. Slots of this call have the highest stamp, and come last.
+        rank = tl.zeros([SLOTS], tl.int32)
         few: tl.constexpr = min(SLOTS, 16)
         for begin in range(0, SLOTS, few):
             other = begin + tl.arange(0, few)
             others = tl.load(stamps + other, mask=other < NUM_SLOTS, other=step)
             is_as_old = (others[None, :] == age[:, None]) & (other[None, :] < n[:, None])
             rank += tl.sum(((others[None, :] < age[:, None]) | is_as_old).to(tl.int32), 1)
-        tl.store(by_age + rank, n, mask=there)
+        tl.store(by_age + rank, n, mask=is_slot)
         tl.debug_barrier()
         victim = tl.load(by_age + order, mask=misses, other=0)
         owner = tl.load(owner_of + victim, mask=misses, other=-1)
@@ -82,10 +96,10 @@ def resolve(
         tl.store(missed + 2 * order, row, mask=misses)
         tl.store(missed + 2 * order + 1, victim, mask=misses)
         tl.debug_barrier()
-        found = tl.load(slot_of + row, mask=given, other=-1)
+        found = tl.load(slot_of + row, mask=is_named, other=-1)
     tl.debug_barrier()
 
-    tl.store(first_at + row, tl.full([IDS], NEVER, tl.int32), mask=given)
+    tl.store(first_at + row, tl.full([IDS], NEVER, tl.int32), mask=is_named)
     tl.store(slots + s, found.to(tl.int64), mask=s < num_ids)
     tl.store(state, step + 1)
     tl.store(state + 1, num.to(tl.int64))
@@ -118,21 +132,20 @@ def guess(
 
     They take the least recently used slots, except those that the last call used and those of rows that are named here.
     The slots keep their age, so a wrong guess is evicted first. `ahead` gets pairs of a row and its slot, `state` their
-    number: 0 where too few of the recent guesses were used. `guarded` is scratch memory.
+    number: [Note: counts]. No row gets a slot if too few of the recent guesses were used. `guarded` is
+    scratch memory.
     """
     step = tl.load(state)
-    recent, useful = (
-        tl.load(state + 7) + tl.load(state + 4),
-        tl.load(state + 8),
-    )  # no call came after the last guess
+    # `state + 4` is not 0 if no call came after the last guess, so that none has counted its rows as recent
+    recent, useful = tl.load(state + 7) + tl.load(state + 4), tl.load(state + 8)
     useful = tl.where(recent > _RECENT, useful // 2, useful)
     recent = tl.where(recent > _RECENT, recent // 2, recent)
     is_off = (recent >= _PROBES) & (useful * _FEW < recent) & (step % _PROBES != 0)
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)
     row = tl.minimum(tl.maximum(row, -1), NUM_ROWS - 1).to(tl.int32)
-    given = row >= 0
-    slot = tl.load(slot_of + row, mask=given, other=-1)
+    is_named = row >= 0
+    slot = tl.load(slot_of + row, mask=is_named, other=-1)
     tl.store(guarded + slot, tl.zeros([IDS], tl.int64) + step, mask=slot >= 0)
     tl.debug_barrier()
 
@@ -141,7 +154,7 @@ def guess(
     may_go = (n < NUM_SLOTS) & (age < step - 1) & (tl.load(guarded + n, mask=n < NUM_SLOTS, other=step) != step)
     tl.debug_barrier()
     tl.store(guarded + slot, tl.full([IDS], -1, tl.int64), mask=slot >= 0)
-    misses = given & (slot < 0) & (is_off == 0)
+    misses = is_named & (slot < 0) & (is_off == 0)
     num = tl.zeros([], tl.int32)
     for _ in tl.static_range(MOST):
         place = tl.min(tl.where(misses, s, NEVER))

@@ -1,5 +1,9 @@
 """A stack of matrices: a weight of which single rows are read, and the memory where each row is.
 
+A row is one matrix, such as that of one expert. Each row is whole tiles of the codec, so it can be decompressed by
+itself. Its compressed bytes are in two places: its tiles, all of one size, and its *escapes*, of any length. `starts`
+hold the number of escapes before each tile, `bases` a byte per tile (codec/format.py).
+
 Knows homes and sources, no plan.
 """
 
@@ -27,10 +31,10 @@ WORD = 8  # bytes: the fetch kernel copies whole words
 
 
 class RowReader(NamedTuple):
-    """How rows of a stack are read: both functions take their ids and, of a cached stack, their slots.
+    """How rows of a stack are read. Both functions take the ids of rows; for a cached stack also the slots of the rows.
 
-    `put` brings them to their `places` in the buffer, and leaves negative ones out. `read` returns them in memory that
-    the next call overwrites.
+    `put` also takes `places`, and writes each row to its place in the buffer, except rows whose id or slot is negative.
+    `read` returns the rows, in memory that the next call overwrites.
     """
 
     put: Callable[..., None]
@@ -48,7 +52,7 @@ class Stack:
 
     @classmethod
     def of(cls, home: Home, buffer: torch.Tensor) -> Stack | None:
-        """The group as a stack, or None where it is none."""
+        """The group as a stack; None unless it is one contiguous tensor of three dimensions, its rows whole tiles."""
         (member, *others) = home.group.members
         shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
         is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
@@ -66,17 +70,17 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """Of an uncompressed row."""
+        """Bytes of an uncompressed row."""
         return self.home.group.nbytes // self.num_rows
 
     def picking(self, coded: torch.Tensor) -> RowReader:
-        """A reader that decompresses rows of a stack whose compressed bytes are these."""
+        """A reader that decompresses rows of this stack from `coded`, the compressed bytes of all of it."""
         assert self.home.layout is not None
         put, target = coding.picking(coded, self.home.layout, self.out, self.num_rows), self._target()
         return RowReader(put=put, read=partial(_put_first, put, target))
 
     def reading(self, slots: torch.Tensor) -> RowReader:
-        """A reader of rows in slots, which hold them as the home does, compressed or not."""
+        """A reader of rows from slots, which hold rows in the home's form, compressed or not."""
         layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
         if layout is None:
             plain = slots[:, : self.nbytes].view(self.dtype)
@@ -85,7 +89,7 @@ class Stack:
         return RowReader(put=put, read=partial(_put_first, put, target))
 
     def heads(self) -> torch.Tensor:
-        """The starts and the bases of a compressed stack, in host memory."""
+        """The `starts` and `bases` of a compressed stack, in host memory."""
         layout = self.home.layout
         assert layout is not None
         return self._data()[layout.starts_at : layout.escapes_at]
@@ -94,7 +98,7 @@ class Stack:
         return self.out.view(self.dtype).view(self.shape)
 
     def _data(self) -> torch.Tensor:
-        """The bytes of the home, compressed where it holds them so."""
+        """The bytes of the home in the form that it holds, compressed or not."""
         source = self.home.source
         if isinstance(source, PageWindow):
             window = source.window()
@@ -103,9 +107,10 @@ class Stack:
         return source.view if source.coded is None else source.coded
 
     def why_unread(self, backend: Backend, *, waits: bool) -> str | None:
-        """Reason why single rows cannot be fetched from their place, or None.
+        """Reason why single rows of this stack cannot be fetched from their place, or None.
 
-        Without `waits` it does not wait for pages of a file, and None only says that no reason is known yet.
+        Without `waits`, this does not wait for pages of a file that are being pinned. None then means that no reason is
+        known yet.
         """
         source = self.home.source
         extents = source.extents if isinstance(source, Mapped) else ()
@@ -118,7 +123,10 @@ class Stack:
         return None if self.segments(backend) else f"it is in {source.tier.value} memory that the device cannot read"
 
     def pieces(self, backend: Backend) -> list[RowPiece]:
-        """The pieces of the rows, in host memory that the device reads; none where it cannot read that memory."""
+        """The pieces of the rows, in host memory that the device reads; empty if it cannot read that memory.
+
+        A compressed row is two pieces: its tiles, and its escapes.
+        """
         if (segments := self.segments(backend)) is None:
             return []
         if (layout := self.home.layout) is None:
@@ -126,37 +134,40 @@ class Stack:
         (data,) = segments
         tiles = layout.num_tiles // self.num_rows
         stride = tiles * layout.tile_nbytes
-        words = RowPiece(rows=data[: self.num_rows * stride].split(stride), at=0)
+        words = RowPiece(rows=data[: self.num_rows * stride].split(stride), at=0)  # the tiles
         starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
         spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
-        ends = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
-        escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in ends)
+        # whole words around the escapes of each row, and at least one word, as the kernel copies whole words
+        words_around = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
+        escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in words_around)
         return [words, RowPiece(rows=escapes, at=stride)]
 
     def segments(self, backend: Backend) -> list[torch.Tensor] | None:
-        """The bytes of the home, in order, by addresses of the device; None where the device cannot read them."""
+        """The bytes of the home, in order, as views that kernels of the device can read; None if they cannot."""
         source = self.home.source
         parts: Sequence[torch.Tensor | None]
-        if backend.device.type == "cpu":  # a file may have changed when it is read, which only whole stacks notice
+        # on the CPU not from files: a file may change before a read, and only reads of whole stacks check for that
+        if backend.device.type == "cpu":
             parts = [source.view if source.place is None else None]
         elif isinstance(source, PageWindow):
             parts = [source.shown(k) for k in range(len(source.extents))]
         else:
             parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
-        there = [part for part in parts if part is not None and not part.data_ptr() % WORD]
-        return there if len(there) == len(parts) else None
+        readable = [part for part in parts if part is not None and not part.data_ptr() % WORD]
+        return readable if len(readable) == len(parts) else None
 
 
 def _put_first(put: Callable[..., None], target: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    """Put the rows to the beginning of `target`, and return these. `rows`: ids, and perhaps slots."""
     put(*rows)
     return target[: len(rows[0])]
 
 
 def copy_function(home: Home, out: torch.Tensor, backend: Backend) -> Callable[[], None]:
-    """A function that copies all of a cached stack, decompressed, from where it lies.
+    """A function that copies all of a cached stack from its home to `out`, and decompresses it.
 
-    A graph can hold that copy where the device reads the stack in place; elsewhere the function raises `OffloadError`
-    in a capture.
+    A graph can hold that copy if the device can read the home. If it cannot, the function raises `OffloadError` in a
+    capture.
     """
     stack = Stack.of(home, out)
     segments = stack.segments(backend) if stack is not None and backend.device.type != "cpu" else None
@@ -176,13 +187,13 @@ def _copy_plain(home: Home, out: torch.Tensor, backend: Backend) -> None:
 
 
 def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # the watch of a step sees none of it
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # hidden from the watch of a step
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
 
 def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend, *, waits: bool = True) -> str | None:
-    """Reason why rows of the first of these stacks that is not suited cannot be fetched from their place, or None."""
+    """Reason why single rows of one of these stacks cannot be fetched from their place; None if those of all can."""
     for alias in sorted(aliases):
         stack = Stack.of(homes[alias], torch.empty(0, dtype=torch.uint8, device="cpu"))
         why = "it is no stack of whole rows" if stack is None else stack.why_unread(backend, waits=waits)
@@ -192,8 +203,8 @@ def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend
 
 
 def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[RowPiece]:
-    """The pieces of rows of `nbytes` bytes, which lie in these segments one after another; none where a segment ends
-    inside a word.
+    """The pieces of rows of `nbytes` bytes that follow each other in these segments; empty if a segment ends inside a
+    word.
 
     Segments may end anywhere. Where one ends inside a row, all rows are cut there, so that a piece has one place in all
     slots. There are few such places, as files usually end between matrices.
@@ -204,7 +215,8 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
     if any(cut % WORD for cut in cuts):
         return []
-    if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):  # as files have matrices, one by one
+    # one segment per row, as in files with a tensor for each expert
+    if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):
         return [RowPiece(rows=tuple(segments), at=0)]
     found: list[list[torch.Tensor]] = [[] for _ in cuts[1:]]
     index = begin = 0  # of the segment

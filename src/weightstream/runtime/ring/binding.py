@@ -78,7 +78,7 @@ class Binding:
         self._ours = [(part.data_ptr(), part.data_ptr() + part.numel()) for part in memory if part.numel()]
         self.updated: set[str] = set()  # tensors that a forward updated, which works in eager steps only
         self.open_units: list[BoundUnit] = []  # the innermost last
-        self.is_awake = False  # from `wake` until `rest` is through
+        self.is_awake = False  # from the begin of `wake` to the end of `rest`
         # tensors that show the true bytes outside of their unit until a watched step ends
         self._served: list[StreamedTensor] = []
         self._homes = homes
@@ -86,9 +86,8 @@ class Binding:
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
-        self.tensors = [
-            streamed for unit in self.units for streamed in unit.views.tensors
-        ]  # a tied tensor's once per unit
+        # of a tensor that several units share, one for each unit
+        self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
@@ -105,7 +104,7 @@ class Binding:
         self._step_end.follow()
         self._leave_written()
         found = self._see(self.tensors)
-        # these may have been written to without a change of version
+        # these may have been written to without raising a version
         self._leave({streamed.alias for streamed in found if streamed.is_past_file()})
         self._forget({streamed.alias for streamed in found})
         for streamed in found:
@@ -165,7 +164,7 @@ class Binding:
 
     @unseen
     def open(self, index: int) -> None:
-        """Make the unit's tensors show its bytes, ordered after their fill."""
+        """Make the unit's tensors show its bytes in the ring; kernels queued from now on run after their fill."""
         unit = self.units[index]
         unit.opened += 1
         self.open_units.append(unit)
@@ -183,7 +182,8 @@ class Binding:
             raise
 
     def _bring(self, unit: BoundUnit) -> None:
-        self._see(unit.views.tensors)  # a unit that ran before may have updated weights that were filled ahead
+        """Order compute after the fill of the unit, and decode; if its memory is in use, fill memory of its own."""
+        self._see(unit.views.tensors)  # an earlier unit of this step may have updated weights that were filled ahead
         if self._is_blocked(unit):
             unit.borrowed = self._borrow(unit)
             return
@@ -268,20 +268,20 @@ class Binding:
 
     @unseen
     def picked(self, index: int, call: ForwardCall, eager: bool) -> Callable[..., Any] | None:
-        """The forward to run in place of the unit's, which brings the rows of the weights that it reads.
+        """The forward to run instead of the unit's own. It brings only those rows of the weights that it reads.
 
-        None: all rows are brought, and the unit's own forward runs.
+        None: the unit's own forward is to run, with all rows.
         """
         unit = self.units[index]
         if eager:
-            self._see(unit.views.tensors)  # a unit that ran before may have updated them
+            self._see(unit.views.tensors)  # an earlier unit of this step may have updated them
         rows = None if self._is_blocked(unit) else unit.rows
         found = None if rows is None else self.ahead.reach(index, call, rows)
         unit.is_picked = found is not None
         return found
 
     def _is_blocked(self, unit: BoundUnit) -> bool:
-        """Whether a unit that is open holds bytes of the ring, or the buffer, that this one needs."""
+        """Whether another open unit uses bytes of the ring that this unit needs, or the buffer."""
         if self.engine.is_blocked(unit.index):
             return True
         return bool(unit.coded) and any(o.coded for o in self.open_units if o is not unit and o.borrowed is None)
@@ -342,8 +342,8 @@ class Binding:
         self.engine.wait(index)
 
     def decode(self, index: int) -> None:
-        """Queue the decoding of the unit's compressed weights, after their fill and the last reads of the buffer."""
-        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the weights are decoded
+        """Queue the decoding of the unit's compressed weights, after their fill and earlier reads of the buffer."""
+        if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
             self.engine.take_over(decodes=True)
             if not self.units[index].is_picked:
                 self._backend.launch(self.units[index].opening.decode)
@@ -420,7 +420,7 @@ class Binding:
         return UnitTensors(tensors)
 
     def _borrow(self, unit: BoundUnit) -> UnitTensors:
-        """Views of memory of their own, filled now: a unit in use holds this unit's bytes of the ring."""
+        """Views of new memory, filled now, as an open unit uses the buffer, or this unit's bytes of the ring."""
         index, plan = unit.index, self.plan
         with torch.inference_mode(False), torch.no_grad():
             decoded = plan.decoded(index)
@@ -436,7 +436,7 @@ class Binding:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def _leave(self, aliases: set[str]) -> None:
-        """These alias groups are updated: no file or compressed form holds their bytes; copies come from memory now."""
+        """Copy these alias groups from memory from now on. They were updated: no file or compressed form holds them."""
         if left := self._homes.in_files(aliases):
             self._homes.sources_changed = True
             self.engine.forget(self._copies.forget(left))
@@ -446,9 +446,9 @@ class Binding:
         self._homes.leave_files(aliases)
 
     def _leave_written(self) -> None:
-        """Find pages that were written to without a change of version: these groups are copied from memory now."""
+        """Find groups whose pages of a file were written to without raising a version; copy them from memory now."""
         if left := self._homes.written():
-            for streamed in self.tensors:  # for good: the holder of the memory may write to it again at any time
+            for streamed in self.tensors:  # not reset: the writer still has the memory, and may write at any time
                 streamed.member.lent |= streamed.alias in left and not streamed.changed()
             self._leave(left)
 
@@ -487,7 +487,7 @@ class Binding:
                 streamed.agree()
 
     def _forget(self, aliases: set[str]) -> None:
-        """The bytes of these alias groups in the ring are stale, in every unit."""
+        """Have these alias groups filled again in every unit: their bytes in the ring are stale."""
         if aliases:  # most steps update nothing
             self.ahead.join()
             self.engine.forget({streamed.unit for streamed in self.tensors if streamed.alias in aliases})

@@ -1,14 +1,14 @@
 """The engine: fill, wait, release, and the fence of every unit. Obeys a plan; decides nothing about placement.
 
-What orders the two streams (the tests drop each of these in turn):
+Three waits order the two streams (the tests drop each of them in turn):
   fill     the copy stream waits for `drained` of every unit that shares bytes: no overwrite before the last read
   wait     the compute stream waits for `filled` of the unit: no read before the fill
   release  `drained` is recorded after the unit's last kernel, and before any fill that follows
 Two copies into the same bytes need no event between them: both run on the copy stream, in order.
 
-The cursor says which fills are due (plan/schedule.py, [Note: skipped units]). The engine skips units that are in the
-ring already, so a repeated unit costs nothing, and units whose bytes a unit in use holds. A unit that is waited for
-but was not filled, for any reason, is filled then: no order of units gives wrong bytes.
+The cursor says which fills are due (plan/schedule.py, [Note: skipped units]). Of these, the engine skips
+units that are in the ring already, so a repeated unit costs nothing, and units that share bytes with a unit in use. A
+unit that is waited for but was not filled, for any reason, is filled then: no order of units gives wrong bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fence:
         self.state = State.EMPTY
         self.filled = filled
         self.drained = drained
-        self.last_read: Event = None  # `drained`, or the end of a graph, until the copy stream has waited for it
+        self.last_read: Event = None  # `drained`, or the end of a graph; None once the copy stream has waited for it
         self.in_flight = False  # `filled` was recorded and compute has not waited for it yet, in any state
         self.uses = 0  # forwards of the unit between wait and release
 
@@ -125,7 +125,7 @@ class Engine:
     ) -> None:
         self.plan = plan
         self.open_units = open_units  # units whose forwards run now
-        self._block = block  # memory that several models have in turn; None: the ring is this model's own
+        self._block = block  # memory that several models use in turn; None: the ring is only this model's
         self.counters = counters or Counters()
         self.timeline = timeline or Timeline(backend)
         self.timeline.bind(plan)
@@ -138,12 +138,12 @@ class Engine:
         self._tenure = Tenure()
 
     def prime(self) -> None:
-        """End the step, and start the fills that the next one begins with, unless they are made."""
+        """End the step, and start the fills that the next step begins with, unless they were started."""
         self._fill_due(self._cursor.end())
         self._fill_due(self.plan.first)
 
     def begin_step(self) -> None:
-        """Go back to position 0."""
+        """Begin a step at position 0 of the order."""
         due = self._cursor.begin()
         if self._block is None:
             self._fill_due(due)
@@ -156,13 +156,13 @@ class Engine:
         return self._cursor.is_behind(unit)
 
     def begin_if_behind(self, unit: int) -> None:
-        """Where no caller says when a step begins: it does when a unit comes again that the order has passed."""
+        """For callers that announce no steps: begin one if the unit is in the order, but only before the cursor."""
         if self._cursor.is_behind(unit):
             self.counters.steps += 1
             self.begin_step()
 
     def is_blocked(self, unit: int) -> bool:
-        """Whether a unit in use, of this model or another, holds bytes of this one, so that it cannot be filled now."""
+        """Whether a unit in use, of this model or another, shares bytes with this unit, which then cannot be filled."""
         if self._block is not None and self._block.is_held_against(self):
             return True
         if self.fences[unit].state is not State.EMPTY:
@@ -215,7 +215,7 @@ class Engine:
                 self.release(unit)
 
     def settle(self, spared: Iterable[int] = ()) -> None:
-        """Make compute wait for every copy in flight except those of `spared`, also for copies overwritten since."""
+        """Make compute wait for all copies in flight, except those of `spared`; also for copies overwritten since."""
         for unit, fence in enumerate(self.fences):
             if fence.in_flight and unit not in spared:
                 self._follow(fence)
@@ -223,7 +223,7 @@ class Engine:
                     fence.move(State.READY)
 
     def _follow(self, fence: Fence) -> None:
-        """Make compute wait for the copy in flight."""
+        """Make compute wait for the unit's copy in flight."""
         try:
             self._backend.wait(Side.COMPUTE, fence.filled)
         except BaseException:  # the copy failed, or the wait was cut short: the unit is filled again when it is needed
@@ -239,7 +239,7 @@ class Engine:
             self._block.enter(self, decodes=decodes)
 
     def yield_up(self) -> None:
-        """Another model has the memory now: no unit of this one is there, and no copy needs to wait for one."""
+        """Take note that another model has the memory: it holds no unit of this model, and no copy waits for one."""
         for fence in self.fences:
             if fence.state is not State.EMPTY:
                 fence.move(State.EMPTY)
@@ -248,7 +248,7 @@ class Engine:
         self._tenure.end()
 
     def forget(self, units: Iterable[int]) -> None:
-        """The homes of these units changed: their bytes in the ring are stale."""
+        """Have these units filled again: their homes changed, so their bytes in the ring are stale."""
         for unit in units:
             if self.fences[unit].state in (State.FILLING, State.READY, State.DRAINING):
                 self.fences[unit].move(State.EMPTY)
@@ -269,7 +269,7 @@ class Engine:
         return [u for u, fence in enumerate(self.fences) if fence.state is not State.EMPTY]
 
     def close(self) -> None:
-        """Let go of the memory that fills read and write."""
+        """Drop all references to the memory that fills read and write."""
         self.copies = ()
 
     def before_graph(self, reads: AbstractSet[int]) -> None:

@@ -27,8 +27,8 @@ class GraphMode(Enum):
     CAPTURING_PIECE = "capturing a piece"  # inside of a capture that an engine made after `sync`, until `join`
 
 
-# An engine that uses the life cycle only (api/offloaders.py) announces neither a capture nor a launch; it calls `sync`
-# before each, and `join` inside of a capture. It follows:
+# An engine that only uses the interface of api/offloaders.py announces neither captures nor launches. It calls `sync`
+# before each, and `join` inside of a capture. Then:
 #
 #   sync      The first one after eager steps brings the ring to the start of a step and waits for every copy. From then
 #             on the graphs keep the ring in order among themselves ([Note: graphs and the wrap-around]), and nothing
@@ -47,7 +47,7 @@ class GraphMode(Enum):
 
 
 class HasBinding(Protocol):
-    """Has the binding in force: another plan has another."""
+    """An object with the binding of the plan in force, which changes with the plan."""
 
     binding: Binding
 
@@ -60,7 +60,7 @@ class Graphs:
         self._backend = backend
         self._installed = installed
         self._mode = GraphMode.IDLE
-        self._recording: Recording | None = None  # of the capture under way
+        self._recording: Recording | None = None  # that of the capture under way
         self._last: Recording | None = None  # the piece captured last, if the step may go on after it
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Graphs:
         engine = self._installed.binding.engine
         if not self._backend.capturing():
             if self._last is None:
-                engine.prime()  # planned, and outside of the graph
+                engine.prime()  # the fills that the plan has at the start of a step: outside of the graph
             self._backend.prepare_graph(self._copies())
         with within():
             self._recording = recording = Recording(engine, self._backend, self._last)
@@ -169,7 +169,7 @@ class Graphs:
             recording.release(unit)
 
     def resume_eager(self) -> None:
-        """Units run eager from now on, or launches are announced: the engine has to know the contents of the ring."""
+        """Prepare for eager units or announced launches, for which the engine has to know the contents of the ring."""
         if self._last is not None and self._last.in_use:
             self._installed.binding.abandon()
         self._last = None
@@ -191,7 +191,7 @@ class Graphs:
         return chain.from_iterable(engine.copies[unit] for unit in streamed)
 
     def _current(self) -> Recording | None:
-        """The recording that takes the units now."""
+        """The recording for units that are waited for or released now."""
         if self._mode is GraphMode.CAPTURING_PIECE:
             self._drop_failed()
         if self._recording is None and self._backend.capturing():

@@ -1,7 +1,7 @@
-"""What opening a unit does besides its fill: all of its compressed and cached weights come to the buffer, or some rows.
+"""The opening of a unit, besides its fill: brings its compressed and cached weights to the buffer, all or single rows.
 
-Which functions do that is found when it is first needed, so that a unit waits for its own pages of a file only. It
-cannot be found in a capture: it waits, allocates and copies tables.
+The functions for that are made when a unit first needs them, and not for all units at once: making them waits until the
+unit's pages of a file are pinned. They cannot be made in a capture, as this waits, allocates and copies tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightstream.runtime.weights.sources import PageWindow
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Inside, neither the watch of a step nor the mode of its caller sees the thousands of views that are made."""
+    """Hide the block, which makes thousands of views, from the watch of a step and from the modes of its caller."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -33,23 +33,23 @@ class Opening:
 
     def __init__(self, unit: BufferedUnit) -> None:
         self._unit = unit
-        self.found_rows: Rows | None = None  # `rows` once it was found: before, there are no slots to report or empty
+        self.found_rows: Rows | None = None  # `rows` once it is made: before, there are no slots to report or empty
         self.following: int | None = None  # the unit that opens after this one, until `then` was called
 
     def again(self) -> Opening:
-        """An opening of the same unit that finds everything anew, as its homes have changed."""
-        found = Opening(self._unit)
-        found.following = self.following
-        return found
+        """A new opening of the same unit, whose functions are made again, as its homes have changed."""
+        opening = Opening(self._unit)
+        opening.following = self.following
+        return opening
 
     def then(self) -> int | None:
-        """The unit that opens after this one at the first call, None at any later call."""
+        """At the first call the unit that opens after this one, at any later call None."""
         following, self.following = self.following, None
         return following
 
     @cached_property
     def decode(self) -> Callable[[], None]:
-        """Brings all of them to the buffer."""
+        """Brings all compressed and cached weights of the unit to the buffer."""
         unit = self._unit
         with _unseen():
             copies = [
@@ -70,19 +70,19 @@ class Opening:
 
     @cached_property
     def rows(self) -> Rows | None:
-        """Brings single rows of its stacks; None where the stacks can only be read whole."""
+        """Brings single rows of the unit's stacks; None if its stacks can only be read whole."""
         with _unseen():
             self.found_rows = rows_of(self._unit)
         return self.found_rows
 
     def find(self) -> None:
-        """Find all of it now."""
+        """Make `decode` and `rows` now."""
         _ = self.decode, self.rows
 
     def find_early(self) -> None:
-        """Find all of it before the unit opens, while the device is busy, unless that would wait for pages.
+        """Make `decode` and `rows` before the unit opens, while the device is busy, unless that would wait for pages.
 
-        Errors are ignored: the unit may never open, and if it does they are raised then.
+        Errors are ignored: the unit may never open, and if it does, they are raised then.
         """
         unit = self._unit
         sources = (unit.homes[alias].source for alias in unit.offsets)
@@ -93,6 +93,6 @@ class Opening:
 
 
 def in_turn(plan: Plan, openings: Sequence[Opening]) -> None:
-    """Tell each opening which unit opens next in a step, where that is the unit's first time in the step."""
+    """Set `following` of all openings: of units with bytes in the buffer, by their first position in a step."""
     for index, following in pairwise(unit for unit in dict.fromkeys(plan.manifest.order) if plan.decoded(unit)):
         openings[index].following = following

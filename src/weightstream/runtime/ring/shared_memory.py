@@ -1,8 +1,8 @@
 """Device memory that the streamed weights of several models pass through in turn: one ring, and one buffer, for all.
 
-The model that fills the ring, or decodes into the buffer, takes the memory over from the one that had it: the weights
-of that one are gone, and its next step fills them again. All models copy on one stream, so copies need no further
-order; the copy stream waits once for the kernels queued before.
+A model that fills the ring, or decodes into the buffer, takes the memory over from the model that had it. The weights
+of that model are gone, and its next step fills them again. All models copy on one stream, so their copies are in order;
+the copy stream waits once for the kernels queued before.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class User(Protocol):
 
 
 class Tenure:
-    """The steps of one model until another one takes the memory: as many as the last time, it is assumed."""
+    """The steps of one model until another model takes the memory; assumed to be as many as the last time."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._usual = -1  # how many there were the last time; -1: this is the first
+        self._usual = -1  # the number of steps the last time; -1: this is the first time
 
     @property
     def is_last_step(self) -> bool:
@@ -43,17 +43,17 @@ class Tenure:
         return self._steps == self._usual
 
     def step(self) -> None:
-        """A step begins."""
+        """Count a step that begins."""
         self._steps += 1
 
     def end(self) -> None:
-        """Another model takes the memory."""
+        """Keep the count for the next time, as another model takes the memory."""
         if self._steps:
             self._steps, self._usual = 0, self._steps
 
 
 class SharedMemory:
-    """Device memory for any number of models on one backend, of which one at a time has it."""
+    """Device memory that any number of models on one backend use, one model at a time."""
 
     def __init__(self, backend: Backend, nbytes: int) -> None:
         self.turn = StepTurn()  # held for a whole step of any of the models
@@ -63,7 +63,7 @@ class SharedMemory:
         self._has_user: weakref.ref[User] | None = None  # weak: a model that is in use nowhere else is freed
 
     def parts(self, plan: Plan) -> PlanMemory:
-        """The ring, the buffer and the slots of a plan, of which there are none here.
+        """The ring and the buffer of a plan in this memory; no slots.
 
         Raises `InvariantError` where the memory is too small for them.
         """
@@ -78,7 +78,7 @@ class SharedMemory:
         return None if self._has_user is None else self._has_user()
 
     def is_held_against(self, user: User) -> bool:
-        """Whether another model computes with weights in the memory now."""
+        """Whether a model other than this user computes with weights in the memory now."""
         return self._user is not None and self._user is not user and len(self._user.open_units) > 0
 
     def enter(self, user: User, *, decodes: bool = False) -> None:

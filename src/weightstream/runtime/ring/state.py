@@ -42,15 +42,15 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Gate:
-    """Lets one step in at a time, in the process that made it, and checks the changes of its mode.
+    """Runs one step at a time, in the process that created it, and checks changes of its mode.
 
     `threads` are the threads whose calls of units belong to the forward under way.
     """
 
     def __init__(self, block: SharedMemory | None = None) -> None:
-        self.block = block  # device memory that several models have in turn; None: the model has its own
+        self.block = block  # device memory that several models use in turn; None: the model has its own
         self.turn = StepTurn() if block is None else block.turn  # held for a whole step
-        self.lock = threading.RLock()  # held while a unit opens or closes: a forward may have several threads
+        self.lock = threading.RLock()  # held while a unit opens or closes, as a forward may have several threads
         self.mode = StepState.IDLE
         self.is_fixed = False  # weights have fixed addresses
         self.threads: AbstractSet[int] = _NONE
@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a forward or step() seems under way. Callers that know that none is find one that was cut short."""
+        """Whether a forward or step() seems to be under way. If the caller knows that none is, one was cut short."""
         return self.is_running or self.mode is StepState.STEP
 
     @property
@@ -82,7 +82,7 @@ class Gate:
         self._set(mode)
 
     def end_forward(self) -> None:
-        """Back to the mode outside of forwards, whether the forward ended or failed."""
+        """Return to the mode outside of forwards, after a forward that ended or failed."""
         self._set(self._between)
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class Gate:
             )
 
     def refuse_inside(self) -> None:
-        """Raise `OffloadError` inside a step of this thread; another thread waits for the step to end."""
+        """Raise `OffloadError` if this thread is inside a step. Other threads wait for the step to end."""
         self.refuse_forked()
         if self.turn.is_mine and (self.is_running or self.mode is StepState.STEP):
             raise OffloadError("remove() inside a step: the model is computing with these weights; call it after")

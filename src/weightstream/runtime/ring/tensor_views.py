@@ -1,12 +1,15 @@
 """The two views of a streamed tensor: its home outside of its unit's forward, its bytes in the ring inside.
 
-To switch between them sets one pointer. Code that reads, saves or updates a weight between steps sees the true bytes.
+Switching between them sets one pointer. Code that reads, saves or updates a weight between steps sees the true bytes.
 Two kinds of change must not be missed: an update of the home after the ring was filled ahead (the step would compute
-with stale bytes), and an update of the ring inside a forward (the next fill would overwrite it). In-place operations
-raise a tensor's version counter, and assigned data (`w.data = new`) shows by its address. Writes to memory that was
-handed out (`.data`, numpy) raise no version. So between steps a tensor is guarded: the guard notices that its memory is
-handed out, and from then on the tensor counts as updated before every step. A view (`w.detach()`) may be handed to
-numpy in turn, which no guard sees: the tensor counts as updated once, before the next step.
+with stale bytes), and an update of the ring inside a forward (the next fill would overwrite it).
+
+- In-place operations raise the tensor's version counter.
+- Assigned data (`w.data = new`) shows by its address.
+- Writes to memory that was handed out (`.data`, numpy) raise no version. So between steps a tensor is guarded: the
+  guard notices that its memory is handed out, and from then on the tensor counts as updated before every step (`lent`).
+- A view (`w.detach()`) may be handed to numpy in turn, which no guard sees. So a tensor of which a view was made counts
+  as updated once, before the next step (`touched`).
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ class StreamedTensor:
     home_at: int = field(init=False)  # its address
     ring_at: tuple[int, tuple[int, ...]] = field(init=False)  # its address and strides
     version: int = field(init=False)
-    relaid: bool = False  # assigned data of another layout was taken over, which no captured graph has
-    is_lazy: bool = field(init=False)  # the home may hold nothing until it is read
+    relaid: bool = False  # it took over assigned data of another layout, which no captured graph has
+    is_lazy: bool = field(init=False)  # the home is in memory that is filled by its first read
 
     @classmethod
     def of(cls, member: Member, source: Home, unit: int, ring: torch.Tensor, step_end: StepEnd) -> StreamedTensor:
@@ -76,7 +79,7 @@ class StreamedTensor:
         return self.member.spec.alias
 
     def guard_unread(self) -> None:
-        """Guard the home in a step where it holds nothing yet: a read decodes it first.
+        """Guard the tensor inside a step if its home is not filled yet, so that a read fills it first.
 
         All other tensors are plain in a step: torch runs other kernels, with other bits, for guarded classes.
         """
@@ -92,10 +95,10 @@ class StreamedTensor:
         return (self.tensor.data_ptr(), self.tensor.stride()) == self.ring_at
 
     def is_past_file(self) -> bool:
-        """Whether the home of a noticed tensor may hold other bytes than its file or its compressed form."""
+        """Whether the home may hold other bytes than its file or compressed form. Only for tensors from `noticed`."""
         if self.source.layout is not None:
             return self.member.lent
-        return self.is_lazy and not self.source.is_undecoded  # gathered: the system does not report writes to it
+        return self.is_lazy and not self.source.is_undecoded  # filled memory is no page of a file: no write is reported
 
     def agree(self) -> None:
         self.version = self.member.version
@@ -118,7 +121,7 @@ class StreamedTensor:
         return True
 
     def has_update(self, training: bool) -> bool:
-        """Whether the forward that ends has changed the weight. Changes nothing; raises as `is_assigned`."""
+        """Whether the forward that ends now has changed the weight. Changes nothing; raises as `is_assigned` does."""
         if (self.tensor.data_ptr(), self.tensor.stride()) != self.ring_at:
             return self.is_assigned() or self.changed()  # assigned inside the forward; or it shows the home
         if self.member.version != self.version:
@@ -126,7 +129,7 @@ class StreamedTensor:
         return self.member.role is not Role.PARAMETER and self._was_written(training)
 
     def take(self) -> None:
-        """Write the bytes of the ring, or assigned data, to the home; may be repeated."""
+        """Take over an update: write the bytes of the ring, or assigned data, to the home. May be repeated."""
         with _disable_current_modes():
             if self.in_ring():
                 self.source.check()
@@ -157,8 +160,8 @@ class StreamedTensor:
     def _was_written(self, training: bool) -> bool:
         """Whether a forward may have written without raising the version.
 
-        Norms in training mode do, and kernels with caches of their own. After the first forward the bytes are compared,
-        which shows whether the kernels do.
+        Norms in training mode do, and so do kernels with caches of their own. To find those, the bytes are compared
+        after the first forward.
         """
         if self.member.written is None:
             self.source.check()
@@ -176,11 +179,12 @@ class StreamedTensor:
 
 
 def _before(member: Member, home: Home, step_end: StepEnd, access: Access) -> None:
-    """Take note that the memory of a tensor that shows its home is about to be used."""
+    """Take note that the memory of a tensor, which shows its home, is about to be used. Unless it is only read,
+    wait for copies from it."""
     if access is not Access.READ:
         step_end.wait()
     member.touched |= access in (Access.WRITE, Access.VIEW)
-    # writes to several tensors at once, such as `torch._foreach_mul_`, raise no version of a blind wrapper
+    # a write to several tensors at once, such as `torch._foreach_mul_`, raises no version of a blind shell
     member.lent |= access is Access.TAKE or (access is Access.WRITE and bool(member.blind))
     if home.is_undecoded:
         home.check()
@@ -202,7 +206,7 @@ class UnitTensors:
             shell.follow()
 
     def updated(self, training: bool) -> list[StreamedTensor]:
-        """The tensors that a forward has changed; they are to be taken over before the homes are shown."""
+        """The tensors that a forward has changed. Call `take` for these before `to_home`."""
         found = []
         for streamed in self.tensors:  # calls nothing for an unchanged parameter
             tensor, member = streamed.tensor, streamed.member
@@ -234,7 +238,7 @@ class UnitTensors:
 
 
 def noticed(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
-    """The tensors whose homes may have been written to since the versions agreed, or that show assigned data."""
+    """The tensors whose homes may have been written to since the versions last agreed, or that show assigned data."""
     found = []
     for streamed in tensors:
         tensor, member = streamed.tensor, streamed.member

@@ -1,7 +1,7 @@
 """The timeline: when the units of a step were waited for, computed and copied, by the device's clock.
 
 Few steps are timed: the 2nd to the 5th of one kind in a row, and one in 17. A trace keeps the same marks of all steps.
-Marks are read once the device has passed them, at a later step or when `measured` is called; no code waits for one.
+Marks are read once the device has passed them, at a later step or when `measured` is called: nothing waits for a mark.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger("weightstream")
 
 _SIDES = MappingProxyType({"wait": Side.COMPUTE, "fill": Side.COPY})
 _WARM = range(2, 6)
-_EVERY = 17  # a prime: of generations of 64 tokens the same places would be timed again and again
+_EVERY = 17  # a prime: else generations of, say, 64 tokens would have the same positions timed each time
 _WINDOW = 16  # timed steps that medians are taken over, and that may wait to be read
 
 
 class Kind(NamedTuple):
-    """The kind of a step: steps of one workload are of one kind."""
+    """The kind of a step. Steps of one workload are of one kind, and are timed together."""
 
     what: str  # "forward", "compiled", "fixed", "graph", or the method of the model that was called
-    size: int  # elements of the first tensor; of a graph, its id
+    size: int  # number of elements of the first tensor; for a graph, its id
 
 
 def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
-    """The kind of a forward with these arguments."""
+    """The kind of a step, from the arguments of its call: by the size of the first tensor among them."""
     first = next(tensors_in((args, kwargs)), None)
     return Kind(what, 0 if first is None else int(first.numel()))  # a tensor while torch.jit traces
 
@@ -60,8 +60,8 @@ class UnitTimes:
     name: str
     nbytes: int  # of a fill
     copy_s: float  # a fill
-    wait_s: float  # compute's wait for it
-    compute_s: float  # from there to the next wait; of the last unit, to the end of the step and up to the first wait
+    wait_s: float  # compute's wait for the fill
+    compute_s: float  # from the end of the wait to the next wait; of the last unit, around the end to the first wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Measured:
     kind: Kind
     num_steps: int
     step_s: float  # the median
-    host_s: float  # the least that a call took to return; the host may have waited for the device in it
+    host_s: float  # shortest time in which a call returned; may include waits of the host for the device
     units: tuple[UnitTimes, ...]  # by index in the manifest; empty where graphs were launched
 
 
@@ -95,7 +95,7 @@ class MarkTimes(NamedTuple):
 
 
 class TracedMark(NamedTuple):
-    """A mark of a trace, and what its span says besides the times."""
+    """A mark of a trace, and the fields of its span except the times."""
 
     mark: Mark
     name: str
@@ -159,7 +159,7 @@ class Tracing:
     marks: list[TracedMark] = field(default_factory=list)
 
     def add(self, mark: Mark, name: str, nbytes: int = 0) -> None:
-        """Record a mark, as long as there is room."""
+        """Record a mark, unless the trace is full."""
         if len(self.marks) <= self.trace.limit:
             self.marks.append(TracedMark(mark, name, self.step, nbytes))
 
@@ -208,12 +208,12 @@ class Timeline:
         self._plan: Plan
         self._num_steps = self._in_a_row = 0
         self._last_kind: Kind | None = None
-        self.is_on = False  # whether marks of units are recorded now; the engine looks here first: most steps are not
-        self._timed: TimedStep | None = None  # the step that they go to
+        self.is_on = False  # whether marks of units are recorded now; most steps record none, so the engine checks this
+        self._timed: TimedStep | None = None  # the step that gets these marks
         self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
         self._reading = threading.RLock()
-        self._tracing: Tracing | None = None  # the trace that they go to
+        self._tracing: Tracing | None = None  # the trace that gets these marks
 
     def _mark_in(self, timed: TimedStep | None, tracing: Tracing | None) -> None:
         self._timed = timed
@@ -221,7 +221,7 @@ class Timeline:
         self.is_on = timed is not None or tracing is not None
 
     def bind(self, plan: Plan) -> None:
-        """Another plan comes into force: forget the times that were measured under the one before."""
+        """Forget the times of the previous plan, as another plan comes into force."""
         with self._reading:
             self._plan = plan
             self._num_steps = 0

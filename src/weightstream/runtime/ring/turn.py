@@ -25,10 +25,10 @@ from typing import TypeVar
 _Result = TypeVar("_Result")
 
 _POLL_S = 100e-6, 2e-3  # the first pause of a thread that waits to join, and the longest
-_STALLED_S = 1.0  # a step that opens no unit for so long waits, though its frames do not show that
-_GIVES_WAY_S = 20e-3  # at most, for threads that wait for their turn
-_LOST_LOOKS = 200  # polls of a lock that is taken while no thread has the turn: then its release was cut short
-_LEAVES_S = 10.0  # at most, for threads that joined a step which failed to leave it
+_STALLED_S = 1.0  # after this time without a unit, a step counts as waiting, though its frames do not show it
+_GIVES_WAY_S = 20e-3  # longest pause between steps of one thread, for threads that wait for their turn
+_LOST_LOOKS = 200  # polls of the lock while no thread has the turn, after which its release counts as cut short
+_LEAVES_S = 10.0  # longest wait for threads to leave a step that they joined and that failed
 # Modules whose functions wait for other threads: a thread whose innermost frame is one of theirs is blocked.
 _WAITING = frozenset(
     (
@@ -45,7 +45,7 @@ _WAITING = frozenset(
 
 
 class StepTurn:
-    """Lets one step in at a time; of two threads, the one that came first.
+    """Gives the turn to one step at a time; of two threads, to the one that came first.
 
     `threads` are the threads of the step that has the turn; none between steps. The set object never changes.
     """
@@ -156,7 +156,7 @@ class StepTurn:
             return True
 
     def _give_way(self, me: int) -> None:
-        """Let waiting threads have the turn before this one, which runs step after step."""
+        """Pause so that waiting threads get the turn before this thread, which runs step after step."""
         deadline = time.monotonic() + _GIVES_WAY_S
         while self._waiting and self._owner == me and time.monotonic() < deadline:
             time.sleep(_POLL_S[0])

@@ -1,8 +1,9 @@
 """Transfers between the devices of one model: a block's arguments to its device, and its output back.
 
-Code that runs between blocks sees tensors of the first device. Writes of a block to its arguments, tensors and
-containers, are made on the first device, too. Arguments that share memory do so on the other device, and an output that
-shares memory with an argument's copy comes back as a view of the argument. The version of a tensor shows writes to it.
+Code that runs between blocks sees tensors of the first device. If a block writes to its arguments, tensors or
+containers, the writes are repeated on the first device; the version of a tensor shows that it was written to. Arguments
+that share memory also share memory on the other device, and an output that shares memory with an argument's copy comes
+back as a view of the argument.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class DeviceCrossing:
         self._sent.clear()
 
     def close(self) -> None:
-        """End: blocks compute on the device of their arguments from now on."""
+        """End the transfers: blocks compute on the device of their arguments from now on."""
         self.is_open = False
         self.clear()
 
@@ -85,7 +86,7 @@ class CopiedContainer(NamedTuple):
 
 
 class BroughtTensor(NamedTuple):
-    """A tensor that the block returned, and the one of the first device in its place."""
+    """A tensor that the block returned, and the tensor of the first device that replaces it."""
 
     tensor: torch.Tensor
     copy: torch.Tensor
@@ -101,7 +102,7 @@ class TransferredCall:
         self._brought: dict[int, BroughtTensor] = {}  # by the id of the tensor that the block returned
 
     def there(self, value: Any) -> Any:
-        """The same arguments on the device."""
+        """The arguments, copied to the device of the block."""
         arguments = {id(tensor): tensor for tensor in tensors_in(value) if self._way.goes(tensor)}
         with torch.inference_mode(False), torch.no_grad():  # where copies count how often they are written to
             for group in _overlapping(list(arguments.values())):
@@ -118,7 +119,7 @@ class TransferredCall:
         self._sent[id(tensor)] = SentTensor(tensor, copy, copy._version)
 
     def _send_together(self, tensors: list[torch.Tensor]) -> None:
-        """Tensors that show the same memory, by one copy of it."""
+        """Send tensors that show the same memory as views of one copy of it."""
         begin = min(_begin(tensor) for tensor in tensors) // _ALIGN * _ALIGN
         nbytes = max(_end(tensor) for tensor in tensors) - begin
         flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
@@ -129,7 +130,7 @@ class TransferredCall:
             self._send(tensor, shown.as_strided(tensor.shape, tensor.stride()))
 
     def back(self, value: Any) -> Any:
-        """The same output on the first device; the block's writes to its arguments are made there, too."""
+        """The output, copied to the first device, after the block's writes to its arguments are repeated there."""
         for source, copy, version in self._sent.values():
             if copy._version != version:
                 source.copy_(copy)
@@ -198,7 +199,7 @@ def crossing(way: DeviceCrossing) -> Run:
             with on(way.device):
                 output = forward(*args, **kwargs)
         except BaseException:
-            call.back(None)  # its writes until then are made on the first device, too
+            call.back(None)  # repeat the writes that the block made before the error
             raise
         return call.back(output)
 

@@ -1,13 +1,14 @@
-"""The plan in force on a model: homes are settled, units bound to memory, forwards replaced. Changes it for another.
+"""The plan in force on a model: moves homes, binds units to memory, replaces forwards; and changes to another plan.
 
 [Note: a change of plan]
-The work and the order of a call, and weights that were read outside of their unit, change the plan through `switch`,
-also to units of another grain; measured times never do. The change happens between steps, with the device idle. The
-modules are detached and the ring is freed; then homes move, only those whose place or form changes, a ring is made, and
-units are bound to it. On an error the same steps restore the plan before. The addresses of weights change with the
-plan, and graphs and compiled code hold addresses. So the code of `compile` is compiled again, and graphs of `capture`
-are forgotten (`replay` raises, and names a new capture as the remedy). Where an engine holds addresses, or code that
-the user compiled, `switch` raises.
+`switch` changes the plan, for the work and the order of a call, or for weights that were read outside of their unit.
+The units of the new plan may be of another grain. Measured times never change the plan. The change happens between
+steps, with the device idle. The modules are detached and the ring is freed; then homes move, only those whose place or
+form changes, a ring is made, and units are bound to it. On an error the same steps restore the plan before.
+
+The addresses of weights change with the plan, and graphs and compiled code hold addresses. So the code of `compile` is
+compiled again, and graphs of `capture` are forgotten (`replay` raises, and names a new capture as the remedy). If an
+engine, or code that the user compiled, holds addresses, `switch` raises.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ class Installation:
         return {index: unit.picks for index, unit in enumerate(self.modules.units) if unit.picks is not None}
 
     def _settled(self, plan: Plan) -> Plan:
-        """The plan that homes have settled to. Where a compressed weight is larger than estimated, or rows of a stack
-        cannot be fetched from where it is, plan again."""
+        """Move homes for the plan, and return it. If a compressed weight is larger than estimated, or rows of a stack
+        cannot be fetched from its place, plan again, and return that plan."""
         while True:
             try:
                 self.homes.settle(plan)
@@ -172,7 +173,7 @@ class Installation:
             plan = self.replanning.plan(plan.manifest.plain())
 
     def _is_unread(self, plan: Plan, *, waits: bool = False) -> bool:
-        """Whether rows cannot be fetched from where they are, as far as is known; `waits`: once all pages are there."""
+        """Whether rows cannot be fetched from their place, as far as is known; `waits`: wait for all pages."""
         why = unread(plan.cached, self.homes.homes, self.backend, waits=waits)
         if why is not None:
             logger.warning("experts are planned without a cache: %s", why)
@@ -180,12 +181,12 @@ class Installation:
         return why is not None
 
     def without_cache(self) -> Plan | None:
-        """The plan without a cache of experts, where pages could not be pinned after all; None where they were."""
+        """A plan without the cache of experts, if pages that it needs could not be pinned after all; else None."""
         plan = self.plan
         return self.replanning.plan(plan.manifest.plain()) if self._is_unread(plan, waits=True) else None
 
     def _bind_again(self, plan: Plan) -> None:
-        """Restore the plan that was in force; where that fails, too, remove the offloading."""
+        """Restore the plan that was in force; if that fails, too, remove the offloading."""
         try:
             self._bind(plan)
         except BaseException:
@@ -222,7 +223,7 @@ class Installation:
             self.binding.close_all()
 
     def remove(self) -> None:
-        """Make the model plain again, with every weight where it was. After a cut, call it again to go on."""
+        """Make the model plain again, with every weight where it was. If it was interrupted, call it again to go on."""
         lost: StoreError | None = None
         try:
             self._detach()

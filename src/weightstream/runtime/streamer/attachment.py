@@ -28,12 +28,9 @@ from weightstream.runtime.weights.alias_groups import UnitModule
 
 _NOTHING = object()
 _FLAGS = frozenset((bool, str, NoneType))
-_DECIDING = _FLAGS | {
-    FunctionType,
-    MethodType,
-    partial,
-}  # values of attributes by which a forward goes one way or another
-_LOOKED_AT = frozenset(("forward", "training"))  # on their own
+# classes of attributes whose value may decide which code a forward runs
+_DECIDING = _FLAGS | {FunctionType, MethodType, partial}
+_LOOKED_AT = frozenset(("forward", "training"))  # these attributes are looked at by themselves
 
 
 class Attachment:
@@ -89,7 +86,7 @@ class Attachment:
         self._undo.add(forward_patch.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
-        """A unit runs outside of any step: from now on the model's public method that called it is a step."""
+        """For a unit that runs outside of any step: the model's public method that called it is a step from now on."""
         name = calling_method(self.model)
         if name is not None and name not in self.entries and "forward" not in (name, *self.entries):
             self.entries.add(name)
@@ -121,7 +118,7 @@ class Attachment:
         return self.is_other_code
 
     def watched(self) -> None:
-        """A step was watched: attributes that it has changed itself, such as a counter, are no code."""
+        """Take note that a step was watched. Attributes that it changed itself, such as a counter, are not code."""
         self.is_other_code = False
         self._code.settle()
 
@@ -143,8 +140,11 @@ class Attachment:
             yield from (unit.module, *unit.also)
 
     def adopt(self, device: torch.device | None, *, again: bool = False) -> None:
-        """Move tensors that were added to the model, such as adapters, to the device; None: to that of the weight with
-        the most similar path. Looks for them only where a module has got a tensor or a child, or with `again`."""
+        """Move tensors that were added to the model, such as adapters, to `device`.
+
+        None: move each to the device of the weight with the most similar path. Looks for added tensors only if a module
+        has got a tensor or a child, or with `again`.
+        """
         if not (self.has_new or again):
             return
         self.has_new = False
@@ -214,7 +214,7 @@ class _Code:
         )
 
     def settle(self) -> None:
-        """A step has run: all that differs was changed by it."""
+        """Accept all differences, as a step has run and made them."""
         for kind, known in zip(self._kinds, self._held, strict=True):
             self._state |= {(id(kind), name) for name in _differing(vars(kind), known) if not _is_code(kind, name)}
         for own, flags, known in zip(self._attributes, self._flags(), self._known_flags, strict=True):
@@ -231,7 +231,7 @@ class _Code:
         self._known = found
 
     def _is_code(self, found: tuple[list[Any], ...]) -> bool:
-        """Whether the difference is more than state of classes. If it is not, take it in; flags are compared later."""
+        """Whether more than the state of classes differs. If not, accept the difference; flags are compared later."""
         if found[1:] != self._known[1:]:
             return True
         every = zip(self._kinds, self._held, strict=True)

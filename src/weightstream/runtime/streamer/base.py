@@ -31,17 +31,17 @@ class BaseStreamer(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Bring every weight back to where it was and set the model free; may be called twice."""
+        """Bring every weight back to where it was, and undo all changes of the model. May be called twice."""
 
     @abstractmethod
     def refuse_inside(self) -> None:
-        """Raise `OffloadError` inside a step of this thread, as `remove` does; a step of another is waited for."""
+        """Raise `OffloadError` if this thread is in a step, as `remove` does. Wait for the steps of other threads."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not sys.is_finalizing():  # else a generator was left open: no weight is read any more, and torch may abort
+        if not sys.is_finalizing():  # else Python exits and closes a generator that was left open: torch may abort
             self.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class BaseStreamer(ABC):
 
 
 class StreamerGroup(BaseStreamer):
-    """Streams by several streamers of models."""
+    """A streamer that consists of several streamers, each of a model or a part of one."""
 
     @property
     @abstractmethod
@@ -58,11 +58,11 @@ class StreamerGroup(BaseStreamer):
 
     @abstractmethod
     def _title(self) -> str:
-        """The name of the trace of all; raises `OffloadError` after `remove`."""
+        """The name of the combined trace. Raises `OffloadError` after `remove`."""
 
     @abstractmethod
     def _add_trace(self, whole: Trace, name: str, part: Trace) -> None:
-        """Add the spans of the streamer of that name to the trace of all."""
+        """Add the trace `part` of the streamer of that name to the combined trace `whole`."""
 
     def refuse_inside(self) -> None:
         for streamer in self.streamers.values():

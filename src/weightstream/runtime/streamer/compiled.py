@@ -74,7 +74,7 @@ class Compiled:
 
 
 def _run(*args: Any, **kwargs: Any) -> None:
-    """Stands for an entry where blocks are compiled: the plain forward runs."""
+    """The entry if blocks are compiled, not the model: runs the plain forward."""
 
 
 def _put_back(block: nn.Module, compiled: Any) -> None:

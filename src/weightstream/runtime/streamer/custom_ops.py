@@ -1,9 +1,11 @@
 """The operators `wait` and `release`, which keep the order of copies in compiled and captured steps.
 
 Both declare that they mutate the activations, so that no compiler removes them or moves a kernel of the unit past
-them, and a token that all share, so that their own order is fixed. The unit is a tensor, not a number: a number would
-be a constant of the graph. Then each block would be compiled by itself, and compiled code that another process loads,
-or that a second engine runs, would look for the streamer that it was compiled with.
+them. They also declare that they mutate a token that all of them share, so that their own order is fixed.
+
+The unit is a tensor, not a number: a number would be a constant of the graph. Then each block would be compiled by
+itself, and compiled code that another process loads, or that a second engine runs, would look for the streamer that it
+was compiled with.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ _LIBRARY = torch.library.Library("weightstream", "DEF")
 
 
 class OpSession:
-    """How compiled code finds a streamer; `units` is None where no unit runs compiled.
+    """How compiled code finds a streamer; `units` is None if no unit runs compiled.
 
-    `fixed`: the weights have fixed addresses now, or nothing `streams`.
-    `traced`: compiled code has called the operators since the model was attached.
+    `fixed`: whether the weights have fixed addresses now, or nothing `streams`.
+    `traced`: whether any compiled code, which then holds addresses, has called the operators since the model was
+    attached.
     """
 
     def __init__(self, units: Units | None = None) -> None:
@@ -59,7 +62,7 @@ class OpSession:
 
 
 def wait(session: OpSession, unit: torch.Tensor, arguments: Any) -> None:
-    """Order what follows after the unit's fill."""
+    """Order all later kernels after the unit's fill."""
     torch.ops.weightstream.wait(_mutable(arguments), session.token, unit)
 
 

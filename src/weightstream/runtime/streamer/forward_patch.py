@@ -26,7 +26,7 @@ from weightstream.runtime.tensors.leaves import leaves, moved_to
 from weightstream.runtime.tensors.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
-OUTER = "_weightstream_decoder"  # marks a forward of the package that runs whole steps: it is no step itself
+OUTER = "_weightstream_decoder"  # marks a forward set by the package that runs whole steps, so is no step itself
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _PLAIN = "_weightstream_plain"  # where a module keeps the values that some attributes have in its copies
 _AROUND = "_weightstream_around"  # where a module keeps its `Around`
@@ -35,7 +35,7 @@ Run = Callable[..., Any]  # (forward, args, kwargs) -> output
 
 
 class Around:
-    """The calls `run(forward, args, kwargs)` around the forward of a module, the one added last outermost.
+    """The functions `run(forward, args, kwargs)` that wrap the forward of a module; the one added last is outermost.
 
     [Note: two stand-ins]
     An attribute `forward` of the instance stands in for the module's forward, and an attribute `_call_impl` for the
@@ -45,8 +45,8 @@ class Around:
     stand-in was deleted, it puts a new stand-in around that. Where a unit has hooks, which may read its weights, it
     opens the unit before they run; the forward inside opens it again.
 
-    In a session whose addresses are fixed, a compiler traces the plain forward between two operators, which identify
-    the unit by the tensor `unit`.
+    Compiled code runs none of these functions. At fixed addresses a compiler traces the plain forward between two
+    operators, `wait` and `release`, which get the unit as the tensor `unit`.
     """
 
     def __init__(self, module: nn.Module, session: custom_ops.OpSession) -> None:
@@ -54,10 +54,10 @@ class Around:
         self.session = session
         self.unit: torch.Tensor | None = None
         self.opens_early = False  # a unit opens before the module's hooks; a step begins at the forward
-        self.hidden = False  # from compilers
+        self.hidden = False  # compilers run the module eager
         self.run: Run = _run_plain
         self.forward: Any = None  # the stand-in in force, bound to the module
-        # Stand-ins, and the forward that each replaces. Weak: code that patches a forward at each call drops them.
+        # Stand-in -> the forward that it replaces. Weak, as code that patches a forward at each call drops stand-ins.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._runs: list[Run] = []
         self.call = types.MethodType(_call_for(self), module)
@@ -70,7 +70,7 @@ class Around:
         return self.stands_for(self.forward)
 
     def stands_for(self, forward: Any) -> Any:
-        """The same for any value of the instance's `forward`, which need not be a stand-in."""
+        """The forward that `forward` replaces if it is one of our stand-ins, else `forward` itself."""
         return self._made.get(forward, forward) if type(forward) is types.MethodType else forward
 
     def stand_in(self, module: nn.Module) -> None:
@@ -78,14 +78,15 @@ class Around:
         forward = module.__dict__.get("forward")
         if hasattr(forward, OUTER):
             return
-        if type(forward) is not types.MethodType or forward not in self._made:  # else an old stand-in was put back
+        # otherwise code has put an earlier stand-in back
+        if type(forward) is not types.MethodType or forward not in self._made:
             stand_in = types.MethodType(_forward_for(self, forward), module)
             self._made[stand_in] = forward
             forward = module.__dict__["forward"] = stand_in
         self.forward = forward
 
     def add(self, run: Run) -> Callable[[], None]:
-        """Run this, too, outermost; returns a function that undoes it."""
+        """Wrap the forward in `run`, outside of the functions so far; returns a function that undoes it."""
         self._runs.append(run)
         self.run = _composed(self._runs)
 
@@ -112,7 +113,9 @@ class Around:
         self.module = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self.patched,)  # a class with a `__deepcopy__` of its own copied this: the copy is plain
+        # Only a `__deepcopy__` of the module's class copies this. The copy is to be plain: it gets the instance's own
+        # forward, or None, in this place. `_forward_for` and `surround` handle that value under `_AROUND`.
+        return _same, (self.patched,)
 
 
 def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -120,7 +123,7 @@ def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _composed(runs: Sequence[Run]) -> Run:
-    """Runs the first of these innermost."""
+    """One function that nests these, the first innermost."""
     found, *others = runs or (_run_plain,)
     for run in others:
         found = functools.partial(_run_inside, found, run)
@@ -172,14 +175,15 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
     The caller binds it to the instance, so that a deep copy of the attributes binds it to the copy.
     """
 
-    # whether the class's forward is no plain function: here, as the lookup takes long
+    # whether the class's forward is no plain function: looked up once, not per call, as that takes long
     is_static = not isinstance(inspect.getattr_static(type(home.module), "forward", None), types.FunctionType)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around: Any = home
-        if home.module is not self:  # the module has another `Around`, or none; or this is a copy
+        if home.module is not self:  # `self` is a copy, or this stand-in is old: use the `Around` of `self`, if any
             around = getattr(self, _AROUND, None)
             if type(around) is not Around or around.module is not self:
+                # none that is in force: run the plain forward. `around` may be a forward: see `Around.__reduce__`.
                 patched = own_forward if around is None or type(around) is Around else around
                 return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -212,15 +216,17 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
 
 
 def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that repeats the call which led to a plain forward, or to a plain `_call_impl`, with the module's
-    present stand-ins."""
+    """The function that makes a call again, with the module's present stand-ins.
+
+    `forward`: what the call has led to, a plain forward or a plain `_call_impl`.
+    """
     module: Any = forward.__self__  # type: ignore[attr-defined]
     is_call = getattr(forward, "__func__", None) is type(module)._call_impl
     return module if is_call else module.forward  # type: ignore[no-any-return]
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward that the module has from its class, which may be another object than a function."""
+    """The forward of the module's class, bound to the module. It need not be a function."""
     held: Any = inspect.getattr_static(type(module), "forward")
     bound: Callable[..., Any] = held.__get__(module, type(module)) if hasattr(type(held), "__get__") else held
     return bound
@@ -233,7 +239,7 @@ def _run_forward(
 
 
 def _call_for(around: Around) -> Callable[..., Any]:
-    """A stand-in for `_call_impl`, to be bound to the instance."""
+    """A stand-in for `_call_impl`, which the caller binds to the module: [Note: two stand-ins]."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         opens = around.opens_early and (self._forward_pre_hooks or self._forward_hooks)
@@ -264,7 +270,7 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
 
 
 def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable[[], None]:
-    """As `surround`, around all other calls; returns a function that undoes it."""
+    """Wrap calls of the module in `run`, as `surround` does, but leave its session and its unit as they are."""
     around = module.__dict__.get(_AROUND)
     if type(around) is not Around or around.module is not module:
         return surround(module, run, session)
@@ -276,7 +282,8 @@ def surround(
 ) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns a function that undoes it.
 
-    `unit`: the index of the module's unit; None: its forward is a step. `opens_early`: its hooks run inside, too.
+    `unit`: the index of the module's unit; None: its forward is a step. `opens_early`: the unit opens before the hooks
+    of the module run, which may read its weights.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
@@ -302,7 +309,7 @@ def surround(
 
 
 class _StandsIn:
-    """Stands in for a method of a module, as an attribute of the instance; `replaced` is the attribute before."""
+    """Stands in for a method of a module, as an attribute of the instance. `replaced`: its value before, or None."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -317,16 +324,16 @@ class _StandsIn:
         return types.MethodType(getattr(type(self.module), self.name), self.module)
 
     def attach(self) -> Callable[[], None]:
-        """Stand in, unless one of another model that shares the module does; returns a function that undoes it."""
-        found = self.module.__dict__.get(self.name)
-        kept = found if type(found) is type(self) and found.module is self.module else self
-        kept._users.add(user := object())
-        self.module.__dict__[self.name] = kept
+        """Stand in; returns a function that undoes it. Models that share a module share one until the last undo."""
+        before = self.module.__dict__.get(self.name)
+        in_force = before if type(before) is type(self) and before.module is self.module else self
+        in_force._users.add(user := object())
+        self.module.__dict__[self.name] = in_force
 
         def undo() -> None:
-            kept._users.discard(user)
-            if not kept._users and kept.module.__dict__.get(kept.name) is kept:
-                kept._restore()
+            in_force._users.discard(user)
+            if not in_force._users and in_force.module.__dict__.get(in_force.name) is in_force:
+                in_force._restore()
 
         return undo
 
@@ -337,12 +344,12 @@ class _StandsIn:
             del self.module.__dict__[self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copied by a `__deepcopy__` of the class's own. The copy is a plain module: give it the method of its class.
+        # Only a `__deepcopy__` of the module's class copies this. The copy is to be plain: give it its class's method.
         return functools.partial, (getattr(type(self.module), self.name), self.module)
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a module without stand-ins."""
+    """The attributes that a plain copy of a module gets: those of the module, without stand-ins and the streamer."""
     found = dict(attributes)
     around = found.pop(_AROUND, None)
     replaced = {name: value.replaced for name, value in found.items() if isinstance(value, _StandsIn)}
@@ -352,7 +359,7 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
             replaced["_call_impl"] = None
     found |= replaced
     entries = () if _AS_IT_RUNS.get() else found.pop(_PLAIN, ())
-    for name, plain in reversed(entries):  # the last one replaced the one before
+    for name, plain in reversed(entries):  # undone in reverse, as each entry replaced the value of the one before
         found[name] = plain(found.get(name))
     for name in {*replaced, *(name for name, _ in entries)}:
         if found.get(name) is None:
@@ -364,7 +371,7 @@ def plain_attributes(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def copying_as_it_runs() -> Iterator[None]:
-    """Inside, copies that this thread makes of offloaded modules have the attributes that these run with."""
+    """Inside, copies of modules that this thread makes keep the values of `set_attribute` and `copied_as`."""
     token = _AS_IT_RUNS.set(True)
     try:
         yield
@@ -375,7 +382,7 @@ def copying_as_it_runs() -> Iterator[None]:
 class Copyable(_StandsIn):
     """Stands in for `__getstate__`, by which modules are copied and pickled, so that copies are plain modules.
 
-    A stand-in in a shallow copy would be bound to the original, and compute with its attributes.
+    Otherwise the stand-ins in a shallow copy would be bound to the original, and compute with its attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -387,8 +394,11 @@ class Copyable(_StandsIn):
 
 
 class Saving(_StandsIn):
-    """Stands in for `_save_to_state_dict`. Libraries that unpack weights there compare classes of tensors exactly, and
-    may unpack only on the device that they packed for."""
+    """Stands in for `_save_to_state_dict`, for libraries that unpack quantised weights there.
+
+    They compare classes of tensors exactly, so tensors have their plain classes meanwhile. They may unpack only on the
+    device that they packed for, so if saving fails, copies on the device are saved.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:
         super().__init__(module, "_save_to_state_dict")
@@ -408,7 +418,7 @@ class Saving(_StandsIn):
                     raise error from None
 
     def _save_on(self, device: torch.device, destination: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save copies of the wrapped weights that are on the device until they are saved."""
+        """Save the weights in wrapper subclasses from copies on the device, which are freed afterwards."""
         copied = copy.copy(self.module)  # a plain module
         parameters: dict[str, Any] = dict(copied._parameters)
         for key, tensor in copied._parameters.items():
@@ -422,7 +432,7 @@ class Saving(_StandsIn):
 
 
 class Entry(_StandsIn):
-    """Stands in for a method besides the forward that is a step: runs `run(method, args, kwargs)`."""
+    """Stands in for another method than the forward that starts a step: runs `run(method, args, kwargs)`."""
 
     def __init__(self, model: nn.Module, name: str, run: Run) -> None:
         super().__init__(model, name)
@@ -439,8 +449,10 @@ def enter_by(model: nn.Module, name: str, run: Run) -> Callable[[], None]:
 
 
 def set_attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Callable[[], None]:
-    """Set an attribute of this instance, but not of its copies; returns a function that undoes it, unless the attribute
-    was set to another value since."""
+    """Set an attribute of this instance, but not of its copies.
+
+    Returns a function that undoes it, unless the attribute was set to another value meanwhile.
+    """
     before = module.__dict__.get(name)
     module.__dict__[name] = value
     copied = copied_as(module, name, lambda now: before if now is value else now)
@@ -458,8 +470,10 @@ def set_attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Ca
 
 
 def copied_as(module: nn.Module, name: str, plain: Callable[[Any], Any]) -> Callable[[], None]:
-    """Have copies and pickles of the module hold `plain(value)` as their attribute; None: they lack it. Returns a
-    function that undoes it."""
+    """Have copies and pickles of the module hold `plain(value)` as this attribute, or lack it if that is None.
+
+    Returns a function that undoes it.
+    """
     entry = name, plain
     module.__dict__.setdefault(_PLAIN, []).append(entry)
 
@@ -478,7 +492,7 @@ def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
     function that undoes it."""
     own_forward = module.__dict__.get("forward")
     function = type(module).forward
-    if own_forward is not None:  # a bound method is bound to the copy in a copy, any other callable is called as it is
+    if own_forward is not None:  # in a copy, a bound method is bound to the copy; any other callable stays as it is
         function = getattr(own_forward, "__func__", lambda _, *args, **kwargs: own_forward(*args, **kwargs))
 
     @functools.wraps(own_forward or type(module).forward)
@@ -515,7 +529,7 @@ def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callab
 
 
 def refuse_backward(unit: str) -> AbstractContextManager[None]:
-    """Inside, autograd saves no tensors, and a backward pass that needs one raises the reason."""
+    """Inside, autograd saves no tensors, and a backward pass that needs one raises `OffloadError` with the reason."""
 
     def refuse(nothing: object) -> torch.Tensor:
         raise OffloadError(
@@ -528,7 +542,7 @@ def refuse_backward(unit: str) -> AbstractContextManager[None]:
 
 
 def refuse_transforms() -> None:
-    """Raise `OffloadError` inside an export, or a gradient of torch.func, which allows no hooks of saved tensors."""
+    """Raise `OffloadError` inside torch.export, or inside a gradient of torch.func, where saved-tensor hooks fail."""
     if torch.compiler.is_exporting():
         raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
     try:

@@ -1,7 +1,8 @@
 """Learning from calls and steps: their work, the order of the units, weights that are read outside of their units.
 
-Changes the plan for these. Measured times correct its predictions only. A call of a new kind is traced on shapes before
-it runs. The first step is watched, and those after it until one reads no weight outside of its unit.
+For each of these the plan may change. Measured times only correct the plan's predictions. A call of a new kind is
+traced with meta tensors before it runs. The first step is watched, and so are those after it, until one reads no weight
+outside of its unit.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
 
-_KINDS = 8  # of calls that are traced, at most
-_WATCHED = 4  # steps of an engine that are watched, at most, in one budget
+_KINDS = 8  # most kinds of calls that are traced
+_WATCHED = 4  # most steps of an engine that are watched for one budget
 
 
 def _class_of(kind: Kind) -> Kind:
@@ -39,19 +40,22 @@ class _Orders:
 
     def __init__(self) -> None:
         self._before: tuple[int, ...] | None = None
-        self._ran: tuple[int, ...] | None = None  # the last that ran as it was planned
+        self._ran: tuple[int, ...] | None = None  # the planned order, if a step has run in it
 
     def new(self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool) -> tuple[int, ...] | None:
-        """The order of the step that ended, if the plan is to take it over: the first order, or the same one twice.
+        """The order of the step that ended, if the plan is to take it over; else None.
 
-        Not where steps also come in the planned order and this one is a part of that: caches leave units out of a step,
-        or the model has several entries. The cursor then skips the fills of units that are left out.
+        The plan takes over the order of the first step, or one that two steps in a row had. It does not if a step has
+        run in the planned order and this one only left out some of the units, as steps do with caches, or in a model
+        with several entries. Then steps of both kinds go on, and the cursor skips the fills of units that are left out.
+
+        `is_part`: the step began at another entry than the forward.
         """
         before, self._before = self._before, sequence
         planned = plan.opened_units
         if is_part or sequence == planned:
             self._ran = planned
-        rest = iter(planned)
+        rest = iter(planned)  # consumed by `in`: so these are units of `planned` in the same order
         if sequence == planned or (self._ran == planned and all(unit in rest for unit in sequence)):
             return None
         return sequence if before in (None, sequence) else None
@@ -61,7 +65,7 @@ class _Orders:
 
 
 class Learning:
-    """The units of the step under way and of the one before, and the changes of the plan because of them."""
+    """Keeps which units the steps ran and which weights they read, and changes the plan accordingly."""
 
     def __init__(self, installed: Installation) -> None:
         self.watching = True  # the next step is watched
@@ -69,10 +73,10 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._orders = _Orders()
-        self._asked: frozenset[str] = frozenset()  # alias groups that are to stay on the device
-        self._has_room = True  # the device has room for all of those
+        self._to_stay: frozenset[str] = frozenset()  # alias groups that are to stay on the device
+        self._has_room = True  # the device has room for all of `_to_stay`
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
-        self._has_warned = False  # that reads outside of units are slow
+        self._has_warned = False  # whether it warned that reads outside of units are slow
         self._foreseen = set(map(_class_of, installed.replanning.known))
         self._last: Kind | None = None
         workload = installed.replanning.inputs.workload
@@ -85,12 +89,12 @@ class Learning:
 
     @property
     def read_outside(self) -> list[str]:
-        """Alias groups that stream, and that watched steps read outside of their units."""
+        """Streamed alias groups that watched steps read outside of their units."""
         return sorted({alias for aliases in self.outside.values() for alias in aliases})
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Find reads of streamed tensors outside of open units: these show their true bytes until the step ends."""
+        """Watch the step inside. A tensor that is read outside of its unit shows its true bytes until the step ends."""
         binding, modules = self._installed.binding, self._installed.modules
         by_id = {id(streamed.tensor): streamed for streamed in binding.tensors}
         shown: set[int] = set()
@@ -106,6 +110,7 @@ class Learning:
             self._installed.counters.count(streamed.home.nbytes, planned=False)
 
         def on_early() -> None:
+            # compiled code could run this operator before the unit's fill: hide the innermost unit from compilers
             for unit in binding.open_units[-1:]:
                 modules.hide(unit.index)
 
@@ -119,7 +124,10 @@ class Learning:
             binding.withdraw()
 
     def steps(self) -> Iterator[None]:
-        """Steps of an engine to watch, until one shows nothing new, or a weight that is to stay has no room."""
+        """Yield once for each step that an engine is to run watched.
+
+        That is until one shows nothing new, or the device has no room for a weight that is to stay.
+        """
         for _ in range(_WATCHED):
             if not (self.watches and self._has_room):
                 return
@@ -149,9 +157,9 @@ class Learning:
         return None
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
-        """Before a call of a new kind: trace it on shapes, and change the plan for its work and its order.
+        """Before a call of a new kind: trace it with meta tensors, and change the plan for its work and its order.
 
-        Where the plan is for a workload, as a language model's always is, a kind must come twice in a row.
+        If the plan is for a workload, as that of a language model always is, only kinds that come twice in a row count.
         """
         exact, kind, last = kind, _class_of(kind), self._last
         self._last = kind
@@ -169,20 +177,21 @@ class Learning:
                 return
             self._change(plan)
             inputs, now = self._installed.replanning.inputs, self._installed.plan
+            # the trace showed reads outside of units, of weights that the plan in force could not keep on the device
             self.watching |= not inputs.grains[inputs.grain_of(now.manifest)].kept <= now.resident
 
     def _change(self, plan: Plan) -> None:
-        """Put a plan in force that is better for a call."""
+        """Put a plan in force that is predicted to be better for a call."""
         if plan.acts_as(self._installed.plan):
             self._installed.binding.plan = plan
         else:
             self._try_switch(plan, any_error=True)
 
     def learn(self, *, watched: bool, is_whole: bool = True) -> None:
-        """Change the plan after a step: weights that are to stay on the device, and the order of units.
+        """After a step, change the plan: which weights are to stay on the device, and the order of units.
 
-        `is_whole`: the step runs all of the model. Else units that it did not reach stay on the device, as other code
-        may read their weights outside of them.
+        `is_whole`: the step runs all of the model. If not, weights of units that it did not reach are to stay on the
+        device, as code that was not watched may read them outside of their units.
         """
         binding, plan = self._installed.binding, self._installed.plan
         is_part = self._last is not None and self._last.what != "forward"
@@ -199,8 +208,8 @@ class Learning:
         if self._installed.graphs:  # they hold the addresses of this plan
             self.correct()
             return
-        if not (wanted := missed.union(self._to_keep())) <= self._asked:
-            self._asked |= wanted
+        if not (wanted := missed.union(self._to_keep())) <= self._to_stay:
+            self._to_stay |= wanted
             self._keep(order)
         elif order is not None and not self.outside:
             logger.debug("units run in another order than planned: %s", order)
@@ -209,18 +218,21 @@ class Learning:
             self.correct()
 
     def _to_keep(self) -> frozenset[str]:
-        """Alias groups that need bytes of their own, as steps have shown."""
+        """Alias groups that steps have shown to need memory of their own: read outside of units, or kept as a view."""
         streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
         return frozenset(self.read_outside).union(*streamed)
 
     def _unreached(self, plan: Plan) -> frozenset[str]:
-        """Alias groups that open, and whose units the step that ended did not reach."""
+        """Alias groups that do not show their homes in their unit, and whose unit the step that ended did not reach."""
         units = enumerate(plan.manifest.units)
         found = (unit.aliases() for u, unit in units if u not in self.sequence)
         return plan.opened.intersection(chain(*found))
 
     def _keep(self, order: tuple[int, ...] | None) -> None:
-        """Plan again with the groups in `_asked` on the device for good. Where they do not fit, each read is served."""
+        """Plan again with the groups in `_to_stay` on the device for good.
+
+        If they do not fit, a tensor is copied for each read outside of its unit.
+        """
         installed = self._installed
         units = ", ".join(installed.modules.units[unit].name for unit in installed.binding.kept)
         if self.outside:
@@ -228,7 +240,7 @@ class Learning:
         reason: Exception | None = None
         try:
             movable = installed.homes.movable
-            plan = installed.replanning.replan(installed.manifest(), kept=self._asked, movable=movable)
+            plan = installed.replanning.replan(installed.manifest(), kept=self._to_stay, movable=movable)
             reason = self._try_switch(plan.reordered(order) if order is not None else plan)
         except PlanError as error:
             reason = self._cut_finer(error)
@@ -251,8 +263,8 @@ class Learning:
             )
 
     def _cut_finer(self, reason: Exception) -> Exception | None:
-        """Where weights that are read outside of units have no room to stay: plan in the grain whose units enclose most
-        of these reads. Returns `reason` where no grain encloses more."""
+        """If weights that are read outside of units have no room to stay: plan in the grain whose units enclose most of
+        these reads. Returns `reason` if no grain encloses more of them than the present one."""
         installed = self._installed
         nbytes = installed.plan.manifest.aliases
         left = {index: self._outside_of(units) for index, units in enumerate(installed.grains)}
@@ -268,8 +280,10 @@ class Learning:
         return reason
 
     def _outside_of(self, units: Sequence[UnitModule]) -> frozenset[str]:
-        """Alias groups that the watched reads would read outside of these units. A unit is open around a read if it is,
-        or holds, the reading module, unless the step skipped it."""
+        """Alias groups that the watched reads would read outside of these units.
+
+        A unit is open around a read if its module is, or contains, the reading module, unless the step skipped it.
+        """
         homes = self._installed.homes.homes.items()
         aliases = {id(member.tensor): alias for alias, home in homes for member in home.group.members}
         passed = {unit.name for i, unit in enumerate(self._installed.modules.units) if i not in self.sequence}
@@ -287,7 +301,7 @@ class Learning:
             installed.binding.plan = plan
 
     def switch(self, plan: Plan) -> None:
-        """As `Installation.switch`; with units of another grain, the next step is watched."""
+        """As `Installation.switch`. If the units are of another grain, the next step is watched."""
         units = self._installed.modules.units
         self._installed.switch(plan)
         self._orders.forget()
@@ -300,7 +314,7 @@ class Learning:
         """Switch to the plan of another budget, and try again to keep the groups that had no room."""
         replanning = self._installed.replanning
         self.switch(replanning.rebudget(device_budget))
-        self._asked, self._has_room = replanning.kept, True
+        self._to_stay, self._has_room = replanning.kept, True
 
     def _try_switch(self, plan: Plan, *, any_error: bool = False) -> Exception | None:
         """Switch if possible, else keep the plan in force; returns the error in that case.

@@ -29,10 +29,11 @@ class OperatorMode(TorchDispatchMode):
 
 
 class ReadWatch(OperatorMode):
-    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects; and `on_early()` if it
-    computes with these and other `weights` only: a compiler would be free to run it before their fill.
+    """Calls `on_read(tensor)` before any operator that takes one of the watched tensor objects.
 
-    A dispatch mode and not a function mode: that would turn PyTorch's fused paths off and change bits.
+    Calls `on_early()` after an operator that takes only watched tensors and other `weights`, and no activations: a
+    compiler would be free to run it before the fill. This is a dispatch mode, as a function mode would turn PyTorch's
+    fused paths off and change bits.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class ReadWatch(OperatorMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = {id(t) for t in watched}
-        self._weights = {id(t): t for t in weights}  # and views of them, kept so that ids stay theirs
+        # also views of weights; kept alive, so that no other tensor gets their ids
+        self._weights = {id(t): t for t in weights}
         self._streamed = set(self._watched)
         self._on_read = on_read
         self._on_early = on_early

@@ -32,8 +32,8 @@ ForCall = Callable[[PlannerInputs, str, Any, Any], PlannerInputs | None]
 class Replanning:
     """Plans, and plans again with the work of calls before they run; measured times correct predictions.
 
-    `for_call` gives the inputs for a call, or None where it cannot be followed. `doubt()` is called where the profile
-    was far off.
+    `for_call` returns the inputs for a call, or None if it cannot be traced. `doubt()` is called if the profile was far
+    off.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Replanning:
         self.known = known  # kinds of calls that the inputs were gathered for
         self._for_call = for_call
         self._doubt = doubt
-        self.kept = frozenset[str]()  # on the device for good
-        self._kind: Kind | None = None  # of the steps whose measured times corrected the plan last
-        self._foreseen = _planned(inputs)  # the kind that the plan's seconds are predicted for by its work
+        self.kept = frozenset[str]()  # alias groups that are on the device for good
+        self._kind: Kind | None = None  # the kind of steps whose measured times corrected the plan last
+        self._foreseen = _planned(inputs)  # the kind for whose traced work the plan's seconds are predicted
         self._looked_at = 0  # the number of steps when measured times were read last
 
     def plan(self, manifest: Manifest) -> Plan:
-        """The plan of a manifest, proved. Raises `PlanError`."""
+        """A plan of the manifest, checked by `prove`. Raises `PlanError`."""
         plan = self._planner_of(manifest)(manifest)
         prove(plan)
         return plan
@@ -102,9 +102,9 @@ class Replanning:
         self.inputs = replace(self.inputs, machine=replace(self.inputs.machine, fetches_rows=False))
 
     def foresee(self, plan: Plan, kind: Kind, args: Any, kwargs: Any) -> Plan | None:
-        """The plan for calls with these arguments: the one in force, priced and ordered for them, or a better one.
+        """The plan for calls with these arguments: the plan in force with their order and predictions, or a better one.
 
-        None: their work is not known.
+        None: the work of such calls is unknown.
         """
         inputs = self._for_call(self.inputs, kind.what, args, kwargs)
         if inputs is None:
@@ -135,10 +135,10 @@ class Replanning:
         return chosen
 
     def correct(self, plan: Plan, num_steps: int, timeline: Timeline) -> Plan | None:
-        """The plan in force with predictions from measured times; None where nothing is new.
+        """The plan in force with predictions from measured times; None if there are no new ones.
 
-        Steps of a known kind are compared again now and then: other programs may use the machine by now, and caches of
-        experts have counted more.
+        Steps of a known kind are compared again now and then: other programs may have started or ended, and caches of
+        experts have counted more hits and misses.
         """
         is_known = timeline.kind == self._kind
         if timeline.kind is None or num_steps - self._looked_at < (_AGAIN if is_known else _EVERY):
@@ -163,7 +163,7 @@ class Replanning:
         return found
 
     def _learn_counts(self, counts: Counts | None) -> bool:
-        """Plan by the counts of the caches from now on; returns whether these are new: twice as many as were known."""
+        """Plan with these counts of caches from now on if they are twice as many as before; return whether they are."""
         known = self.inputs.counts
         if counts is None or counts.num_rows < 2 * (known.num_rows if known else 1):
             return False

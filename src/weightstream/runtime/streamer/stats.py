@@ -62,7 +62,7 @@ class Stats:
 
 
 def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:
-    """The numbers of a plan's cache of experts over so many tokens; None where the plan has no cache."""
+    """The numbers of a plan's cache of experts over this many tokens; None if the plan has no cache."""
     if not plan.cached:
         return None
     num_rows = experts.found + experts.fetched
@@ -93,7 +93,7 @@ def over_devices(parts: Sequence[Stats], predicted_step_s: float) -> Stats:
 
 
 def continued(stats: Stats, past: Stats | None) -> Stats:
-    """The statistics of a streamer that took the place of another, whose last ones are `past`: counters are summed."""
+    """The statistics of a streamer that replaced another one: counters are added to those of the `past` one."""
     if past is None:
         return stats
     counters = ("steps", "fills", "filled_nbytes", "unplanned_fills", "stall_s")

@@ -48,8 +48,8 @@ _casts = torch._C._is_any_autocast_enabled
 
 
 def _is_traced() -> bool:
-    """Whether `torch.jit.trace` records this thread. It would record the moves of a change of plan as operators of the
-    model, and fail, or crash."""
+    """Whether `torch.jit.trace` records this thread. If the plan changed meanwhile, the trace would record its moves of
+    weights as operators of the model, and fail, or crash."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -86,7 +86,7 @@ class Streamer(BaseStreamer):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; steps that teach another order replace it."""
+        """The plan in force. It is replaced when a step shows another order of units."""
         return self._binding.plan
 
     @property
@@ -109,7 +109,7 @@ class Streamer(BaseStreamer):
         return not self._learning.watches
 
     def watch(self) -> None:
-        """Watch the next step, too: it may read weights outside of their units that no step before did."""
+        """Watch the next step, even if earlier ones were watched: it may read other weights outside of their units."""
         self._learning.watching = True
 
     def stats(self) -> Stats:
@@ -165,7 +165,7 @@ class Streamer(BaseStreamer):
             self._learning.switch(plan)
 
     def on_added(self, callback: Callable[[], None]) -> None:
-        """Call it whenever tensors besides the plan's weights, such as adapters, came to the device or left it."""
+        """Call `callback` whenever tensors that are not in the plan, such as adapters, come to the device or leave."""
         self._modules.on_adopted = callback
 
     def place_added(self, device: torch.device | None) -> None:
@@ -179,7 +179,7 @@ class Streamer(BaseStreamer):
         return self._in_turn(partial(self._step, forward, args, kwargs, what))
 
     def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
-        if self._gate.is_running or self._gate.is_removed:  # the model calls itself; or nothing streams any more
+        if self._gate.is_running or self._gate.is_removed:  # a call from inside its own step, or after `remove()`
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
         if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
@@ -254,7 +254,7 @@ class Streamer(BaseStreamer):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the turn inside of a block, in the same way."""
+        """As `_in_turn`, for a `with` block."""
         with self._gate.turn.taken() as is_first:
             if not is_first:
                 yield
@@ -264,7 +264,7 @@ class Streamer(BaseStreamer):
                 yield
 
     def _awake(self, work: Callable[[], Any], mode: StepState) -> Any:
-        """Run `work` while units may open, in this mode; updates made between steps are taken in at the entry."""
+        """Run `work` in this mode, in which units may open. First take in the updates made since the last step."""
         try:
             with self._gate.lock:
                 self._binding.wake()
@@ -284,7 +284,7 @@ class Streamer(BaseStreamer):
             raise
 
     def _heal_if_cut(self) -> None:
-        """Heal if a step seems to be under way: none is, so the call that should have healed it was cut short."""
+        """Heal if a step seems to be under way. None can be, so the call that should have healed it was cut short."""
         if self._gate.is_cut or (self._binding.is_awake and not self._gate.is_held):
             self._heal()
 
@@ -314,7 +314,7 @@ class Streamer(BaseStreamer):
     ) -> Any:
         """Run a unit that was called outside of a step as a step of its own, unless this thread joined one.
 
-        `units`: the units that the index counts in. Where the plan has others by now, call the module again.
+        `units`: the units that `unit` is an index of. If the plan has other units by now, call the module again.
         """
 
         def alone() -> Any:
@@ -340,10 +340,10 @@ class Streamer(BaseStreamer):
         return self._awake(alone, StepState.EAGER)
 
     def _progress(self) -> int | None:
-        """How many units the forward under way has opened; None where no forward is under way.
+        """The number of units that the forward under way has opened; None if no forward is under way.
 
-        At fixed addresses the time, so that it never seems to stall: a unit of a thread that joins may have no room in
-        the ring there.
+        At fixed addresses it is the present time, so that the forward never seems to stall: a unit of a joining thread
+        may have no room in the ring there.
         """
         if not self._gate.is_running:
             return None
@@ -384,7 +384,7 @@ class Streamer(BaseStreamer):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, weights show their fixed addresses in the ring, for code that is compiled or captured.
+        """Inside, weights show fixed addresses in the ring, for code that is compiled or captured.
 
         Any number of forwards and graph launches may run inside. They take less time than outside, as updates of
         weights are looked for at the entry only. Gradients are off. Other threads wait.
@@ -412,7 +412,7 @@ class Streamer(BaseStreamer):
 
     @contextmanager
     def _fixed(self) -> Iterator[None]:
-        """Have fixed addresses inside of the block, also where the model's code has changed."""
+        """Have fixed addresses inside of the block, even if the model's code has changed."""
         with self._turn(), torch.no_grad():
             if self._gate.is_fixed:
                 yield
@@ -428,7 +428,7 @@ class Streamer(BaseStreamer):
             self._learning.correct()
 
     def learn(self, step: Callable[[], object]) -> bool:
-        """Watch steps that an engine runs until one shows nothing new; the plan changes for the reads that they show.
+        """Watch steps that an engine runs, until one shows nothing new. The plan changes for the reads that they show.
 
         Returns whether units may have fixed addresses: not if a weight is read outside of its unit, and has no room to
         stay on the device.
@@ -497,7 +497,7 @@ class Streamer(BaseStreamer):
         self._compiled.request(scope, options)
 
     def _is_compiled(self) -> bool:
-        """Whether this step runs compiled; where not, log the reason once."""
+        """Whether this step runs compiled. If not, log the reason once."""
         if self._compiled.is_wanted:
             self.sees_other_code()
         is_due = self._compiled.is_wanted and (self.learned or bool(self._learning.outside))

@@ -1,7 +1,12 @@
 """A guarded tensor: an object that calls back before its memory is read, written to or handed out.
 
-A guarded tensor is of a class that sees every call of torch, made once for each class of tensors. Calls that read
-facts, such as a shape, pass. Its copies and pickles are of the plain class.
+A guarded tensor has a derived class whose `__torch_function__` sees every call of torch. There is one derived class for
+each class of tensors. Calls that only read facts, such as a shape, pass. Copies and pickles are of the plain class.
+
+[Note: a call that runs twice]
+The guard is called before the memory is used, except for views: only the result shows that a call has made one. If the
+guard then moves the tensor to other memory, as it does for weights in read-only pages of a file, the view is of the old
+memory. So the call runs again.
 """
 
 from __future__ import annotations
@@ -51,18 +56,18 @@ class Access(Enum):
 
     READ = "read"
     WRITE = "write"  # it writes, or returns the address
-    VIEW = "view"  # it has made a view; the view is made again if the tensor has other memory now
+    VIEW = "view"  # it has made a view: [Note: a call that runs twice]
     TAKE = "take"  # it hands the memory out to code whose writes raise no version
 
 
 def guard(tensor: torch.Tensor, kind: type[torch.Tensor], on_access: Callable[[Access], None]) -> None:
-    """From now on `on_access` runs before any call that needs the memory of `tensor`, of class `kind`."""
+    """Call `on_access` from now on before any call that needs the memory of `tensor`, whose plain class is `kind`."""
     tensor.__dict__[_GUARD] = on_access
     tensor.__class__ = _guarded(kind)
 
 
 def unguard(tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
-    """Be of the plain class again."""
+    """Give the tensor its plain class back."""
     if _GUARD in tensor.__dict__:
         del tensor.__dict__[_GUARD]
     tensor.__class__ = kind
@@ -77,9 +82,9 @@ def before(tensor: torch.Tensor, access: Access) -> None:
 
 @contextmanager
 def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, these are of their plain classes: libraries look at `type(tensor)`, and make views of them.
+    """Inside, these have their plain classes, as libraries look at `type(tensor)`.
 
-    The guards count this as a read and a view of each.
+    Uses inside are not seen, so the guard of each is called for a read and a view before.
     """
     guarded = {id(tensor): (tensor, type(tensor)) for tensor in tensors if _GUARD in tensor.__dict__}.values()
     for tensor, kind in guarded:
@@ -91,13 +96,13 @@ def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor, kind in guarded:
-            if _GUARD in tensor.__dict__:  # else a step has begun since
+            if _GUARD in tensor.__dict__:  # else it was unguarded meanwhile, as a step has begun
                 tensor.__class__ = kind
 
 
 @cache
 def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
-    # Plain classes add nothing to a call, which may have arguments of any other class.
+    # The `__torch_function__` of these adds nothing to a call, whose arguments may be of any other class.
     plain = base in (torch.Tensor, nn.Parameter)
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,22 +119,22 @@ def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
         access = _access(func, kwargs)
         for tensor in guarded:
             before(tensor, access)
-        held = {_address(tensor): tensor for tensor in guarded}
+        by_address = {_address(tensor): tensor for tensor in guarded}
         result = run(func, args, kwargs)
-        views = [t for t in tensors_in(result) if _address(t) in held and not any(t is own for own in guarded)]
+        views = [t for t in tensors_in(result) if _address(t) in by_address and not any(t is own for own in guarded)]
         for view in views:
-            before(held[_address(view)], Access.VIEW)
-        moved = views and any(_address(tensor) != at for at, tensor in held.items())
-        return run(func, args, kwargs) if moved else result
+            before(by_address[_address(view)], Access.VIEW)
+        has_moved = views and any(_address(tensor) != address for address, tensor in by_address.items())
+        return run(func, args, kwargs) if has_moved else result  # [Note: a call that runs twice]
 
     members: dict[str, Any] = {"__torch_function__": classmethod(intercept), "__module__": base.__module__}
-    members["__deepcopy__"] = _plainly(base, copy.deepcopy)
-    members["__reduce_ex__"] = _plainly(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
+    members["__deepcopy__"] = _as_plain_class(base, copy.deepcopy)
+    members["__reduce_ex__"] = _as_plain_class(base, lambda tensor, protocol: tensor.__reduce_ex__(protocol))
     return type(base.__name__, (base,), members)
 
 
-def _plainly(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that counts a read, and then runs as that of the plain class."""
+def _as_plain_class(base: type[torch.Tensor], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reports a read to the guard, and then runs `call` while the tensor has its plain class."""
 
     def method(self: torch.Tensor, *args: Any) -> Any:
         before(self, Access.READ)
@@ -153,8 +158,9 @@ def _access(func: Any, kwargs: dict[str, Any]) -> Access:
         return Access.TAKE
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     operator = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-    asked = "out" in kwargs or kwargs.get("inplace") or getattr(getattr(func, "_schema", None), "is_mutable", False)
-    return Access.WRITE if in_place or operator or name in _WRITING or asked else Access.READ
+    is_mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+    writes = in_place or operator or name in _WRITING or "out" in kwargs or kwargs.get("inplace") or is_mutable
+    return Access.WRITE if writes else Access.READ
 
 
 def _address(tensor: torch.Tensor) -> int | None:

@@ -56,8 +56,10 @@ class Shell:
     tensor: torch.Tensor
     kind: type[torch.Tensor] = field(init=False)
     is_blind: bool = field(init=False)
-    _names: tuple[str, ...] = field(init=False)  # of the tensors inside: to list them takes as long as to show one
-    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)  # a wrapper that reports them
+    # names of the tensors inside, kept as listing them takes as long as showing one
+    _names: tuple[str, ...] = field(init=False)
+    # devices of the tensors inside -> a wrapper that reports the device for these
+    _on: dict[tuple[torch.device, ...], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kind = type(self.tensor)
@@ -76,7 +78,7 @@ class Shell:
     def _like_this(self, device: torch.device) -> Any:
         try:
             return rewrapped(self.tensor, self.kind)
-        except Exception:  # the class takes no tensors on this device, as it packs for another, or none on several
+        except Exception:  # the class packs for another device, or takes no tensors on several devices
             made = {"strides": self.tensor.stride(), "dtype": _DTYPE(self.tensor), "device": device}
             return torch.Tensor._make_wrapper_subclass(self.kind, self.tensor.size(), **made)
 
@@ -89,7 +91,7 @@ def rewrapped(shell: Any, kind: Any, **others: torch.Tensor) -> Any:
 
 
 def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same tensor on a device: copied as bytes, so that a wrapper is not packed anew for it."""
+    """The tensor, copied to a device. A wrapper is copied as bytes, so that its weights are not packed again for it."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach().to(device)
     inside = {name: moved_to(inner, device) for name, inner in _inside(tensor)}
@@ -150,7 +152,7 @@ def leaves_of(model: nn.Module) -> Iterator[Leaf]:
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same tensors, with the tensors inside instead of each wrapper."""
+    """These tensors, with each wrapper replaced by the plain tensors inside of it."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from plain_tensors(inner for _, inner in _inside(tensor))
@@ -207,7 +209,7 @@ def _held(path: str, value: object, role: Role, depth: int) -> Iterator[Leaf]:
 
 
 def _is_holder(value: object) -> bool:
-    """Whether it may be a plain holder of tensors: no module, function or class, and no object of torch's own."""
+    """Whether a value may be a plain holder of tensors: no module, function or class, and no object of torch itself."""
     if callable(value) or isinstance(value, ModuleType) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] != "torch"

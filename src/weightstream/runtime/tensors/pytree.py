@@ -30,7 +30,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same arguments with their CPU tensors on the device. A part without CPU tensors stays the same object."""
+    """The arguments with CPU tensors copied to the device. Containers without CPU tensors stay the same objects."""
     if device.type == "cpu":
         return value
 

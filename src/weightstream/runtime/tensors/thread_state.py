@@ -1,8 +1,8 @@
 """State that torch keeps for each thread: the package's code changes it, and restores it wherever that code is cut.
 
-A `with` block does not ensure this. An interrupt may come after its last line and before its exit, and a mode that was
-left entered stays for good. With gradients off a model could not train any more; with calls hidden from the classes of
-tensors, an update of a weight between steps would not be seen.
+A `with` block does not ensure this. An interrupt may come after its last line and before its exit; the block is then
+never left, and its mode stays on for good. With gradients off a model could not train any more; with calls hidden from
+the classes of tensors, an update of a weight between steps would not be seen.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _without_classes: Any = torch._C._disabled_torch_function_impl
 
 
 def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call it; the classes of tensors, such as guarded ones, do not see the calls of torch inside."""
+    """Call `func` so that the classes of tensors, such as guarded ones, do not see its calls of torch."""
     return _without_classes(func, (), args, kwargs)  # enters and leaves in C, so that no interrupt comes in between
 
 
 def unseen(method: _Method) -> _Method:
-    """A function that is always called so."""
+    """Decorate a method so that it always runs as in `quietly`."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -39,8 +39,7 @@ def unseen(method: _Method) -> _Method:
 
 
 class ThreadState:
-    """Grad mode, hooks of saved tensors, modes of operators and functions, and whether autocast caches its casts, of
-    the calling thread.
+    """The calling thread's grad mode, saved-tensor hooks, dispatch and function modes, and autocast cache switch.
 
     With `device`, an accelerator, also which device and which of its streams are current.
     """
@@ -61,8 +60,9 @@ class ThreadState:
         """Restore the state; leave modes and hooks that were entered since."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
-        # A pair of hooks that is entered again inside of itself counts as one: torch gives no depth.
-        while (found := _hooks()) is not None and found != self._hooks:
+        # Torch tells only the innermost pair of hooks, not how many are entered. So a pair that is entered again inside
+        # of itself counts as entered once.
+        while (innermost := _hooks()) is not None and innermost != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
             _leave(_get_current_function_mode(), _pop_torch_function_stack)
@@ -81,12 +81,12 @@ def _hooks() -> object:
 def _leave(mode: Any, pop: Callable[[], Any]) -> None:
     try:
         mode.__exit__(None, None, None)
-    except IndexError:  # it was being left when it was cut
+    except IndexError:  # an interrupt cut its exit, which had undone a part already
         pop()
 
 
 def restoring(work: Callable[[], _Result], device: torch.device | None = None) -> _Result:
-    """Run it; where it fails, the thread's state is as before."""
+    """Run `work`; if it fails, restore the thread's state as it was before."""
     state = ThreadState(device)
     try:
         return work()
@@ -96,7 +96,7 @@ def restoring(work: Callable[[], _Result], device: torch.device | None = None) -
 
 
 def restored(method: _Method) -> _Method:
-    """A function that is always run so."""
+    """Decorate a method so that it always runs as in `restoring`."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def restored(method: _Method) -> _Method:
 
 @contextmanager
 def restored_block(device: torch.device | None = None) -> Iterator[None]:
-    """The same for a block that fails inside; an interrupt between its last line and its exit is not seen."""
+    """As `restoring`, for a `with` block. An interrupt between the block's last line and its exit is not seen."""
     state = ThreadState(device)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Undo changes, the last one first; after an interrupt, go on where it was. Knows no model."""
+"""Undoes changes, the last one first. After an interrupt it goes on where it stopped. Knows no model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Undo:
-    """Steps that each undo one change. A step may run twice: one that was cut short, or that failed, is tried again."""
+    """Steps, each of which undoes one change. A step that was interrupted or failed runs again."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
@@ -18,7 +18,7 @@ class Undo:
         self._steps.append(partial(step, *args) if args else step)
 
     def __call__(self) -> None:
-        """Run all steps that have not run; raises the first error of one that failed twice, once all others have."""
+        """Run all remaining steps. If a step fails twice, run the others, and then raise the first such error."""
         errors: list[Exception] = []
         while self._steps:
             step = self._steps[-1]

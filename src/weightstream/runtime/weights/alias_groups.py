@@ -1,6 +1,9 @@
 """The weights of a model as movable bytes: alias groups, the tensor objects that view them, units of modules.
 
-Knows `nn.Module` and nothing of devices, plans or architectures.
+A parameter may be a wrapper subclass around plain tensors, such as a DTensor. The plain tensors are the members of
+alias groups, and the wrappers around each are its *shells* (runtime/tensors/leaves.py). A shell is *blind* if neither
+its class nor that of the tensor inside sees a call of torch on the shell, as with DTensor. Knows `nn.Module`, and no
+devices, plans or architectures.
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ class Member:
     tensor: torch.Tensor
     names: list[str]
     begin: int  # in its storage, in bytes
-    spec: TensorSpec = field(init=False)  # once its group is known
+    spec: TensorSpec = field(init=False)  # set once its group is known
     kind: type[torch.Tensor]
     stride: tuple[int, ...]  # the spec's, until data of another layout is assigned
     role: Role
     shells: tuple[Shell, ...]
-    touched: bool = False  # since the last step, other data may have been assigned, or written through a view
+    touched: bool = False  # since the last step, it may have been assigned other data, or written to through a view
     lent: bool = False  # its memory was handed out: writes to it cannot be noticed any more
     written: bool | None = None  # its module's forward writes to it without raising the version; None: not known yet
-    blind: tuple[Shell, ...] = field(init=False)  # of its shells, those whose versions writes through them raise
+    blind: tuple[Shell, ...] = field(init=False)  # its blind shells; a write through one raises that shell's version
 
     def __post_init__(self) -> None:
         self.blind = tuple(shell for shell in self.shells if shell.is_blind)
@@ -63,7 +66,7 @@ class Member:
         return flat.view(dtype).as_strided(self.spec.shape, self.stride)
 
     def guard(self, on_access: Callable[[Access], None]) -> None:
-        """From now on `on_access` runs before any call that needs its memory."""
+        """Call `on_access` from now on before any call that needs the tensor's memory."""
         guarded.guard(self.tensor, self.kind, on_access)
         for shell in self.blind:
             guarded.guard(shell.tensor, shell.kind, on_access)
@@ -125,27 +128,33 @@ class UnitModule:
 
 
 def merge_tied(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> list[UnitModule]:
-    """One unit for modules with the very same parameters: these then have one place on the device."""
+    """Merge units with the very same parameters, such as a tied embedding and head: their bytes then have one place.
+
+    The unit with more alias groups opens for the forwards of all. Units of which each has buffers that the other one
+    lacks stay apart.
+    """
     member_of = _members(by_alias)
     merged: dict[object, tuple[UnitModule, set[str]]] = {}
     for unit in units:
-        found = _held(unit, member_of)
-        held = {member.spec.alias for member in found}
-        key: object = frozenset(m.spec.alias for m in found if m.role is Role.PARAMETER) or id(unit)
-        first, theirs = merged.get(key, (unit, held))
-        if not (held <= theirs or held >= theirs):  # buffers of their own
-            key, first, theirs = id(unit), unit, held
-        large, small = (first, unit) if held <= theirs else (unit, first)
+        members = _held(unit, member_of)
+        aliases = {member.spec.alias for member in members}
+        key: object = frozenset(m.spec.alias for m in members if m.role is Role.PARAMETER) or id(unit)
+        first, first_aliases = merged.get(key, (unit, aliases))
+        if not (aliases <= first_aliases or aliases >= first_aliases):
+            key, first, first_aliases = id(unit), unit, aliases
+        large, small = (first, unit) if aliases <= first_aliases else (unit, first)
         if small is not large:
             also, enclosing = (*large.also, small.module, *small.also), large.enclosing or small.enclosing
             large = replace(large, also=also, enclosing=enclosing)
-        merged[key] = large, held | theirs
+        merged[key] = large, aliases | first_aliases
     return [unit for unit, _ in merged.values()]
 
 
 def shared_between(models: Mapping[str, nn.Module]) -> dict[str, dict[int, str]]:
-    """The tensors that several of these models have, by id, for each model: the name of the model that they are to be
-    weights of, which is the largest one that has them."""
+    """For each model, the tensors that it shares with others of these models: id -> name of the model that offloads it.
+
+    That is the largest of the models that have the tensor.
+    """
     holders: dict[int, dict[str, None]] = {}
     for name, model in models.items():
         for leaf in leaves_of(model):
@@ -166,7 +175,7 @@ def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for a tensor that has no size in torch itself, with its name."""
+    """Raise `UnsupportedError` for a tensor without a shape of its own, a lazy or strided nested one, with its name."""
     for path, tensor, *_ in leaves_of(model):
         if is_lazy(tensor):
             raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
@@ -187,13 +196,14 @@ def leave_inference(model: nn.Module) -> None:
 
 
 def groups(model: nn.Module, *, allow_meta: bool = False, without: Collection[int] = frozenset()) -> dict[str, Group]:
-    """Every alias group of a model by name, without tensors that have no bytes, and those whose ids are in `without`.
-    Tensors on meta raise, unless `allow_meta`.
+    """Every alias group of a model by name, except tensors without bytes, and tensors whose ids are in `without`.
 
-    Attributes that are on another device than all parameters and buffers are there on purpose, and stay. Raises
-    `UnsupportedError` for a tensor that cannot be moved as plain bytes, with its name and class.
+    Attributes on another device than all parameters and buffers are left out, as they are there on purpose. Raises
+    `UnsupportedError`, with name and class, for a tensor that cannot be moved as plain bytes, and for one on meta
+    unless `allow_meta`.
     """
-    found = sorted(leaves_of(model), key=lambda leaf: leaf.role is Role.ATTRIBUTE)  # which may refer to the others
+    # attributes last: one that refers to a parameter is then only another name of it
+    found = sorted(leaves_of(model), key=lambda leaf: leaf.role is Role.ATTRIBUTE)
     devices = {leaf.tensor.device for leaf in found if leaf.role is not Role.ATTRIBUTE}
     shells = {id(shell): Shell(shell) for leaf in found for shell in leaf.shells}
     members: dict[int, Member] = {}
@@ -225,7 +235,7 @@ def groups(model: nn.Module, *, allow_meta: bool = False, without: Collection[in
 
 
 def _overlapping(members: list[Member]) -> Iterator[list[Member]]:
-    """The members of one storage, those together whose bytes overlap."""
+    """The members of one storage, in runs whose bytes overlap."""
     run: list[Member] = []
     for member in sorted(members, key=lambda member: (member.begin, member.end)):
         if run and member.begin >= max(other.end for other in run):
@@ -259,14 +269,14 @@ def _group(members: list[Member]) -> Group:
 
 
 def held_elsewhere(by_alias: dict[str, Group]) -> list[str]:
-    """Names of tensors whose memory a tensor outside of the model shows too; a numpy array is a view of such a one.
+    """Names of tensors whose memory is also shown by a tensor outside of the model.
 
-    Owners without a Python object are not found: the graphs of autograd hold views of weights. Nor is an array that a
-    tensor was made from, as by `torch.from_numpy`.
+    This finds arrays made by `tensor.numpy()`, which hold such a tensor. It does not find arrays that a tensor was made
+    from, as by `torch.from_numpy`, and does not count owners without a Python object, such as views in autograd graphs.
     """
     handles = {alias: group.home.untyped_storage() for alias, group in by_alias.items()}
     showing = Counter({handle._cdata: 1 for handle in handles.values()})  # a handle is an owner too
-    bases: dict[int, torch.Tensor] = {}  # of members that are views: they keep them
+    bases: dict[int, torch.Tensor] = {}  # tensors that members are views of, and so keep alive
     for alias, group in by_alias.items():
         bases |= {id(m.tensor._base): m.tensor._base for m in group.members if m.tensor._base is not None}
         showing[handles[alias]._cdata] += 1 + len(group.members)
@@ -291,7 +301,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifest:
-    """The manifest of these units, in the order given."""
+    """The manifest of these units, in this order."""
     member_of = _members(by_alias)
     found: list[UnitSpec] = []
     for unit in units:
@@ -313,7 +323,7 @@ def _members(by_alias: dict[str, Group]) -> dict[int, Member]:
 
 
 def _held(unit: UnitModule, member_of: dict[int, Member]) -> list[Member]:
-    """The members that a unit holds; an attribute that refers to a parameter of another module holds nothing."""
+    """The members that a unit holds. An attribute that refers to a parameter or buffer does not count as holding it."""
     found: dict[int, Member] = {}
     for leaf in unit.leaves():
         member = member_of.get(id(leaf.tensor))
@@ -323,7 +333,7 @@ def _held(unit: UnitModule, member_of: dict[int, Member]) -> list[Member]:
 
 
 def span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last in storage, gaps of a strided view included."""
+    """Number of elements from the first to the last in storage, with the gaps of a strided view."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 

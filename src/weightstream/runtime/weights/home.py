@@ -21,7 +21,7 @@ class Home:
     origin: torch.device  # the device before the model was offloaded
     source: WeightSource  # where the bytes are
     file: OnDisk | None = None  # a file that holds the same bytes; None once they are written to
-    version: int = 0  # of the tensors when `source` was shown: another one means that they were updated since
+    version: int = 0  # of the tensors when `source` was shown; they were updated since if theirs is another
 
     @property
     def tier(self) -> Tier:
@@ -43,7 +43,7 @@ class Home:
 
     @property
     def is_undecoded(self) -> bool:
-        """Whether the tensors view memory that is filled by the first read, and none has come yet."""
+        """Whether the tensors view memory that is filled by the first read, and no read has come yet."""
         return self.source.is_unread
 
     def check(self) -> None:
@@ -76,9 +76,9 @@ class Home:
             extent.mapping.leave(extent.begin, extent.end)
 
     def after_write(self) -> None:
-        """The tensors were written to: no file holds their bytes any more.
+        """Use the view as the source, as the tensors were written to: no file holds their bytes any more.
 
-        Raises `OffloadError` where they were written to before their memory was filled, which would overwrite that.
+        Raises `OffloadError` if they were written to before their memory was filled: to fill it would lose the write.
         """
         if self.source.was_read_early:
             raise OffloadError(
@@ -101,23 +101,23 @@ class Home:
         return file if file is not None and not any(extent.pitch for extent in file.extents) else None
 
     def forget_other_file(self) -> None:
-        """Forget the file if its bytes are different, or cannot be read: they are compared byte by byte."""
+        """Forget the file if its bytes, compared one by one, are different, or if they cannot be read."""
         if self.file is not None and not self.holds_same(self.file):
             self.file = None
 
     def forget(self) -> None:
-        """Hold no memory any more: the weights are the model's, and a streamer that is kept does not keep them."""
+        """Drop all references to memory: a streamer that is kept must not keep the weights, which are the model's."""
         self.source, self.file = Pageable(view=torch.empty(0, dtype=torch.uint8, device="cpu")), None
         self.group.home = self.source.view
 
     def holds_same(self, source: WeightSource) -> bool:
-        """Whether these are the uncompressed bytes of a source; False where it cannot be read."""
+        """Whether the home has the uncompressed bytes of a source; False if the source cannot be read."""
         if source.view is self.source.plain or self.is_undecoded:  # no read has come yet, so no write
             return True
         return self.holds_same_as(source.plain_into)
 
     def holds_same_as(self, write: Callable[[torch.Tensor], None]) -> bool:
-        """Whether these are the bytes that `write` writes; False where it raises `StoreError`."""
+        """Whether the home has the bytes that `write` writes; False if `write` raises `StoreError`."""
         plain = torch.empty(self.group.nbytes, dtype=torch.uint8, device="cpu")
         try:
             write(plain)

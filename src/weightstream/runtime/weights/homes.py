@@ -1,8 +1,9 @@
-"""The homes of all alias groups: a plan that settles moves those whose place differs; `restore` moves all back.
+"""The homes of all alias groups: `settle` moves weights to where a plan wants them, `restore` moves all back.
 
-Residents go to the device. Weights that stream stay where they are, or move to pinned memory where the device copies
-from that only, or to the offload folder where RAM is short. Weights that left their file and were not written to can go
-back there. Where bytes are, and how they are copied from there, is in sources.py. Knows no schedule.
+Residents go to the device. Weights that stream stay where they are, or move to pinned memory if the device can copy
+only from that, or to the offload folder if RAM is short. Weights that left their file and were not written to can go
+back to it: then copies start at the file's pages again, and the memory is freed. sources.py holds the kinds of places,
+and how bytes are copied from each. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from weightstream.store.pages import PageCache
 
 
 class Homes:
-    """All homes of a model on one backend; `plan` is the one that they have settled to."""
+    """All homes of a model on one backend. `plan` is the plan that the homes were last moved for."""
 
     def __init__(
         self,
@@ -70,9 +71,9 @@ class Homes:
         self._memories = tuple(mappings)
         for memory in (m for m in mappings if isinstance(m, DecodedMemory)):
             memory.decode = self._moves.decode
-        self.homes = {alias: self._found(group) for alias, group in groups.items()}
+        self.homes = {alias: self._home_of(group) for alias, group in groups.items()}
 
-    def _found(self, group: Group) -> Home:
+    def _home_of(self, group: Group) -> Home:
         """The home of a group where it is now."""
         view, device = group.home, group.home.device
         if device.type != "cpu":
@@ -80,7 +81,7 @@ class Homes:
         if (memory := next((m for m in self._memories if m.locate(view.data_ptr()) is not None), None)) is None:
             return Home(group=group, origin=device, source=Pageable(view=view))
         if (file := in_file(view, memory)) is None:
-            memory.populate(0, memory.nbytes)  # a part of a compressed tensor cannot be used compressed
+            memory.populate(0, memory.nbytes)  # a group that is only a part of a compressed tensor is used decoded
         return Home(group=group, origin=device, source=file or Pageable(view=view), file=file)
 
     @property
@@ -91,7 +92,7 @@ class Homes:
 
     @property
     def in_parts(self) -> dict[str, list[torch.Tensor]]:
-        """The pieces of groups that lie uncompressed in several places of files, and that no read has gathered yet."""
+        """The pieces of groups that are uncompressed in several ranges of files, and that no read has gathered yet."""
         sources = {a: h.source for a, h in self.homes.items() if h.is_undecoded and h.layout is None}
         files = ((alias, source.extents) for alias, source in sources.items() if isinstance(source, Mapped))
         return {a: [extent.bytes() for extent in extents] for a, extents in files}
@@ -110,21 +111,23 @@ class Homes:
     # -- between plans ---------------------------------------------------------------------------------------------
 
     def settle(self, plan: Plan) -> None:
-        """Move each group that the plan has elsewhere, or in another form. No copy may be under way.
+        """Move each group that this plan has in another place or form. No copy may be under way.
 
-        On an error all groups move back to the plan before, or, if that fails, too, to where they came from. Raises
-        `StoreError`, before any move, where weights cannot be on disk, and `CodeOverflow` once all are in place.
+        On an error all groups move back to where the previous plan had them; if that fails, too, to where they came
+        from. Raises `StoreError`, before any move, if weights that are to be on disk cannot be. Raises `CodeOverflow`,
+        once all groups are in place, if compressed forms are larger than planned.
         """
         goal, self._moves.too_large = Goal(plan), {}
         self._see_writes()
         if self.plan is not None and goal.is_settled_by(self.plan):  # only the order differs
             self.plan = plan
             return
-        self._refuse(goal)
+        self._check_files(goal)
         try:
             self._place(goal)
         except BaseException as error:
-            clear_frames(error.__traceback__)  # they hold memory of the device, which has no room for it twice
+            # frames of the error hold device memory, which has no room for these weights twice
+            clear_frames(error.__traceback__)
             self._put_back()
             raise
         self.plan = plan
@@ -133,7 +136,7 @@ class Homes:
 
     def _put_back(self) -> None:
         if self.plan is not None:
-            with suppress(Exception):  # the error before is raised
+            with suppress(Exception):  # the caller raises the first error
                 self._place(Goal(self.plan))
                 return
         self.restore(decode=False)
@@ -141,7 +144,7 @@ class Homes:
     def restore(self, *, decode: bool = True) -> None:
         """Bring every group back to where it came from: its file, if that holds its bytes, or memory of its own.
 
-        Without `decode`, groups that their file holds compressed and no read has decoded stay so, for another plan.
+        Without `decode`, compressed groups of a file that no read has decoded yet stay undecoded, for another plan.
         Raises `StoreError` where a file with weights cannot be read any more, once all others are back.
         """
         self.unguard()
@@ -152,7 +155,7 @@ class Homes:
         if self._pages is not None:
             self._pages.close()
         if self._arena is not None:
-            self._arena.close()  # first: each block then goes back as soon as its last group has left it
+            self._arena.close()  # before the moves: each block is then freed as soon as its last group has left it
         for tensor, origin in self._empty:
             tensor.data = tensor.data.to(origin)
         for home in self.homes.values():
@@ -164,6 +167,10 @@ class Homes:
             raise errors[0]
 
     def _bring_home(self, home: Home, decode: bool) -> None:
+        """Bring a group back to the model's file if that still holds its bytes; else to memory on its first device.
+
+        Memory from the arena or the offload folder is left in any case, as it goes with the streamer.
+        """
         if home.file is not None and self._is_in_model_file(home.file) and home.holds_same(home.file):
             home.show(home.file)
             if not home.source.lazy or (home.is_undecoded and not decode):
@@ -171,8 +178,8 @@ class Homes:
         elif self._is_in_model_file(home.source):
             return
         kind = Pageable if home.origin.type == "cpu" else Resident
-        is_ours = isinstance(home.source, Pinned) and home.layout is None
-        if home.source.view.device == home.origin and not is_ours and (home.source.lazy or not home.source.place):
+        is_in_arena = isinstance(home.source, Pinned) and home.layout is None
+        if home.source.view.device == home.origin and not is_in_arena and (home.source.lazy or not home.source.place):
             home.check()
             home.source = kind(view=home.source.view)
         else:
@@ -181,35 +188,40 @@ class Homes:
             home.file = None  # it is in the offload folder
 
     def _is_in_model_file(self, source: WeightSource) -> bool:
-        """Whether the view is in a file that weights came from; files of the offload folder are removed with it."""
+        """Whether the source is in a file that the weights came from, not in the offload folder, which is deleted."""
         return source.place is not None and source.is_in_file and source.place.memory in self._memories
 
     def _see_writes(self) -> None:
         """Find groups that were written to in any way: no file holds their bytes any more."""
         files = {alias: home.file.place for alias, home in self.homes.items() if home.file is not None}
-        left = written(files)
+        written_files = written(files)
         for alias, home in self.homes.items():
             lazy = home.source.lazy
-            is_other = lazy is not None and lazy.is_filled and not home.holds_same_as(lazy.write)
-            if is_other or (alias in left and home.source.place == files[alias]):
+            # the kernel reports no writes to memory that a first read has filled: compare its bytes
+            has_other_bytes = lazy is not None and lazy.is_filled and not home.holds_same_as(lazy.write)
+            if has_other_bytes or (alias in written_files and home.source.place == files[alias]):
                 home.after_write()
-            elif alias in left:
+            elif alias in written_files:
                 home.file = None
 
-    def _refuse(self, goal: Goal) -> None:
-        """Find weights that can go back to their files; raise where one that is to be on disk cannot be there."""
-        lost = []
+    def _check_files(self, goal: Goal) -> None:
+        """Before weights go back to their files: forget files that hold other bytes.
+
+        Raises `StoreError` if weights that are to be on disk cannot be there.
+        """
+        unplaceable = []
         for alias, home in self.homes.items():
             on_disk, coded = alias in goal.plan.disk, alias in goal.coded
             if (on_disk or (alias not in goal.plan.resident and self._keeps_files())) and home.fits(coded) is not None:
                 home.forget_other_file()
             spills = self._can_spill or (home.source.is_in_file and home.layout is None)
             if on_disk and home.fits(coded) is None and (coded or not spills):
-                lost.append(alias)
-        if lost:
+                unplaceable.append(alias)
+        if unplaceable:
             raise StoreError(
-                f"{len(lost)} weights cannot be on disk, such as {', '.join(lost[:4])}: no file holds them as they are "
-                "now, as they were updated or never were in one. Raise host_budget, or name an offload_folder"
+                f"{len(unplaceable)} weights cannot be on disk, such as {', '.join(unplaceable[:4])}: no file holds "
+                "them as they are now, as they were updated or never were in one. Raise host_budget, or name an "
+                "offload_folder"
             )
 
     def _place(self, goal: Goal) -> None:
@@ -232,7 +244,7 @@ class Homes:
         self._keep_blocks()
 
     def _return_to_file(self, goal: Goal, alias: str) -> None:
-        """Have copies of a weight start at its file again, where the plan has it there."""
+        """Have a weight copied from its file again if the plan does not keep it on the device, and its file fits."""
         home, plan = self.homes[alias], goal.plan
         if isinstance(home.source, ZeroCopy) and (home.source.is_read_only or alias not in plan.mapped):
             home.show(home.source.host)
@@ -248,7 +260,7 @@ class Homes:
             home.show(file.mapped())
 
     def _keeps_files(self) -> bool:
-        """Whether weights that stream from host memory are copied from pages of their files, if they have any."""
+        """Whether weights that stream from host memory and have a file are copied from the file's pages."""
         return self._pages is not None or not self._moves.pins
 
     def _keep_blocks(self) -> None:
@@ -267,7 +279,7 @@ class Homes:
         self._moves.to_device([home for alias, home in moving.items() if alias not in goal.coded])
 
     def _settle_unit(self, goal: Goal, unit: int) -> None:
-        """Move a unit's groups to where the device can copy from: together, so that one copy moves them all."""
+        """Move a unit's groups to where the device can copy from, into one block, so that one copy fills them all."""
         waiting = []
         for alias, offset in goal.plan.hosted(unit).items():
             home, spec = self.homes[alias], goal.coded.get(alias)
@@ -291,7 +303,7 @@ class Homes:
         return home.tier is Tier.HOST and (isinstance(home.source, Pinned) or is_paged or not self._moves.pins)
 
     def _hold_pages(self, plan: Plan) -> None:
-        """Bring weights that stay in files into the page cache, in the order of need, and copy them from there."""
+        """Pin the pages of weights that stay in files, in the order of need, and copy the weights from these pages."""
         if self._pages is None:
             return
         streamed = dict.fromkeys(alias for unit in plan.manifest.order for alias in plan.hosted(unit))
@@ -307,7 +319,7 @@ class Homes:
             self.homes[alias].source = source.windowed([next(held) for _ in source.extents])
 
     def _map(self, homes: list[Home]) -> None:
-        """Have kernels read these from host memory: pinned, of exact size; where the host is the device, in place."""
+        """Have kernels read these from pinned host memory of exact size; on the CPU, from where they are."""
         if self._backend.device.type == "cpu":
             for home in homes:
                 self._moves.map_on_host(home)
@@ -327,7 +339,7 @@ class Homes:
         for alias, offset in plan.streamed(unit).items():
             home, start = self.homes[alias], plan.extents[unit].offset + offset
             if home.layout is None and alias in plan.manifest.codes:
-                continue  # it was written to, and its uncompressed bytes do not fit here
+                continue  # it was updated: its uncompressed bytes do not fit into its part of the ring
             for copy in home.source.copies(ring[start : start + plan.manifest.aliases[alias]], self._backend):
                 if found and (joined := found[-1].joined(copy)):
                     found[-1] = joined
@@ -336,21 +348,21 @@ class Homes:
         return found
 
     def in_files(self, aliases: Iterable[str]) -> set[str]:
-        """Of these groups, those that copies read from a file or a compressed form."""
+        """The subset of these groups whose copies read a file or a compressed form."""
         return {alias for alias in aliases if self.homes[alias].source.reads_file}
 
     def leave_files(self, aliases: Iterable[str]) -> None:
-        """These are updated: their bytes are in memory, and are copied from there. Forget earlier copies first."""
+        """Copy these groups from memory from now on, as they were updated. Call `UnitCopies.forget` for them before."""
         for alias in aliases:
             self.homes[alias].after_write()
 
     def written(self) -> set[str]:
-        """Groups in files that this process wrote to in any way, as the kernel reports."""
+        """Groups copied from files whose pages this process wrote to in any way, as the kernel reports."""
         places = {alias: home.source.place for alias, home in self.homes.items() if home.source.place is not None}
         return written({alias: place for alias, place in places.items() if self.homes[alias].source.reads_file})
 
     def read(self, alias: str, member: Member) -> torch.Tensor:
-        """A tensor's true bytes on the device, as it would have them there; on the CPU mostly the home itself."""
+        """The tensor with its true bytes, on the device; if that is the CPU, mostly a view of the home itself."""
         self.homes[alias].check()
         data = self.homes[alias].group.home.to(self._backend.device)
         # kernels of PyTorch depend on alignment, and so do the last bits
@@ -362,8 +374,7 @@ class Homes:
         return {tier.value: held[tier] for tier in Tier}
 
     def guard(self) -> None:
-        """Guard weights that kernels read from pages of a file: before a write they get memory of their own, as the
-        device must not write to these pages."""
+        """Guard weights that kernels read from read-only pages of a file: before a write they get their own memory."""
         for home, member in self._read_only():
             member.guard(partial(self._make_writable, home))
 
@@ -396,11 +407,11 @@ class UnitCopies(dict[int, list[Copy]]):
         self._ring = ring
 
     def __missing__(self, unit: int) -> list[Copy]:
-        self[unit] = made = self._homes.copies(self._plan, unit, self._ring)
-        return made
+        self[unit] = copies = self._homes.copies(self._plan, unit, self._ring)
+        return copies
 
     def forget(self, aliases: set[str]) -> list[int]:
-        """Forget the copies of these groups, whose sources changed; returns the units that hold them."""
+        """Forget the copies of units with any of these groups, whose sources changed; returns these units."""
         units = [u for u in range(len(self._plan.manifest.units)) if aliases & self._plan.streamed(u).keys()]
         for unit in units:
             self.pop(unit, None)

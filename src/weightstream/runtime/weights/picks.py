@@ -21,7 +21,7 @@ class ForwardCall(NamedTuple):
 
 
 class IndexedStack(Protocol):
-    """What a forward indexes like a stack."""
+    """A substitute for a stack, which a forward indexes with the ids that were selected."""
 
     def __getitem__(self, ids: torch.Tensor, /) -> torch.Tensor:
         """The rows that were selected, of shape (ids, *row)."""
@@ -36,17 +36,20 @@ class RowProvider(Protocol):
 
     @property
     def most(self) -> int:
-        """The largest number of ids for `select`."""
+        """The largest number of ids that `select` takes."""
 
     @property
     def look_ahead(self) -> Callable[[torch.Tensor], None] | None:
-        """To be called with the hidden states of a call once its rows are there; None: nothing is prefetched."""
+        """A function to call with the hidden states of a call, after its rows are selected; None: no prefetching."""
 
     def capturing(self) -> bool:
         """Whether a graph is being captured, in which the host must not wait for the device."""
 
     def places(self, num_ids: int) -> bool:
-        """Whether a call with so many ids may use `place`. Each such call has to ask, as its number is remembered."""
+        """Whether a call with this many ids may use `place`.
+
+        Ask before every such call: the answer depends on the number of ids in the call before.
+        """
 
     def select(self, ids: torch.Tensor) -> Mapping[int, IndexedStack]:
         """Substitutes for the stacks that give the rows of these ids. The next selection overwrites these rows."""
@@ -59,7 +62,7 @@ class Picks(Protocol):
     """How the forward of a module reads single rows of its stacks."""
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
-        """A function with the bits of `call.forward` for these arguments; None where that would read whole stacks.
+        """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.
 
         It reads the rows of `rows.select(ids)`, or only rows that it has brought by `rows.place(ids)`, and then passes
         its hidden states to `rows.look_ahead`.
@@ -70,5 +73,5 @@ class Picks(Protocol):
         """Whether `guess` is known to work for this module."""
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
-        """Ids of rows that the forward would probably read for these hidden states, the likeliest first; None where
+        """Ids of rows that the forward would probably read for these hidden states, the likeliest first; None if
         they cannot be predicted."""

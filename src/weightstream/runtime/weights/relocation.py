@@ -1,7 +1,7 @@
 """Moves of single homes: to memory of the device, pinned memory, a compressed form, the offload folder. Knows no plan.
 
 A `Home` says where the bytes of one alias group are; `Moves` makes the source that they go to, copies them there and
-has the tensors view it. A home has a whole source before and after every move, so that an error leaves none in between.
+has the tensors view it. A home has a complete source before and after every move, and so also after an error.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _STAGED = "Copies go through a small staging ring instead: the CPU copies each b
 class CodeOverflow(Exception):
     """Compressed forms that are larger than was planned for: alias group -> bytes.
 
-    All homes are where the plan has them, and some take more bytes: next, a plan with these sizes is to settle, or the
-    plan before.
+    All homes are where the plan has them, but some take more bytes. So the caller has to settle a plan with these
+    sizes, or the previous plan.
     """
 
     def __init__(self, sizes: dict[str, int]) -> None:
@@ -59,7 +59,7 @@ class CodeOverflow(Exception):
 
 
 class Goal:
-    """A plan that is to be settled, with one tensor of each group that it has compressed."""
+    """A plan for which homes are to be moved. `coded`: one tensor of each group that is compressed in the plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -90,8 +90,8 @@ class Moves:
         self._folder = folder
         self._alignment = CPU_ALIGNMENT if backend.device.type == "cpu" else ALIGN_NBYTES
         self._has_warned = False
-        self.too_large: dict[str, int] = {}  # alias group -> bytes, where more than planned for
-        self.pins = arena is not None  # False once the system refuses
+        self.too_large: dict[str, int] = {}  # alias group -> bytes, if more than planned
+        self.pins = arena is not None  # False once the system refuses to pin
 
     def move(self, home: Home, source: WeightSource) -> None:
         """Copy the uncompressed bytes to the view of the source, and have the tensors show it."""
@@ -100,9 +100,10 @@ class Moves:
         home.leave_pages()
 
     def to_device(self, homes: Sequence[Home]) -> None:
-        """Hold groups uncompressed on the device; where that is the host, in place.
+        """Hold groups uncompressed on the device; if that is the CPU, in place.
 
-        Groups in files are read by several threads, as to map their pages takes several times as long; not a few bytes.
+        Groups in files are read by several threads: mapping their pages takes several times as long. Not if
+        these groups have few bytes.
         """
         files = {home: file for home in homes if (file := home.readable) is not None}
         if sum(home.group.nbytes for home in files) < STAGING_NBYTES:
@@ -123,7 +124,7 @@ class Moves:
         for home, made in read.items():
             was_read = not home.is_undecoded
             home.show(made)
-            if was_read:  # a stack that was not read has hundreds of parts, each a system call
+            if was_read:  # not for a stack that was never read: it has hundreds of parts, and each takes a system call
                 home.leave_pages()
 
     def is_resident(self, home: Home, coded: bool) -> bool:
@@ -132,7 +133,7 @@ class Moves:
         return home.tier is Tier.DEVICE and home.is_coded == coded and is_here
 
     def to_host(self, home: Home, memory: torch.Tensor | None = None) -> None:
-        """Hold a group uncompressed in RAM: in `memory`, or, without it, where its view is if that is in RAM."""
+        """Hold a group uncompressed in RAM: in `memory`, if passed; else where its view is, if that is in RAM."""
         if memory is None and home.source.view.device.type == "cpu":
             home.check()
             home.source = home.source.of_view()
@@ -145,7 +146,7 @@ class Moves:
             raise StoreError("no memory is pinned here")
         block = self._arena.take(max(part.begin + part.nbytes for part in parts))
         if any(part.spec is not None for part in parts):
-            block.zero_()  # by all cores: a copy from the device would touch its pages one by one
+            block.zero_()  # all cores touch its pages; a copy from the device would touch them one by one
         for home, spec, begin, nbytes in parts:
             if spec is None:
                 self.to_host(home, block[begin : begin + nbytes])
@@ -187,8 +188,10 @@ class Moves:
         home.leave_pages()
 
     def memory_of_coded(self, coded: Sequence[tuple[Home, TensorSpec]]) -> list[torch.Tensor | None]:
-        """Memory of the device for each of these, in one piece, as its allocator rounds up each allocation. None for
-        each where the uncompressed weights are on the device: they make room one by one."""
+        """Device memory for the compressed form of each of these, from one allocation, as each would be rounded up.
+
+        None for all if uncompressed weights are on the device: these are then compressed one by one, to make room.
+        """
         if any(home.origin == self._backend.device for home, _ in coded) or not coded:
             return [None] * len(coded)
         starts = list(accumulate((aligned(spec.nbytes) for _, spec in coded), initial=0))
@@ -292,9 +295,9 @@ class Moves:
         home.show(ZeroCopy(view=view, host=host))
 
     def tell(self, error: Exception) -> None:
-        """Warn once that pinning was refused, or that pages could not be brought into memory."""
+        """Warn, only once, that pinning was refused, or that pages could not be brought into memory."""
         if not self._has_warned:
-            logger.warning("%s %s", str(error), _STAGED)  # text alone: a record must not hold the error's frames
+            logger.warning("%s %s", str(error), _STAGED)  # only the text: a log record must not hold the error's frames
         self._has_warned = True
 
 

@@ -53,7 +53,7 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"  # RAM, pages of a file in the page cache included
-    DISK = "disk"  # a file that is not to be in RAM
+    DISK = "disk"  # a file whose pages are not to stay in RAM
 
 
 class MemoryPlace(NamedTuple):
@@ -99,7 +99,7 @@ class WeightSource:
 
     @property
     def reads_file(self) -> bool:
-        """Whether copies read bytes that lack updates made in this process."""
+        """Whether copies read a file or a compressed form, which lack updates made in this process."""
         return self.layout is not None
 
     @property
@@ -132,7 +132,7 @@ class WeightSource:
         raise NotImplementedError
 
     def after_write(self) -> WeightSource:
-        """The source that is right after a write to the view."""
+        """The source to use after a write to the view."""
         return self.of_view() if self.reads_file else self
 
     def of_view(self) -> WeightSource:
@@ -144,7 +144,7 @@ class WeightSource:
 
 
 class _InMemory(WeightSource):
-    """Bytes in memory, compressed or not."""
+    """Bytes in memory, compressed or uncompressed."""
 
     __slots__ = ()
     is_pinned: ClassVar[bool] = False
