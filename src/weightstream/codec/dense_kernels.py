@@ -101,14 +101,17 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     num = popcount(flags)
     rank = tl.cumsum(num) - num + (2 * num_first + 3 * num_second + 7) // 8
     rests = digits.to(tl.pointer_type(tl.uint8)) + rank
-    # The first byte of each lane is kept in registers, and added to the exponent at `turn` below.
-    fewer = flags & (flags - 1)
+    # A byte is 5 minus the rest, so a weight with a byte has the number 13 = 5 + 8 in the planes below, from which the
+    # byte is subtracted. The loop over words does that with the first byte of each lane, at word `word_of_byte`; `more`
+    # is minus that byte, at the weight's half of the word. The last loop subtracts the other bytes.
+    others = flags & (flags - 1)
     rest = tl.load(rests, mask=(flags != 0) & (rank < 4 * limit), other=0).to(tl.uint32)
-    place, flags = popcount((flags ^ fewer) - 1), fewer
+    place, flags = popcount((flags ^ others) - 1), others
     more = ((0 - rest) & 511) << (7 + (place & 16)).to(tl.uint32)
-    turn = place & 15
+    word_of_byte = place & 15  # word k has the weights at places k and k + 16
 
-    # Four planes of exponents minus (base - 8), then four words of eight such numbers.
+    # Four planes of exponents minus (base - 8), which are numbers from 0 to 13: the rest of each weight, plus 8. Then
+    # four words of eight such numbers: `n0` has those of places 0, 4, 8 to 28, `n1` those of places 1, 5, 9 to 29.
     p3 = ((first0 | first1) ^ 0xFFFFFFFF) | (second1 & second2)
     p2 = (first0 ^ first1) | second2
     p1 = (high & ((first0 & first1) ^ 0xFFFFFFFF)) | (second1 & (second2 ^ 0xFFFFFFFF))
@@ -122,13 +125,16 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
     n2 = ((x0 >> 2) & 0x33333333) | (y0 & 0xCCCCCCCC)
     n3 = ((x1 >> 2) & 0x33333333) | (y1 & 0xCCCCCCCC)
 
+    # Both exponents of a word are added up at once, each in 9 bits from bit 7 or 23 on. They are right modulo 256: a
+    # carry leaves the low one for bits that are masked out.
     base = ((base.to(tl.uint32) + 504) & 511) * 0x00800080
     for four in range(4):
         for nth in tl.static_range(4):
             k = 4 * four + nth
+            # the numbers of places k and k + 16, moved to bits 7 and 23
             number = n0 if nth == 0 else n1 if nth == 1 else n2 if nth == 2 else n3
             number = (number << tl.maximum(7 - 4 * four, 0)) >> tl.maximum(4 * four - 7, 0)
-            exponent = base + (number & 0x07800780) + tl.where(turn == k, more, 0)
+            exponent = base + (number & 0x07800780) + tl.where(word_of_byte == k, more, 0)
             if nth % 2 == 0:
                 raw = tl.load(words + (k // 2) * 128)
                 x = raw
@@ -138,18 +144,18 @@ def decode_tile(words, start, base, escapes, num_escapes, out, room, MASKED: tl.
             tl.store(out + k * 128, word, mask=room > k * 128 if MASKED else None)
 
     # Lanes with more than one byte, which are rare. A lane may read again the words that it wrote.
-    turn, most = 1, tl.max(num)
-    while turn < most:
+    num_subtracted, most = 1, tl.max(num)
+    while num_subtracted < most:
         inside = flags != 0
-        fewer = flags & (flags - 1)
-        place, flags = popcount((flags ^ fewer) - 1), fewer
+        others = flags & (flags - 1)
+        place, flags = popcount((flags ^ others) - 1), others
         at, shift = 128 * (place & 15), (7 + (place & 16)).to(tl.uint32)
         inside &= room > at
         word = tl.load(out + at, mask=inside, other=0)
-        rest = tl.load(rests + turn, mask=inside & (rank + turn < 4 * limit), other=0).to(tl.uint32)
+        rest = tl.load(rests + num_subtracted, mask=inside & (rank + num_subtracted < 4 * limit), other=0).to(tl.uint32)
         exponent = word >> shift
         tl.store(out + at, word ^ (((exponent ^ (exponent - rest)) & 255) << shift), mask=inside)
-        turn += 1
+        num_subtracted += 1
 
 
 @triton.jit

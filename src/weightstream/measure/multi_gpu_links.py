@@ -26,7 +26,8 @@ _SIZES = [64 << 20] * 4
 _HOPS = 64
 _STATES_NBYTES = 8192  # of a token's hidden states between two blocks
 _SHORT_S = 0.1
-_SUMMED_NBYTES, _NUM_SUMS = 64 << 20, 8  # as for a long prompt
+_SUMMED_NBYTES = 64 << 20  # as for a long prompt
+_NUM_SUMS = 8
 
 
 @cache
@@ -45,7 +46,8 @@ def rates_together(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
 def shared_link_rate(device: torch.device, meet: Callable[[], object]) -> float:
     """Bytes per second of a device's link while the other ranks measure theirs. Infinite if it cannot be measured.
 
-    `meet` blocks until all ranks have called it, once each; copies begin after that.
+    `meet` blocks until all ranks have called it, once each; copies begin after that. A rank that cannot measure calls
+    it, too, as the others wait for it. Errors of `meet`, and of copies after it, are raised.
     """
     has_met = False
 
@@ -58,7 +60,7 @@ def shared_link_rate(device: torch.device, meet: Callable[[], object]) -> float:
         with left_as_found(device), closing(private_backend(device)) as backend:
             return sum(_SIZES) / statistics.median(copies_s(backend, _SIZES, _SHORT_S, ready))
     except (RuntimeError, StoreError) as error:
-        if has_met:  # the other ranks do not know of this failure yet
+        if has_met:  # an error of another rank, or one that the caller has to send to the others
             raise
         logger.warning("the link of %s is assumed to be as fast as alone: %s", device, error)
         meet()
@@ -66,10 +68,13 @@ def shared_link_rate(device: torch.device, meet: Callable[[], object]) -> float:
 
 
 def all_reduce_rate(backend: Backend, meet: Callable[[], object], add_up: Callable[[torch.Tensor], object]) -> float:
-    """Bytes per second of an all-reduce (`add_up`) over all ranks, which begin once all of them `meet`."""
+    """Bytes per second of an all-reduce (`add_up`) over all ranks.
+
+    `meet` blocks until all ranks have called it; all-reduces begin after that.
+    """
     with left_as_found(backend.device):
         tensor = torch.zeros(_SUMMED_NBYTES // 2, dtype=torch.bfloat16, device=backend.device)
-        meet()  # a rank without memory for the tensor fails here
+        meet()  # raises if another rank had no memory for its tensor: an all-reduce would wait for that rank forever
         for _ in range(2):  # the first round sets up the connections
             backend.synchronize()
             began = time.perf_counter()

@@ -24,7 +24,9 @@ from weightstream.store.checkpoint import Checkpoint, Columns
 from weightstream.store.header import torch_dtype
 
 _WIDTH = 3  # tokens of a row: odd, so that half a row has no valid tokens
-# Odd: to multiply by it is a bijection of 64-bit numbers, and spreads them over both signs.
+# A token is the number of a place in the checkpoint times this factor. Without the factor, `clamp(min=0)` would leave
+# all tokens unchanged, and `+ 1` would turn an element of a vector into the next one. The factor is odd, so that
+# multiplying by it is a bijection of 64-bit numbers, and it spreads them over both signs.
 _FACTOR = 0x1E3779B97F4A7C15
 _INVERSE = (pow(_FACTOR, -1, 1 << 64) + (1 << 63)) % (1 << 64) - (1 << 63)
 _MAX_RANGES = 4096  # more would be rows in another order, and single rows are slower to read than to convert
@@ -67,15 +69,17 @@ class Gathered:
     def shard(self, cut: Callable[[torch.Tensor], torch.Tensor], dims: Collection[int]) -> torch.Tensor | None:
         """The part that `cut` takes of a tensor of this shape, which it cuts along `dims`, read from its own ranges.
 
-        None where the part is empty, or more than a run of columns of some rows.
+        Along the last dimension `cut` must take consecutive columns. None where the part is empty, and for a tensor
+        without dimensions.
         """
         if not self.shape or 0 in self.shape:
             return None
         is_flat, width, first = len(self.shape) == 1, _row_size(self.shape), 0
+        # `cut` runs on the numbers of rows, and on those of columns, to find which ones it takes
         rows = torch.arange(prod(self.shape) // width).view(self.shape if is_flat else (*self.shape[:-1], 1))
         is_cut = not is_flat and len(self.shape) - 1 in dims
         nbytes = width * self.dtype.itemsize
-        rows = cut(rows.expand(self.shape) if is_cut else rows)  # of a view, which takes no memory of that size
+        rows = cut(rows.expand(self.shape) if is_cut else rows)  # `expand` makes a view, which takes no memory
         if not rows.numel():
             return None
         if is_cut:
@@ -135,9 +139,9 @@ def gather(
     places: Mapping[str, private.LoadTarget],
     mapping: Mapping[str, str] | None = None,
 ) -> GatheredTensors:
-    """The tensors of a model on meta that transformers would make of whole rows of a checkpoint's uncompressed tensors.
+    """The tensors of a model on meta that transformers would join from whole rows of uncompressed tensors in a file.
 
-    Tensors that are made of the same ones are gathered together, and only if they take all of their bytes.
+    Tensors that are joined from the same ones are gathered together, and only if they take all of their bytes.
     """
     converted = {name: place for name, (place, is_converted) in places.items() if place and is_converted}
     plain = [entry for entry in map(checkpoint.entries.__getitem__, converted) if entry.layout is None]
@@ -145,13 +149,14 @@ def gather(
         return GatheredTensors({}, set())
     shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in plain}
     found = _by_kinds(model, shown, {name: converted[name] for name in shown}, mapping)
+    # transformers gets these tensors under the names of the model, and must take them unchanged to the same names
     targets = private.places(model, found).by_name
     found = {n: ranges for n, ranges in found.items() if targets[n] == private.LoadTarget(n, is_converted=False)}
-    left = Counter({name: checkpoint.entries[name].nbytes for name in converted})
+    unused_nbytes = Counter({name: checkpoint.entries[name].nbytes for name in converted})
     for part in chain.from_iterable(found.values()):
-        left[part.name] -= part.end - part.begin
-    other_places = {place for name, place in converted.items() if left[name]}
-    used = {name for name, place in converted.items() if place not in other_places}
+        unused_nbytes[part.name] -= part.end - part.begin
+    incomplete = {place for name, place in converted.items() if unused_nbytes[name]}
+    used = {name for name, place in converted.items() if place not in incomplete}
     state = model.state_dict()
     kept = {name: ranges for name, ranges in found.items() if used.issuperset(part.name for part in ranges)}
     return GatheredTensors({n: Gathered(n, ranges, state[n], checkpoint) for n, ranges in kept.items()}, used)
