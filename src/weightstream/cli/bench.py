@@ -160,11 +160,11 @@ def _machine(row: dict[str, Any]) -> str:
 
 def print_systems(systems: list[dict[str, Any]]) -> None:
     """Print a row for each system."""
-    held = [system["peak_nbytes"] or system["weights_nbytes"] for system in systems]
-    unit, nbytes_of_one = scale(max((nbytes for nbytes in held if nbytes), default=0))
+    held_nbytes = [system["peak_nbytes"] or system["weights_nbytes"] for system in systems]
+    unit, nbytes_of_one = scale(max((nbytes for nbytes in held_nbytes if nbytes), default=0))
     headings = ("p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", f"device {unit}")
     table = grid("system", *headings, align_left=("system",))
-    for system, nbytes in zip(systems, held, strict=True):
+    for system, nbytes in zip(systems, held_nbytes, strict=True):
         cells = [f"{1e3 * system[key]:,.2f}" for key in ("p20_s", "p50_s", "p80_s")]
         cells += [_cell(system[key], ".3f") for key in ("x_floor", "x_resident")]
         cells += [_cell(system["tokens_per_s"], ",.1f"), _cell(nbytes and nbytes / nbytes_of_one, ".2f")]

@@ -231,7 +231,8 @@ class PipelineSession:
             for part in self.pipe.components.values():
                 if isinstance(part, torch.nn.Module):
                     for tensor in (*part.parameters(), *part.buffers()):
-                        tensor.data = tensor.data.clone()  # in memory of an allocator, whose alignment a file lacks
+                        # the last bits of some kernels depend on alignment, which differs in a mapped file
+                        tensor.data = tensor.data.clone()
                     part.to(self.device)
         except torch.OutOfMemoryError as error:
             raise OffloadError(f"the whole pipeline does not fit on {self.device}: {error}") from error
@@ -376,7 +377,7 @@ def bench_pipeline(
 
     progress = sys.stderr.isatty() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
-    session.pipe.set_progress_bar_config(disable=True)  # ours shows all calls
+    session.pipe.set_progress_bar_config(disable=True)  # the bar below shows all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
     with reporting("timing", progress, total=4) as advance:

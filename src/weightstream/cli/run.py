@@ -144,7 +144,7 @@ class Tokens:
 
     @property
     def per_second(self) -> float:
-        """The rate after the first token, whose step is the prompt's; the rate of that one if there is no other."""
+        """The rate of the tokens after the first, whose step reads the prompt; with one token, the rate of that one."""
         first = min(1, len(self.times) - 2)
         return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
 
@@ -274,7 +274,7 @@ class ModelSession:
         return {**placed, "do_sample": False, "num_beams": 1}
 
     def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
-        """The tokens of the same model without offloading, which ends here."""
+        """Stop offloading for good, and return the tokens of the model on the device."""
         import torch
 
         self.streamer.remove()

@@ -25,8 +25,9 @@ from weightstream.errors import StoreError
 
 logger = logging.getLogger("weightstream")
 
-_STARTING, _STARTING_TRITON = threading.RLock(), threading.Lock()
-_TRIED = 3 * 4096 + 5
+_STARTING = threading.RLock()  # as `cache` would let two threads start the same trial at once
+_STARTING_TRITON = threading.Lock()
+_TRIED = 3 * 4096 + 5  # weights of a trial: three whole tiles and a partial one
 _COMPILERS = 3  # threads, one kernel each
 _NUM_TILES = 64  # a core's cache holds them, and Python's share of the time stays small
 _DEVICE_TILES = 2048  # 16 MiB of bfloat16
@@ -79,6 +80,7 @@ def _tried(device: torch.device, dtype: str, is_ragged: bool) -> str | None:
     try:
         from weightstream.codec import triton_codec
 
+        # weights with different bits and every exponent, or with all bit patterns of 8 bits
         numbers = torch.arange(_TRIED, dtype=torch.int32, device="cpu").mul_(40503)
         data = numbers.to(torch.int16 if ELEMENTS[dtype].nbytes == 2 else torch.uint8).view(torch.uint8)
         counts = reference.histograms(data, dtype)
@@ -138,6 +140,7 @@ def pieces(data: torch.Tensor, layout: Layout, device: torch.device = _CPU) -> I
         part_layout, coded = encode_part(part.to(device), layout.dtype)
         return Encoded(part_layout, coded.cpu())
 
+    # in the format the words of all parts come first, so they are yielded at once; starts, bases and escapes follow
     starts, bases, escapes, total = [torch.zeros(1, dtype=torch.int64, device="cpu")], [], [], 0
     for part, coded in _each(encoded, _parts(data, layout.dtype, device)):
         yield coded[: part.starts_at]
@@ -241,6 +244,7 @@ def _picked(
     places: torch.Tensor | None = None,
 ) -> None:
     tiles, nbytes = layout.num_tiles // num_rows, layout.raw_nbytes // num_rows
+    # the reference decodes a tile to its place in the whole tensor
     whole = torch.empty(layout.raw_nbytes, dtype=torch.uint8, device=out.device)
     for row in {row for row in ids.tolist() if row >= 0}:
         reference.decode(coded, layout, whole, row * tiles, (row + 1) * tiles)

@@ -194,8 +194,8 @@ def pick(table, ids, slots, places, IN_SLOTS: tl.constexpr, EXPONENT: tl.constex
     `table`, in order: the address of slot 0 (or of row 0), the bytes from one slot (or row) to the next, and the
     largest number of escape bytes of a row (or of the tensor); the target; the number of rows, the tiles of a row, and
     the addresses of the starts and of the bases of all tiles; the address of the escapes of all rows. For slots only
-    the lowest 3 bits of that address count: the escapes of a row begin at the same offset modulo 8 in a slot as in the
-    tensor.
+    the lowest 3 bits of that address count: rows are fetched in words of 8 bytes, so the escapes of a row begin at the
+    same offset modulo 8 in a slot as in the tensor.
     """
     part, index = tl.program_id(0), tl.program_id(1)
     row = tl.load(ids + index)

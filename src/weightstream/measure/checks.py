@@ -60,7 +60,7 @@ _GOOD_SHARE = 0.75  # of the link's rate
 _LAUNCH_S = 300e-6  # a good launch of a kernel from Python takes less; an idle machine takes 5 to 30 us
 _FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
-_LINKS_S = 0.3
+_LINKS_S = 0.3  # time of each measurement between several GPUs
 
 
 class Finding(NamedTuple):

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Thread, Timer
 from typing import Any
 
-logger = logging.getLogger("weightstream.progress")  # the command line shows it, also without bars
+logger = logging.getLogger("weightstream.progress")  # the command line writes it to stderr, also into a pipe
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
 _NOTICED_S = 0.7  # a phase that takes less gets no line
@@ -22,7 +22,7 @@ def say(text: str, progress: bool | None = None) -> None:
     """Write a line to the log if it shows INFO, else to stderr; with `progress=False`, to the log only."""
     if progress is False or (logger.isEnabledFor(logging.INFO) and logger.hasHandlers()):
         logger.info("%s", text)
-    elif sys.stderr is not None:  # a process without a console
+    elif sys.stderr is not None:  # it is None in a process without a console
         with suppress(OSError, ValueError):  # stderr is closed, or its reader is gone
             print(f"weightstream: {text}", file=sys.stderr, flush=True)
 

@@ -37,9 +37,9 @@ _OTHER_FORMATS = MappingProxyType(
         ".onnx": "ONNX ({}); use the safetensors version of the model",
     }
 )
-_ALIGN_NBYTES = 8  # of the largest items
+_ALIGN_NBYTES = 8  # the size of the largest items, such as float64
 _PIECE_NBYTES = 16 << 20
-SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of weights
+SUFFIXES = (".safetensors", *_OTHER_FORMATS, ".ot", ".npz", ".pkl")  # of files with weights
 
 
 @contextlib.contextmanager
@@ -224,13 +224,16 @@ def within(folder: Path, name: str) -> Path:
 
 
 def _is_blob(folder: Path, path: Path) -> bool:
-    """Whether the path links to a blob of its hub cache; blobs may be links to another disk."""
+    """Whether the path links to a blob of its hub cache; blobs may be links to another disk.
+
+    In a hub cache <repository>/snapshots/<commit>/<file> links to <repository>/blobs/<name>.
+    """
     if not path.is_symlink():
         return False
-    entry = (path.parent / path.readlink()).parent.resolve()
-    # a pipeline's snapshot has a folder for each component
-    places = {place for start in (folder.absolute(), folder.resolve()) for place in (start, *start.parents[:2])}
-    return any(entry == (p.parents[1] / "blobs").resolve() for p in places if p.parent.name == "snapshots")
+    target_folder = (path.parent / path.readlink()).parent.resolve()
+    # the commit's folder may be above this one: a pipeline's snapshot has a folder for each component
+    folders = {place for start in (folder.absolute(), folder.resolve()) for place in (start, *start.parents[:2])}
+    return any(target_folder == (f.parents[1] / "blobs").resolve() for f in folders if f.parent.name == "snapshots")
 
 
 def _crc32(entry: TensorEntry) -> int:

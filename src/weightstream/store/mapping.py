@@ -74,14 +74,17 @@ def reserve(nbytes: int, path: Path) -> Buffer:
 
 
 def is_touched(buffer: Buffer) -> bool:
-    """Whether a page of reserved memory was read or written to; True if the kernel does not know."""
+    """Whether a page of reserved memory was read or written to; True if the kernel does not know.
+
+    `LazyMemory` uses it to find reads before it was filled, which saw zeros.
+    """
     nbytes = ctypes.sizeof(buffer)
     in_core = np.empty(nbytes // mmap.PAGESIZE, dtype=np.uint8)  # a byte per page; bit 0: the page is in memory
     return bool(_LIBC.mincore(ctypes.addressof(buffer), nbytes, in_core.ctypes.data)) or bool((in_core & 1).any())
 
 
 def zero_pages(buffer: Buffer, path: Path) -> None:
-    """Reset reserved memory to zeros, which frees it."""
+    """Replace the pages of reserved memory by new ones, which read as zeros and take no memory until written to."""
     _map(-1, ctypes.sizeof(buffer), path, _ANONYMOUS | _MAP_FIXED, at=ctypes.addressof(buffer))
 
 
@@ -90,7 +93,7 @@ def _populate(address: int, nbytes: int) -> int:
     while _LIBC.madvise(address, nbytes, _MADV_POPULATE_READ):
         code = ctypes.get_errno()
         if code not in (errno.EINTR, errno.EAGAIN):
-            return 0 if code == errno.EINVAL else code  # EINVAL: a kernel before 5.14
+            return 0 if code == errno.EINVAL else code  # EINVAL: a kernel before 5.14, where accesses read the pages
     return 0
 
 

@@ -73,7 +73,7 @@ def rehearse(pipe: Any, arguments: Mapping[str, Any]) -> Rehearsed:
     dry_run = _DryRun()
     twin = dry_run.twin(pipe)
     with warnings.catch_warnings(), process_states.kept(_CPU), torch.inference_mode(False), torch.no_grad():
-        warnings.simplefilter("ignore")  # of zeros divided by zeros
+        warnings.simplefilter("ignore")  # from computing with zeros, such as 0 / 0
         try:
             with process_states.OwnDraws(), unlogged():
                 twin(**keywords)
@@ -188,13 +188,13 @@ class _DryRun:
 
         Beyond `_MOST_TRACED` different values the latest answer serves for all others.
         """
-        like = self._like.setdefault((id(module), entry, tuple(_signed((args, kwargs)))), _Alike({}))
+        like = self._like.setdefault((id(module), entry, tuple(_signature((args, kwargs)))), _Alike({}))
         key = tuple(_values((args, kwargs))) if like.by_values else ()
         if key not in like.known and len(like.known) < _MOST_TRACED:
-            asked: list[bool] = []
+            were_values_used: list[bool] = []
             with process_states.no_modes():
-                answer = _followed(module, entry, args, kwargs, asked.append)
-            like.by_values |= any(asked)
+                answer = _followed(module, entry, args, kwargs, were_values_used.append)
+            like.by_values |= any(were_values_used)  # only following a call shows it, so the key may change here
             key = tuple(_values((args, kwargs))) if like.by_values else ()
             like.known[key] = answer
         return like.known.get(key) or next(reversed(like.known.values()))
@@ -244,7 +244,7 @@ def _values(values: Any) -> Iterable[Any]:
             yield tuple(tensor.flatten().tolist())
 
 
-def _signed(values: Any) -> Iterable[Any]:
+def _signature(values: Any) -> Iterable[Any]:
     """The key of a call: shapes, and plain values."""
     for tensor in tensors_in(values):
         yield tuple(tensor.shape), tensor.dtype

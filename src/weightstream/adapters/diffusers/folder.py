@@ -155,7 +155,7 @@ def weights_file(folder: Path, variant: str | None) -> Path | None:
 
 
 def check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
-    """Raise `CheckpointError` if no component has files of the variant: a typo would load those without."""
+    """Raise `CheckpointError` if no component has files of the variant, as after a typo; others would be loaded."""
     files = [weights_file(folder / name, variant) for name in names if (folder / name).is_dir()] if variant else []
     if any(files) and not any(f".{variant}." in file.name for file in files if file is not None):
         raise CheckpointError(f"{folder}: no component has files of the variant {variant!r}")
@@ -181,7 +181,7 @@ def required(folder: Path, variant: str | None) -> Path:
 
 
 def load_dtype(dtype: str | torch.dtype, checkpoint: Checkpoint | None) -> torch.dtype:
-    """The dtype to load in; "auto" is the one with most bytes in the checkpoint, of those that models compute in."""
+    """The dtype to load in; "auto" is the dtype of most bytes in the checkpoint, among those that models compute in."""
     if dtype == "auto":
         nbytes: Counter[str] = Counter()
         for entry in checkpoint.entries.values() if checkpoint is not None else ():

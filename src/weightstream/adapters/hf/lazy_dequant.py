@@ -74,6 +74,7 @@ def _whole_model(module: nn.Module) -> Restore | None:
     if handle is None or handle.id not in hooks:
         return None
     hook = hooks.pop(handle.id)
+    # a copy of the module has the hook again
     copied = forward_patch.copied_as(module, "_forward_pre_hooks", lambda now: OrderedDict({handle.id: hook, **now}))
 
     def undo() -> None:
@@ -205,12 +206,12 @@ def _cast(module: nn.Module) -> Restore | None:
 
 
 def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
-    """Bring 4-bit weights into the order that CPUs with AVX-512 read, as their first forward on a CPU does.
+    """Bring 4-bit weights into the order that CPUs with AVX-512 read. The library would do so in their first forward.
 
     For any other device bring them out of that order, which it would read wrong.
     """
-    is_read_so = getattr(module, "support_avx512bf16_for_cpu", False)
-    if not is_read_so or getattr(module.weight, "quant_state", None) is None:
+    supports_cpu_order = getattr(module, "support_avx512bf16_for_cpu", False)
+    if not supports_cpu_order or getattr(module.weight, "quant_state", None) is None:
         return None
     from bitsandbytes import functional
 
@@ -224,19 +225,19 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
     if module.training:  # the library packs once the module does not train
         module.support_avx512bf16_for_cpu = False
         return lambda: setattr(module, "support_avx512bf16_for_cpu", True)
-    kind, unread = type(weight), dict[str, Any]()
+    kind, unrounded = type(weight), dict[str, Any]()
     if not _is_packed(weight):
-        unread |= vars(weight.quant_state)  # the library rounds scales as it packs, in the first forward
+        unrounded |= vars(weight.quant_state)  # the library rounds scales as it packs, in the first forward
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
 
     def saved(weight: Any) -> Any:
         """A copy of a weight in the order that the library saves. The first forward rounds the scales; before it, the
         copy has the unrounded ones."""
         data, state = weight.detach().as_subclass(torch.Tensor), copy.copy(weight.quant_state)
-        if unread:
+        if unrounded:
             data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
             vars(state).clear()
-            vars(state).update(unread)
+            vars(state).update(unrounded)
         copied = torch.Tensor._make_subclass(kind, data, False)
         attributes = {name: value for name, value in vars(weight).items() if not name.startswith("_weightstream")}
         copied.__dict__.update(attributes)
@@ -252,24 +253,24 @@ def _packed_for_cpu(module: Any, device: torch.device) -> Restore | None:
             self._parameters["weight"] = weight
 
     def copied(parameters: dict[str, Any]) -> dict[str, Any]:
-        return parameters | {"weight": saved(parameters["weight"])} if unread else parameters
+        return parameters | {"weight": saved(parameters["weight"])} if unrounded else parameters
 
     def run(self: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if unread and self is module:  # not a copy
-            unread.clear()
+        if unrounded and self is module:  # not a copy
+            unrounded.clear()
         return forward(*args, **kwargs)
 
     def undo() -> None:
-        for each in undone:
+        for each in undo_functions:
             each()
-        if unread:
+        if unrounded:
             was = saved(module.weight)
             module.weight.data = was.data
             vars(module.weight.quant_state).clear()
-            vars(module.weight.quant_state).update(unread)
-            unread.clear()
+            vars(module.weight.quant_state).update(unrounded)
+            unrounded.clear()
 
-    undone = (
+    undo_functions = (
         forward_patch.set_attribute(module, "_save_to_state_dict", MethodType(save, module)),
         forward_patch.copied_as(module, "_parameters", copied),
         forward_patch.wrap_forward(module, run),

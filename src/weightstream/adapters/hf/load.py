@@ -124,7 +124,7 @@ def load_pretrained(
         expect: called with the model's dtype and bytes before any weight is read.
         offload_folder: where a folder is made for weights that transformers converts, that are decompressed, or that a
             `quantization_config` quantises, one by one on `device`; None: the directory of temporary files.
-        decode: called with the dtypes of compressed weights; whether these are written decompressed to the folder.
+        decode: called with the dtypes of compressed weights; True: they are written to the folder decompressed.
         may_write: without it a model that needs the folder is refused.
         model_config: used instead of config.json.
         allow_missing: weights that the checkpoint lacks get random values.
@@ -136,8 +136,8 @@ def load_pretrained(
     """
     check_dtype(dtype)
     _refuse(kwargs)
-    if (given := kwargs.get("quantization_config")) is not None:
-        refuse_quantised("quantization_config", given, _ON_THE_FLY)
+    if (quantization := kwargs.get("quantization_config")) is not None:
+        refuse_quantised("quantization_config", quantization, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
     source = find(path_or_repo_id, trust_remote_code, **hub)
     path = source.path
@@ -146,7 +146,7 @@ def load_pretrained(
     checkpoint = source.checkpoint(model_config)  # its errors are raised before those of the config
     offload = OffloadFolder(offload_folder)
     with refused_as_checkpoint(path_or_repo_id, "load"):
-        given = dict(kwargs)
+        requested = dict(kwargs)  # `config_and_class` takes those of the config from `kwargs`
         config, cls = config_and_class(source, model_class, trust_remote_code, model_config, kwargs)
         _refuse_unknown(cls, kwargs)
         if source.files_of(config) != source.files_of(model_config):
@@ -160,7 +160,7 @@ def load_pretrained(
         options |= {"trust_remote_code": True} if trust_remote_code else {}
         # a concrete class passes all keywords on to the generation settings; an Auto class drops those of the config
         is_concrete = model_config is None and hasattr(model_class, "config_class")
-        of_generation = {key: given[key] for key in given.keys() - kwargs.keys()} if is_concrete else {}
+        of_generation = {key: requested[key] for key in requested.keys() - kwargs.keys()} if is_concrete else {}
         load = _Load(
             source,
             checkpoint,
@@ -172,11 +172,11 @@ def load_pretrained(
             allow_missing=allow_missing,
         )
         with _LOADING, private.progress_bar(progress):
-            within = _INNERMOST.set(load)
+            token = _INNERMOST.set(load)
             try:
                 model = load.run(decode, device)
             finally:
-                _INNERMOST.reset(within)
+                _INNERMOST.reset(token)
         model.eval()
     mappings, lazy = (*checkpoint.mappings, *offload.mappings), tuple(checkpoint.lazy.values())
     kept = offload if offload.mappings else None
@@ -300,7 +300,7 @@ class _Load:
         dtypes, or where code reads weights while the model is made."""
         try:
             return self._make(wants_plain, device)
-        except _ReadEarly:  # it read zeros: the model is made again, of weights that have their values
+        except _ReadEarly:  # it read zeros: make the model again, from weights that have their values
             self._is_read = True
             self._checkpoint.lazy.clear()
         return self._make(wants_plain, device)
@@ -335,7 +335,8 @@ class _Load:
         if used:
             private.remember_conversions(model, targets.conversions)
         for memory in checkpoint.lazy.values():
-            memory.forget()
+            memory.forget()  # free what was populated for the load; the next read fills it again
+        # decompressed tensors were written, too: `_warn_of_decompression` reports them
         if (num := self._homing.num_written - len(self._coded) * decode) > 0:
             _LOGGER.warning(
                 "transformers converted %d tensors: %s written to %s for this process only; "
@@ -347,8 +348,8 @@ class _Load:
     def _sharded(self) -> Any:
         """The model with the shards of one rank.
 
-        Rows and columns stay in the file, also those of joined tensors. Shards of compressed tensors, or of any other
-        computation, are written to the folder one by one.
+        Shards that consist of rows or columns of tensors in the file are not copied, also where tensors are joined.
+        Shards of compressed tensors, or of computed ones, are written to the folder one by one.
         """
         checkpoint, config = self._checkpoint, copy.deepcopy(self._options["config"])
         skeleton = build(self._cls, config, self._options["dtype"])
@@ -388,12 +389,12 @@ class _Load:
         experts = self._gathered_fp8()
         names = sorted(self._checkpoint.entries.keys() - experts.gathered.used)
         sources = {name: self._tensor(name, decode=False) for name in names}
-        then = self._homing.take_all if self._homing.may_write else lambda module: None
+        take_tensors = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
             private.keeping_quantised(self._checkpoint.metadata),
-            private.quantising_on(device, then),
-            private.kernels_for(device, then),
+            private.quantising_on(device, take_tensors),
+            private.kernels_for(device, take_tensors),
         ):
             sources |= {name: tensor[...] for name, tensor in experts.gathered.tensors.items()}
             model = self._build(sources)

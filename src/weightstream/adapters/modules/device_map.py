@@ -12,7 +12,7 @@ knows no weights.
 Code that patches a class for a while sets a member of `type(model)`, and at the end restores or deletes it. It means
 the class of all such models. So members that are set on or deleted from the class of one instance are passed on to the
 base class. The class of the instance has no such member of its own before the patch, so code that looks there deletes
-the member at the end. Then the earlier value in the base class has to come back.
+the member at the end, instead of setting the earlier value. This module then sets the earlier value in the base class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts of transformers: modules with stacks of matrices, of which a call uses those that ids on the device name.
+"""Experts of transformers: modules with stacks of matrices. A call uses only some of them, named by ids on the device.
 
 They are found by structure. transformers' own functions compute, on a substitute for the module or on the module
 itself, so the bits are those of transformers. There are two ways to bring the matrices of a call
@@ -42,7 +42,7 @@ _EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped instead of batched]
 _ROUNDS = 8
 _OWN_FORWARDS = ("forward", "_compiled_call_impl")  # attributes of an instance that run instead of its class's forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class _StandIn:
@@ -74,7 +74,7 @@ class _ExpertsCalled(Exception):
 
 def _end_at_experts(*args: Any, **kwargs: Any) -> None:
     """Stands in for the experts of a block, to get their ids."""
-    raise _ExpertsCalled((dict(zip(_TAKEN, args, strict=False)) | kwargs)["top_k_index"])
+    raise _ExpertsCalled((dict(zip(_ARGUMENTS, args, strict=False)) | kwargs)["top_k_index"])
 
 
 class _ExpertInputs(NamedTuple):
@@ -87,9 +87,9 @@ class _ExpertInputs(NamedTuple):
     @classmethod
     def of(cls, call: ForwardCall) -> _ExpertInputs | None:
         """None for a call with other arguments."""
-        named = dict(zip(_TAKEN, call.args, strict=False)) | call.kwargs
-        tensors = [tensor for name in _TAKEN if isinstance(tensor := named.get(name), torch.Tensor)]
-        return cls(*tensors) if len(tensors) == len(_TAKEN) else None
+        named = dict(zip(_ARGUMENTS, call.args, strict=False)) | call.kwargs
+        tensors = [tensor for name in _ARGUMENTS if isinstance(tensor := named.get(name), torch.Tensor)]
+        return cls(*tensors) if len(tensors) == len(_ARGUMENTS) else None
 
 
 class _GroupedCase(NamedTuple):
@@ -120,11 +120,11 @@ class ExpertForward:
             return None
         inputs = _ExpertInputs.of(call)
         stacks = {name: stack for name in self._names if (stack := module._parameters.get(name)) is not None}
-        read = {id(stack) for stack in stacks.values()}  # a stack that is computed from others is not a parameter
-        if inputs is None or len(read) < len(self._names) or not read.issuperset(rows.stacks):
+        stack_ids = {id(stack) for stack in stacks.values()}  # a stack that is computed from others is not a parameter
+        if inputs is None or len(stack_ids) < len(self._names) or not stack_ids.issuperset(rows.stacks):
             return None
         num_ids, by_row = inputs.ids.numel(), implementation == _BY_ROW
-        places = rows.places(num_ids)
+        places = rows.places(num_ids)  # asked in each call, as it remembers the number of ids
         case = self._case(inputs, stacks.values()) if by_row else None
         # a case that was not tried yet is tried in `_place`, which a capture does not allow
         may_group = case is not None and _EQUAL.get(case, not rows.capturing())
@@ -171,7 +171,7 @@ class ExpertForward:
 
     @property
     def guesses(self) -> bool:
-        """Whether its block, run up to the experts, gave the ids of a call that was compared."""
+        """Whether its block, run up to the experts, gave the same ids as a call of the model."""
         return bool(self._repeats) and not self._module.training
 
     def guess(self, states: torch.Tensor) -> torch.Tensor | None:
@@ -184,6 +184,7 @@ class ExpertForward:
             return None
         inside: dict[str, Any] = {}
         for name, child in self._block.named_children():
+            # a router has a row of weights for each expert
             is_router = any(p.ndim and len(p) == self._module.num_experts for p in child.parameters())
             inside[name] = _end_at_experts if child is self._module else _unwatched(child) if is_router else _as_is
         try:

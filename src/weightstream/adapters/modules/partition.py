@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         inner = [m for m in by_id[outer].modules() if id(m) in found and id(m) != outer]
         if not inner:
             continue
-        nested = {id(d) for m in inner for d in m.modules() if d is not m}  # count once, with the block around them
+        nested = {id(d) for m in inner for d in m.modules() if d is not m}  # counted with the block around them
         if 2 * sum(_nbytes(m) for m in inner if id(m) not in nested) > _nbytes(by_id[outer]):
             found.discard(outer)  # the blocks inside hold most of it
         else:
@@ -99,8 +99,8 @@ def row_tables(model: nn.Module) -> set[int]:
 
 
 def _units(name: str, module: nn.Module, kept_whole: set[int], parent: nn.Module | None = None) -> Iterator[UnitModule]:
-    """The units of a subtree. `kept_whole`: ids of modules that are one unit each. If there are any, so are subtrees
-    without them."""
+    """The units of a subtree. `kept_whole`: ids of modules that are one unit each. Unless it is empty, the largest
+    subtrees without such modules are one unit each, too."""
     if not _holds_tensors(module):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]

@@ -89,7 +89,7 @@ class Footprint:
             context.
         cache_nbytes: the cache of all positions.
         calls: the modules that ran, in the order in which their calls began.
-        ops: the kernels, in the order of their launches.
+        ops: the kernels, in the order of their launches; then the all-reduces of shards.
         launches: the different operators among these.
         reads: the weights that were read.
         captured: the same step as it runs in a CUDA graph, where that differs.
@@ -394,6 +394,7 @@ class _Forward(OperatorMode):
             for tensor in tensors_in(output):
                 self._own_storages[_memory_of(tensor)] = tensor.untyped_storage()
             return output
+        # the most frequent composite operators as a kernel or a view: decomposing them would take longer
         func, args, kwargs = op_cost.simpler(func, args, kwargs)
         if _is_composite(func) and not op_cost.is_kernel(func, args, kwargs):
             with self:
@@ -402,6 +403,7 @@ class _Forward(OperatorMode):
             return func(*args, **kwargs)
         key = func, _signed(args), _signed(tuple(kwargs.items()))
         seen = self.launches.get(key)
+        # `repeat` makes results of the same shapes, or returns the first argument of an operator that works in place
         if seen is not None and (seen.is_repeatable or seen.is_in_place):
             output = seen.repeat(args)
         else:

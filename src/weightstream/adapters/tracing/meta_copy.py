@@ -200,7 +200,7 @@ def _is_shared(value: Any, made: Any) -> bool:
 
 
 def untie(made: Copied) -> None:
-    """Free a copy: delete methods that modules hold of themselves, which are reference cycles."""
+    """Free a copy: delete bound methods of a module among its own attributes, which are reference cycles."""
     for module in list(made.model.modules()):
         if id(module) in made.originals:  # others are not ours: a forward may have added them
             own = vars(module)

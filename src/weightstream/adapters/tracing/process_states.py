@@ -25,7 +25,9 @@ from weightstream.runtime.streamer.read_watch import OperatorMode
 from weightstream.runtime.tensors.pytree import tensors_in
 
 _THREAD_CLOCK = 6  # the kernel's CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED
-_LIFE_NS = 40_000  # CPU time of a thread that starts and ends; reading the clocks takes less
+# A thread that starts and ends takes at least this CPU time. The bounds below are closer together than that, as reading
+# the clocks takes less.
+_LIFE_NS = 40_000
 
 
 @contextmanager
@@ -121,7 +123,7 @@ class Draws:
             kept = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(
                 1 - share * bool(is_training), generator=generator
             )
-            return tensor * kept / max(1 - share, 1e-9), kept
+            return tensor * kept / max(1 - share, 1e-9), kept  # not 0 / 0 where all elements are dropped
         return func.overloadpacket(*args, **kwargs | ({"generator": generator} if takes_generator(func) else {}))
 
     def _of(self, device: torch.device) -> torch.Generator:

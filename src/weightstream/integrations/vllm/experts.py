@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# called if the router runs separately and its ids are passed on, and if one kernel does the routing as well
+# the first takes the ids of a router that ran before; the second is called where one kernel also does the routing
 _ENTRIES = ("forward_modular", "forward_monolithic")
 
 

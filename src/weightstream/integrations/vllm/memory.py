@@ -9,7 +9,7 @@ from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
 
 # Memory that stays free for CUDA graphs and late allocations: a 50th of the device, and 512 MiB at least.
-_RESERVE_SHARE, _RESERVE_NBYTES = 50, 512 << 20
+_RESERVE_DIVISOR, _RESERVE_NBYTES = 50, 512 << 20
 
 
 class Room:
@@ -30,12 +30,12 @@ class Room:
         cuda.give_back(workspaces=False)
         free, total = cuda.memory(self._worker.device)
         used = int(self._worker.init_snapshot.free_memory) - free
-        reserve_nbytes = max(total // _RESERVE_SHARE, _RESERVE_NBYTES)
+        reserve_nbytes = max(total // _RESERVE_DIVISOR, _RESERVE_NBYTES)
         return int(self._worker.requested_memory) - used - activation_nbytes - reserve_nbytes
 
     def nbytes(self, activation_nbytes: int) -> int:
         """The bytes that weights of layers may take, so that the wanted KV cache fits as well."""
-        held_nbytes = allocated(self._worker.device) - self._plain_nbytes  # weights of layers that are there already
+        held_nbytes = allocated(self._worker.device) - self._plain_nbytes  # weights of layers that are on the device
         return self.left(activation_nbytes) + held_nbytes - self.cache_nbytes
 
     def arithmetic(self, activation_nbytes: int) -> str:

@@ -47,7 +47,7 @@ KEY = "weightstream"  # in `additional_config`
 _UNITS = "units"  # in its settings, [Note: the compile cache]
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
-_CHOOSES = frozenset(
+_CHOOSES = frozenset(  # where one of these is set, vLLM's own flags are not read
     ("device_budget", "max_memory", "offload_backend", "prefetch", "uva", "offload_group_size", "cpu_offload_gb")
 )
 # A guess of the activations of a layer for a token: two of the layer's widest size, and `_WIDTHS` of hidden size.
@@ -91,7 +91,7 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._engines: list[ref[offloaders.StreamingOffloader]] = []
-        self._built: offloaders.BaseOffloader = offloaders.NoopOffloader()
+        self._delegate: offloaders.BaseOffloader = offloaders.NoopOffloader()
 
     @property
     def streamers(self) -> list[Streamer]:
@@ -100,13 +100,13 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
     @property
     def supports_tower_offload(self) -> bool:
-        return self._built.supports_tower_offload
+        return self._delegate.supports_tower_offload
 
     @contextmanager
     def building(self, offloader: offloaders.StreamingOffloader) -> Iterator[None]:
         """Inside, this is vLLM's offloader, and passes the layers of the model that is built to `offloader`."""
         self._engines = [*(engine for engine in self._engines if engine() is not None), ref(offloader)]
-        self._built = offloader
+        self._delegate = offloader
         theirs.set_offloader(self)
         try:
             yield
@@ -114,10 +114,10 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
             self._engines.pop()
             raise
         finally:
-            self._built = offloaders.NoopOffloader()
+            self._delegate = offloaders.NoopOffloader()
 
     def wrap_modules(self, modules_generator: Iterator[nn.Module], prefix: str = "") -> list[nn.Module]:
-        return self._built.wrap_modules(modules_generator, prefix)
+        return self._delegate.wrap_modules(modules_generator, prefix)
 
     def sync_prev_onload(self) -> None:
         for engine in self._alive():
@@ -140,8 +140,9 @@ class Offloader(theirs.BaseOffloader):  # type: ignore[misc]
 
 
 def settings_of(vllm_config: Any) -> OffloadConfig | None:
-    """The settings of an engine; None if it does not use weightstream. vLLM's own flags for offloading apply if the
-    settings do not say how much memory to use.
+    """The settings of an engine; None if it does not use weightstream.
+
+    If the settings do not say how much memory to use, vLLM's own flags for offloading do.
 
     A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` are set. Raises `ConfigError`.
     """
@@ -213,7 +214,7 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
         return result
     if reason := why_refused(wrapper.vllm_config):
         raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
-    logger.parent = logging.getLogger("vllm")  # its level, and its handlers
+    logger.parent = logging.getLogger("vllm")  # so that vLLM's level and handlers apply
     engine = VllmWorker(wrapper.worker, config)
     with ours.building(engine.offloader):
         result = inner(*args, **kwargs)
