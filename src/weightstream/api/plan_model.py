@@ -201,7 +201,7 @@ def _machine(
         with closing(backend_of(device, config)) as backend:
             return machine_with_rates(backend, config, dtypes)
     machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
-    budget = config.device_nbytes(machine.total_nbytes or -1)
+    budget = config.device_nbytes(machine.total_nbytes or -1)  # -1: a share of an unknown size becomes negative
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
         raise ConfigError(
             "this machine has no GPU, and there is no profile of one, so the size of its memory is unknown: give "

@@ -110,7 +110,7 @@ def assembled(
         closing()
         # While a handler holds the error, its traceback keeps these frames and their locals alive. The handler may
         # offload the model again: so these frames must hold no memory of the weights.
-        if forward_patch.ATTRIBUTE not in vars(model):
+        if forward_patch.ATTRIBUTE not in vars(model):  # else a streamer is still attached, and uses it
             if builder is not None:
                 builder.forget()
             for group in by_alias.values():
@@ -298,6 +298,7 @@ class BudgetCheck:
 def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
     """The configuration and the machine that all ranks agree on, with each link's rate while all ranks copy."""
     if backend.device.type != "cpu":
+        # raises if two ranks have one device
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = multi_gpu_links.at_most(machine, multi_gpu_links.shared_link_rate(backend.device, ranks.confirm))
         rate = multi_gpu_links.all_reduce_rate(backend, ranks.confirm, ranks.add_up)

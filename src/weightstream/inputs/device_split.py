@@ -100,10 +100,11 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block, the index of the first block that it shares memory with, perhaps through others; else its own.
+    """For each block, the index of the earlier block whose device it must be on, as they share memory; else its own.
 
-    Both must be on one device. None: the block must be on the first device, as it, or a block that it shares memory
-    with, shares memory with a module outside of the blocks.
+    The earlier blocks that it shares memory with have leaders: the result is the first of these. None: the block must
+    be on the first device, as it shares memory with a module outside of the blocks, or with an earlier block of which
+    that is true.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}

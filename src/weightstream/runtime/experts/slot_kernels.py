@@ -53,7 +53,7 @@ def resolve(
     `state`: [Note: counts]. `first_at` is scratch memory for the first place of a row in `ids`, and is
     NEVER for each row between calls; `by_age` is scratch memory, too. IDS and SLOTS are powers of two.
     """
-    # `step` is the stamp of this call. Loaded before the first barrier: threads that are done store the new counts.
+    # `step` is the stamp of this call. Loaded before the first barrier: threads that finish first store the new counts.
     step, num_ahead = tl.load(state), tl.load(state + 4).to(tl.int32)
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)

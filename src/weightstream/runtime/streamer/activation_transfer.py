@@ -21,7 +21,7 @@ from weightstream.runtime.streamer.forward_patch import Run
 from weightstream.runtime.tensors.pytree import attributes_of, items_of, set_items, tensors_in, with_tensors
 from weightstream.runtime.weights.alias_groups import span
 
-_ALIGN = 16
+_ALIGN = 16  # bytes: a multiple of every dtype's size, so that views of a copy begin at whole elements
 
 
 class DeviceCrossing:
