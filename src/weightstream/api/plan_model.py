@@ -147,8 +147,8 @@ def plan_stripes(
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
-    alone = config.within(next(iter(config.stripes.values())))
-    machine = _machine(alone, device, profile, dtypes_of(model))
+    first_settings = config.within(next(iter(config.stripes.values())))
+    machine = _machine(first_settings, device, profile, dtypes_of(model))
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 

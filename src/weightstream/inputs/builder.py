@@ -169,7 +169,7 @@ class OffloadBuilder:
         grains = grains_of(model, self._by_alias, subset.grains if subset else None, self._blocks)
         machine = machine_of(backend, config, self._homes, facts.progress, expected)
         if facts.ranks is not None:
-            config, machine = _among(facts.ranks, backend, config, machine)
+            config, machine = _agreed(facts.ranks, backend, config, machine)
         self.gatherer = gatherer_of_homes(
             model,
             self._homes,
@@ -295,7 +295,7 @@ class BudgetCheck:
         )
 
 
-def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
+def _agreed(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
     """The configuration and the machine that all ranks agree on, with each link's rate while all ranks copy."""
     if backend.device.type != "cpu":
         # raises if two ranks have one device

@@ -73,7 +73,7 @@ def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: Of
     if not (blocks := called(find_blocks(model))):
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
     settings = [config.within(budget) for budget in config.stripes.values()]
-    configured = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
+    configured = [each.device_nbytes(machine.total_nbytes) for each, machine in zip(settings, machines, strict=True)]
     budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(configured, machines, strict=True)]
     rates = [machine.profile.link_bytes_per_s for machine in machines]
     nbytes, leaders = [_nbytes(block) for block in blocks], blocks_sharing_memory(model, blocks)
@@ -115,7 +115,7 @@ def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list
         if memories & outside or None in sharing:
             leaders.append(None)
         else:
-            leaders.append(min((block for block in sharing if block is not None), default=index))
+            leaders.append(min((leader for leader in sharing if leader is not None), default=index))
     return leaders
 
 

@@ -171,10 +171,10 @@ def share_budget(
     if sum(map(_nbytes, every.values())) > budget:  # any of them may have to stream
         # `complete` finds the facts that are slow to find, such as compressed sizes, if a plan within this budget can
         # depend on them. The parts of the budget are not known yet, so each component is asked with all of it.
-        streams = Share(0, budget)
+        whole_budget = Share(0, budget)
         for name, planned_for in known.items():
             gatherer = planned_for.component.gatherer
-            complete = gatherer.complete(replace(planned_for.inputs, share=streams))
+            complete = gatherer.complete(replace(planned_for.inputs, share=whole_budget))
             every[name] = replace(complete, share=None)
     planned = shares(every, times, budget)
     ring_nbytes = block_nbytes([component.plan for component in planned.values()])

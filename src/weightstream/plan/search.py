@@ -220,15 +220,15 @@ def place_homes(
     if plan.offloaded_nbytes <= host_budget:
         return plan
     movable &= aliases.keys() - plan.placed
-    elsewhere = frozenset(aliases.keys() - movable)
-    fixed_nbytes = sum(aliases[alias] for alias in elsewhere - plan.resident)
+    immovable = frozenset(aliases.keys() - movable)
+    fixed_nbytes = sum(aliases[alias] for alias in immovable - plan.resident)
     if fixed_nbytes > host_budget:
         raise PlanError(
             f"host budget {human(host_budget)} ({host_budget} bytes) < {human(fixed_nbytes)} ({fixed_nbytes} bytes) of "
             f"weights that must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
-    columns = columns_of(plan.manifest, elsewhere)
-    plain = plain_nbytes(plan.manifest, elsewhere)
+    columns = columns_of(plan.manifest, immovable)
+    plain = plain_nbytes(plan.manifest, immovable)
     kept = fitting(plan.manifest, plain, columns, host_budget - fixed_nbytes, exact=True)
     placed = replace(plan, disk=movable - kept)
     step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))
