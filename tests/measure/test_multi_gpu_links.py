@@ -107,7 +107,7 @@ def test_ranks_plan_with_the_rate_that_they_have_together(
     backend: Any = SimpleNamespace(device=torch.device(device))
     profile = replace(CPU_PROFILE, link_bytes_per_s=rate if device == "cpu" else 55e9)
     config, machine = OffloadConfig(), machine_elsewhere(profile, 0)
-    found = builder._among(ranks, backend, config, machine)[1]
+    found = builder._agreed(ranks, backend, config, machine)[1]
     sums = CPU_PROFILE.ranks_bytes_per_s if device == "cpu" else 3e9
     assert found.profile == replace(profile, link_bytes_per_s=rate, ranks_bytes_per_s=sums)
     assert len(met) == 2 * len(added) == 2 * (device != "cpu")

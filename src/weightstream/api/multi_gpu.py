@@ -103,6 +103,7 @@ class Stripes(StreamerGroup):
     ) -> None:
         session = custom_ops.OpSession()
         self._undo.add(session.close)
+        # before the builders wrap the blocks as units: so a unit opens before its block's inputs are copied
         for block, index in lane_of.items():
             if index:
                 self._undo.add(forward_patch.surround(block, crossing(self._crossings[index]), session))
@@ -143,6 +144,7 @@ class Stripes(StreamerGroup):
             kind = kind_of(args, kwargs, "fixed" if is_fixed else "forward")
             if not is_fixed:
                 self._foresee_call(kind, args, kwargs)
+            # nested: the one step is a step of each part, which opens its own units
             for part in reversed(self.parts.values()):
                 step = partial(part.run_fixed if is_fixed else part.run, step, kind)
             try:
@@ -151,6 +153,7 @@ class Stripes(StreamerGroup):
             finally:
                 self._gate.end_forward()
                 self._forget_sent()
+            # layers of a static cache report their length on the first device, where positions and masks are computed
             static_cache.tell_lengths_at(cache_in(kwargs), self.devices[0])
             return output
 
@@ -162,7 +165,10 @@ class Stripes(StreamerGroup):
             yield
 
     def _forget_sent(self) -> None:
-        """Drop the copies of blocks' inputs: a launched graph writes to tensors without raising their version."""
+        """Drop the copies of blocks' inputs.
+
+        A launched graph writes to tensors without raising their version, so an outdated copy would seem up to date.
+        """
         for device_crossing in self._crossings:
             device_crossing.clear()
 
@@ -288,6 +294,7 @@ class Stripes(StreamerGroup):
 
 
 def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Make the tensor show its earlier memory again, with its present values, which may have been updated."""
     with torch.no_grad():
         if tensor.data.device != before.device:
             before.copy_(tensor.data)
@@ -314,6 +321,7 @@ def stripe(model: nn.Module, backends: Sequence[Backend], config: OffloadConfig,
             def build(deal: DeviceSplit) -> dict[str, OffloadBuilder]:
                 builders = {}
                 for lane in deal.used:
+                    # the folder is closed with the stripes, not with a part
                     lane_facts = replace(facts, folder=None, subset=deal.subset(lane, model))
                     part = _assembled(deal.roots[lane], backends[lane], deal.settings(lane, config), lane_facts)
                     builders[stripes.names[lane]] = builder = assembling.enter_context(part)

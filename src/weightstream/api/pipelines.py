@@ -204,6 +204,7 @@ def _offloaded(
     modules = pipeline.modules_of(pipe)
     common = shared_between(modules)
     elsewhere = {name: frozenset(t for t, owner in common.get(name, {}).items() if owner != name) for name in modules}
+    # a component whose tensors all belong to other components has nothing to stream
     modules = {
         name: m for name, m in modules.items() if any(id(leaf.tensor) not in elsewhere[name] for leaf in leaves_of(m))
     }
@@ -301,7 +302,7 @@ class PipelineStats:
 
 
 class _Part(NamedTuple):
-    """A component that streams, held weakly: the component keeps its streamer alive, and that its builder.
+    """A component that streams, held weakly: the component keeps its streamer alive, and the streamer its builder.
 
     Attributes:
         streamer: its streamer.
@@ -358,7 +359,7 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _settle(backend: Backend) -> None:
-    """Wait for copies in flight. Not in a capture, which a wait would break; it copies nothing that is being freed."""
+    """Wait for copies in flight. Not in a capture, which a wait would break: a capture copies nothing that is freed."""
     if not backend.capturing():
         backend.synchronize()
 
@@ -517,6 +518,7 @@ class PipelineStreamer(StreamerGroup):
         """Run `change`, which resizes the embedding tables of text encoders, and stream these again."""
         found: list[Any] = []
         work: Callable[[], object] = partial(_append, found, change)
+        # nested: no text encoder streams while `change` runs, and if it fails, all of them stream as before
         for name in self.components:
             if name.startswith("text_encoder"):
                 work = partial(self._recast, name, work)

@@ -147,8 +147,8 @@ def plan_stripes(
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
-    alone = config.within(next(iter(config.stripes.values())))
-    machine = _machine(alone, device, profile, dtypes_of(model))
+    first_settings = config.within(next(iter(config.stripes.values())))
+    machine = _machine(first_settings, device, profile, dtypes_of(model))
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
@@ -201,7 +201,7 @@ def _machine(
         with closing(backend_of(device, config)) as backend:
             return machine_with_rates(backend, config, dtypes)
     machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
-    budget = config.device_nbytes(machine.total_nbytes or -1)
+    budget = config.device_nbytes(machine.total_nbytes or -1)  # -1: a share of an unknown size becomes negative
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
         raise ConfigError(
             "this machine has no GPU, and there is no profile of one, so the size of its memory is unknown: give "

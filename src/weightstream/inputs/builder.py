@@ -110,7 +110,7 @@ def assembled(
         closing()
         # While a handler holds the error, its traceback keeps these frames and their locals alive. The handler may
         # offload the model again: so these frames must hold no memory of the weights.
-        if forward_patch.ATTRIBUTE not in vars(model):
+        if forward_patch.ATTRIBUTE not in vars(model):  # else a streamer is still attached, and uses it
             if builder is not None:
                 builder.forget()
             for group in by_alias.values():
@@ -169,7 +169,7 @@ class OffloadBuilder:
         grains = grains_of(model, self._by_alias, subset.grains if subset else None, self._blocks)
         machine = machine_of(backend, config, self._homes, facts.progress, expected)
         if facts.ranks is not None:
-            config, machine = _among(facts.ranks, backend, config, machine)
+            config, machine = _agreed(facts.ranks, backend, config, machine)
         self.gatherer = gatherer_of_homes(
             model,
             self._homes,
@@ -295,9 +295,10 @@ class BudgetCheck:
         )
 
 
-def _among(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
+def _agreed(ranks: Ranks, backend: Backend, config: OffloadConfig, machine: Machine) -> tuple[OffloadConfig, Machine]:
     """The configuration and the machine that all ranks agree on, with each link's rate while all ranks copy."""
     if backend.device.type != "cpu":
+        # raises if two ranks have one device
         ranks.apart(cuda.facts(backend.device).uuid, backend.device)
         machine = multi_gpu_links.at_most(machine, multi_gpu_links.shared_link_rate(backend.device, ranks.confirm))
         rate = multi_gpu_links.all_reduce_rate(backend, ranks.confirm, ranks.add_up)

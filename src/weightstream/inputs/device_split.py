@@ -73,7 +73,7 @@ def split_over_devices(model: nn.Module, machines: Sequence[Machine], config: Of
     if not (blocks := called(find_blocks(model))):
         raise ConfigError(f"{type(model).__name__} has no repeated blocks to spread over {len(machines)} devices")
     settings = [config.within(budget) for budget in config.stripes.values()]
-    configured = [own.device_nbytes(machine.total_nbytes) for own, machine in zip(settings, machines, strict=True)]
+    configured = [each.device_nbytes(machine.total_nbytes) for each, machine in zip(settings, machines, strict=True)]
     budgets = [int(_FREE * m.free_nbytes) if n is None else n for n, m in zip(configured, machines, strict=True)]
     rates = [machine.profile.link_bytes_per_s for machine in machines]
     nbytes, leaders = [_nbytes(block) for block in blocks], blocks_sharing_memory(model, blocks)
@@ -100,10 +100,11 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block, the index of the first block that it shares memory with, perhaps through others; else its own.
+    """For each block, the index of the earlier block whose device it must be on, as they share memory; else its own.
 
-    Both must be on one device. None: the block must be on the first device, as it, or a block that it shares memory
-    with, shares memory with a module outside of the blocks.
+    The earlier blocks that it shares memory with have leaders: the result is the first of these. None: the block must
+    be on the first device, as it shares memory with a module outside of the blocks, or with an earlier block of which
+    that is true.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}
@@ -114,7 +115,7 @@ def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list
         if memories & outside or None in sharing:
             leaders.append(None)
         else:
-            leaders.append(min((block for block in sharing if block is not None), default=index))
+            leaders.append(min((leader for leader in sharing if leader is not None), default=index))
     return leaders
 
 

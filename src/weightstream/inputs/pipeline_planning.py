@@ -32,7 +32,7 @@ from weightstream.settings.config import OffloadConfig
 logger = logging.getLogger("weightstream")
 
 _ROUNDED_NBYTES = 64 << 20  # for the rounding of the allocator's blocks, and tensors of the pipeline itself
-_STEPS = 28  # assumed steps of a denoiser
+_STEPS = 28  # assumed steps of a denoiser of which no call is known
 _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
@@ -138,7 +138,11 @@ def heaviest(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, Com
 
 
 def known_of(parts: Components, calls: Sequence[ComponentCall]) -> dict[str, PlannedFor]:
-    """The form and the inputs for which each component is planned: those of its `heaviest` call, if it has a call."""
+    """The form and the inputs for which each component is planned.
+
+    They are those of its `heaviest` call; or of the plain form, for the usual step, if there is no call, or if the form
+    that the call runs has fewer bytes.
+    """
     known = {name: PlannedFor(part, part.inputs) for name, part in parts.plain.items()}
     for name, call in heaviest(parts, calls).items():
         if _nbytes(parts.of(call).inputs) >= _nbytes(known[name].inputs):
@@ -165,10 +169,12 @@ def share_budget(
     times |= Counter(call.component for call in calls)
     budget = budget_of(every, calls) if budget is None else budget
     if sum(map(_nbytes, every.values())) > budget:  # any of them may have to stream
-        streams = Share(0, budget)
+        # `complete` finds the facts that are slow to find, such as compressed sizes, if a plan within this budget can
+        # depend on them. The parts of the budget are not known yet, so each component is asked with all of it.
+        whole_budget = Share(0, budget)
         for name, planned_for in known.items():
             gatherer = planned_for.component.gatherer
-            complete = gatherer.complete(replace(planned_for.inputs, share=streams))
+            complete = gatherer.complete(replace(planned_for.inputs, share=whole_budget))
             every[name] = replace(complete, share=None)
     planned = shares(every, times, budget)
     ring_nbytes = block_nbytes([component.plan for component in planned.values()])

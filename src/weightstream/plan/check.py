@@ -59,7 +59,7 @@ def _homes(plan: Plan) -> Iterator[str]:
             yield f"unit {index} lies at {extent} in a ring of {plan.ring_nbytes}"
         if extent.offset % ALIGN_NBYTES:
             yield f"unit {index} starts at byte {extent.offset}, which is not aligned"
-        if unit.enclosing and extent.nbytes:
+        if unit.enclosing and extent.nbytes:  # it is in use while they run, so its weights must be resident
             yield f"unit {index} encloses others and streams"
         end = 0
         for alias, offset in plan.streamed(index).items():

@@ -109,6 +109,7 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
 
     counts_tensors = bool(profile.show_s and profile.host_s)  # each tensor that streams costs time of the host
     buffer = buffer_nbytes(manifest)
+    # the ring of a share includes the decode buffer
     share = share and share._replace(ring_nbytes=share.ring_nbytes - buffer)
     unit_s = [profile.times_s(u, unit).device_s for u, unit in enumerate(manifest.units)] if profile.unit_s else []
     found = list(choices(manifest, forced, budget - buffer, counts_tensors, share, unit_s))
@@ -117,10 +118,11 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
     device_s, most_s = _resident_s(manifest, profile).device_s, _launched_s(manifest, forced, profile)
     for choice in found:
         streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
-        # A ring that is overwritten twice or more in a step keeps less than one unit from step to step: at its end.
+        # Bytes that stay in the ring from step to step are not copied again: at most all of the ring. If the step fills
+        # the ring more than twice, these are less than one unit: only the end of the ring may be used just once.
         ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
         bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
-        if bound_s < most_s:
+        if bound_s < most_s:  # else the host, which takes at most this long, adds nothing
             bound_s = _counted_s(bound_s, _launched_s(manifest, choice.residents, profile), profile)
         slots = (0,) if choice.by_ends else (0, choice.unit_nbytes)
         yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in slots)
@@ -218,15 +220,15 @@ def place_homes(
     if plan.offloaded_nbytes <= host_budget:
         return plan
     movable &= aliases.keys() - plan.placed
-    elsewhere = frozenset(aliases.keys() - movable)
-    fixed_nbytes = sum(aliases[alias] for alias in elsewhere - plan.resident)
+    immovable = frozenset(aliases.keys() - movable)
+    fixed_nbytes = sum(aliases[alias] for alias in immovable - plan.resident)
     if fixed_nbytes > host_budget:
         raise PlanError(
             f"host budget {human(host_budget)} ({host_budget} bytes) < {human(fixed_nbytes)} ({fixed_nbytes} bytes) of "
             f"weights that must be in host memory, of {human(plan.offloaded_nbytes)} outside of the device. {remedy}"
         )
-    columns = columns_of(plan.manifest, elsewhere)
-    plain = plain_nbytes(plan.manifest, elsewhere)
+    columns = columns_of(plan.manifest, immovable)
+    plain = plain_nbytes(plan.manifest, immovable)
     kept = fitting(plan.manifest, plain, columns, host_budget - fixed_nbytes, exact=True)
     placed = replace(plan, disk=movable - kept)
     step_s = plan.step_s + (searched_s(placed, profile) - searched_s(plan, profile))

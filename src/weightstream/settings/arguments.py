@@ -57,6 +57,6 @@ class EitherConfig(NamedTuple):
 
 
 def of_model(config: Any) -> EitherConfig:
-    """Sort the argument `config`: the config of a transformers model has a `model_type`; all else are settings."""
+    """Sort the argument `config`: the config of a transformers model has a `model_type`; anything else is settings."""
     is_transformers = config is not None and hasattr(config, "model_type") and hasattr(config, "to_dict")
     return EitherConfig(None, config) if is_transformers else EitherConfig(config, None)

@@ -19,7 +19,7 @@ _MEMORY = re.compile(r"cpu|(?:cuda:)?(\d+)")
 
 
 def budget_nbytes(budget: int | str | None, total_nbytes: int) -> int | None:
-    """The bytes of a budget, which may be a share of the `total_nbytes` of a memory. None: no budget."""
+    """The bytes of a budget from `checked`: text is a share of the `total_nbytes` of a memory. None: no budget."""
     if not isinstance(budget, str):
         return budget
     return math.floor(total_nbytes * float(budget.removesuffix("%")) / 100)
@@ -32,7 +32,7 @@ def checked(value: Any, least: int = 0) -> int | str:
             raise ValueError("not a share over 0 and up to 100 %")
         return f"{float(share[1]):g}%"
     is_size = not isinstance(value, str) or _SIZE.fullmatch(value)
-    with contextlib.suppress(ValidationError):  # its text is about pydantic's types
+    with contextlib.suppress(ValidationError):  # the text of pydantic's error is about its types
         if is_size and (nbytes := _BYTE_SIZE.validate_python(value)) >= least:
             return nbytes
     raise ValueError(f"not a number of bytes >= {least}")

@@ -24,7 +24,8 @@ class ConfigWarning(UserWarning):
     """A setting that is set but ignored."""
 
 
-# Error messages quote the text in a field's type, as what to set. The field's description is the help of its flag.
+# Error messages quote the text in a field's type, which names the values that can be set. The field's description is
+# the help of its flag.
 _SIZE_TEXT = 'bytes, a size such as "12GiB", or a share such as "80%"'
 _Budget = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v)), _SIZE_TEXT]
 _OverZero = Annotated[int | str | None, BeforeValidator(lambda v: None if v is None else checked(v, 1)), _SIZE_TEXT]
@@ -216,6 +217,7 @@ class OffloadConfig(_Settings):
         host = dict(self.max_memory).get("cpu", self.host_budget)
         if host_share < 1.0 and host is not None:
             host = f"{host_share * float(host[:-1])}%" if isinstance(host, str) else int(host_share * host)
+            # the share replaces the budget of the host, which `max_memory` may have held
             update: dict[str, Any] = {"host_budget": host, "max_memory": ()}
         else:
             update = {"max_memory": tuple(entry for entry in self.max_memory if entry.memory == "cpu")}
@@ -241,7 +243,10 @@ class OffloadConfig(_Settings):
         return self.codec != "none" and self.backend != "uva"
 
     def device_for(self, device: object | None) -> str | None:
-        """`device`, else the GPU that `max_memory` has a budget for; `ConfigError` if these are different."""
+        """`device`, else the GPU that `max_memory` has a budget for.
+
+        Raises `ConfigError` if these are different, or if several GPUs share the model.
+        """
         name = None if device is None else str(device)
         if self.stripes:
             raise ConfigError("this call uses one GPU: offload() and from_pretrained() of a model can use several")
@@ -359,6 +364,7 @@ def _known_keys(cls: type[BaseModel]) -> dict[str, str]:
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` without None, with sections as dicts, and with flat keys moved into their section."""
     known = _known_keys(OffloadConfig)
+    # an unknown key stays even if its value is None, so that it is refused
     present = {key: value for key, value in values.items() if value is not None or key not in known}
     nested = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in present.items()}
     for key in [key for key in present if "." in known.get(key, "")]:
@@ -385,7 +391,7 @@ def _explained(cls: type[BaseModel], fault: ErrorDetails) -> str:
     """Field, value and remedy, one line per fault."""
     name, value = ".".join(map(str, fault["loc"])), fault["input"]
     cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # of a check or of a section: its text is complete
+    if isinstance(cause, ConfigError):  # raised by `model_post_init`, or by a section: its text is complete
         return "\n".join(f"{name}.{line}" if name else line for line in str(cause).splitlines())
     if fault["type"] == "extra_forbidden":
         return no_such_option(name, value, _known_keys(cls))

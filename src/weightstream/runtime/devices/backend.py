@@ -58,7 +58,10 @@ class Copy:
     read: SourceRange | None = None
 
     def joined(self, other: Copy) -> Copy | None:
-        """One copy for two that are adjacent in source and target, alignment gap included; None if they are not."""
+        """One copy for two that are adjacent in source and target; None if they are not.
+
+        The alignment gap between the two is copied, too.
+        """
         if not (self.pinned and other.pinned and self.prepare == other.prepare):
             return None
         if self.src.dim() > 1 or other.src.dim() > 1:

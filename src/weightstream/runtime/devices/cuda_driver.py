@@ -10,7 +10,7 @@ import torch
 
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE
-_END = (
+_END = (  # the fields of the source, and again of the destination, in CUDA_MEMCPY2D
     ("x", ctypes.c_size_t),
     ("y", ctypes.c_size_t),
     ("type", ctypes.c_uint),

@@ -60,17 +60,19 @@ def _uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
+        if not gc.get_freeze_count():  # else this would unfreeze objects that the caller has frozen
             gc.freeze()
             gc.unfreeze()
         gc.enable()
 
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
+    """The backend of a device by name; by default the current CUDA GPU, or the CPU if there is no GPU."""
     try:
         device = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
     except RuntimeError as error:
-        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error  # torch lists all its devices
+        # torch's own text lists device types that are not supported here
+        raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":
@@ -86,8 +88,11 @@ class HostPlaces(NamedTuple):
 
 
 def pinned(backend: Backend, config: OffloadConfig) -> HostPlaces:
-    """The host memory that the device copies from: an arena if pinning is allowed, and the page cache, whose pages are
-    pinned in place, or only read ahead if nothing is pinned."""
+    """The host memory that the device copies from: an arena if pinning is allowed, and the page cache.
+
+    Its pages are pinned in place, or only read ahead if nothing is pinned. There is no page cache if pinning is allowed
+    and read-only pages cannot be pinned for the GPU.
+    """
     if backend.device.type != "cuda" or not config.pin_memory:
         return HostPlaces(None, PageCache())
     node, index = cuda.node(backend.device), backend.device.index

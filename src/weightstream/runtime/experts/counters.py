@@ -56,7 +56,7 @@ class Tally:
             if cache.slots not in self._warm and now.hits + now.misses >= _WARM * cache.num_slots:
                 self._warm[cache.slots] = now
             since_warm.append(Found(*map(sub, now, self._warm.get(cache.slots, now))))
-            num_slots = cache.num_slots
+            num_slots = cache.num_slots  # a plan has one number of slots for all cached stacks
         hits, misses, ahead, used = map(sum, zip(*since_warm, strict=True))
         # a row that was prefetched would have been a miss
         return Counts(num_slots, hits - used, misses + used, ahead=ahead, used=used) if hits + misses else None

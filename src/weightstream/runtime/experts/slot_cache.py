@@ -121,6 +121,7 @@ class SlotCache:
         return self._device.counts() if self._device is not None else self._table.counts()
 
     def _clamped(self, ids: torch.Tensor) -> list[int]:
+        """The ids as numbers, those above the last row as the last row: as in the kernels."""
         rows: list[int] = ids.clamp(max=self._num_rows - 1).tolist()
         return rows
 
@@ -166,7 +167,7 @@ class Lru:
 
     def guess(self, rows: Sequence[int], most: int) -> list[MissedRow]:
         """The rows that have to be fetched ahead."""
-        self._judge(())  # no call came after the last guess
+        self._judge(())  # rows of an earlier guess that are still there: no call came after it, so none was used
         is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
         slot_of = self._slot_of()
         guarded = {slot_of[row] for row in rows if row in slot_of}
@@ -279,7 +280,7 @@ class _OnDevice:
         self._num_slots = len(memory)
         self._num_pieces = sum(len(stack.pieces) for stack in stacks)
         self._num_chunks = len(on_host.chunks)
-        tables, self._sent = _copied(on_host, memory.device)  # the device may read what was sent later
+        tables, self._sent = _copied(on_host, memory.device)  # kept, as the asynchronous copy may still read it
         self._tables = _Tables(*tables)
         self._stacks = stacks  # the tables hold the addresses of their memory
 
@@ -368,7 +369,8 @@ def put_rows(
 ) -> None:
     """Copy uncompressed rows from their slots to these places of `target`; a row whose slot is negative is left out.
 
-    `slots` is uint8 of shape (slots, bytes), `found` has the slot of each row.
+    The arguments are those of the function that `coding.picking` returns; the ids of the rows, which that function
+    needs, are ignored. `slots` is uint8 of shape (slots, bytes), `found` has the slot of each row.
     """
     rows = target.view(len(target), -1).view(torch.uint8)
     nbytes = rows.shape[1]

@@ -53,7 +53,7 @@ def resolve(
     `state`: [Note: counts]. `first_at` is scratch memory for the first place of a row in `ids`, and is
     NEVER for each row between calls; `by_age` is scratch memory, too. IDS and SLOTS are powers of two.
     """
-    # `step` is the stamp of this call. Loaded before the first barrier: threads that are done store the new counts.
+    # `step` is the stamp of this call. Loaded before the first barrier: threads that finish first store the new counts.
     step, num_ahead = tl.load(state), tl.load(state + 4).to(tl.int32)
     s = tl.arange(0, IDS)
     row = tl.load(ids + s, mask=s < num_ids, other=-1)
@@ -193,11 +193,11 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
         row, slot = tl.load(missed + 2 * miss), tl.load(missed + 2 * miss + 1)
         piece, begin = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
         at = row * PIECES + piece
-        left = ((tl.load(lengths + at) - begin) // 8).to(tl.int32)
+        num_words = ((tl.load(lengths + at) - begin) // 8).to(tl.int32)
         source = (tl.load(sources + at) + begin).to(tl.pointer_type(tl.int64))
         stride = tl.load(targets + 2 * piece + 1)
         target = (tl.load(targets + 2 * piece) + slot.to(tl.int64) * stride + begin).to(tl.pointer_type(tl.int64))
-        tl.store(target + word, tl.load(source + word, mask=word < left), mask=word < left)
+        tl.store(target + word, tl.load(source + word, mask=word < num_words), mask=word < num_words)
 
 
 @triton.jit

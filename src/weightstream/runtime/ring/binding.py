@@ -104,7 +104,7 @@ class Binding:
         self._step_end.follow()
         self._leave_written()
         found = self._see(self.tensors)
-        # these may have been written to without raising a version
+        # these may have been written to without raising a version: from now on they are copied from memory
         self._leave({streamed.alias for streamed in found if streamed.is_past_file()})
         self._forget({streamed.alias for streamed in found})
         for streamed in found:
@@ -344,7 +344,7 @@ class Binding:
     def decode(self, index: int) -> None:
         """Queue the decoding of the unit's compressed weights, after their fill and earlier reads of the buffer."""
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
-            self.engine.take_over(decodes=True)
+            self.engine.take_over(decodes=True)  # the buffer may be part of memory that several models share
             if not self.units[index].is_picked:
                 self._backend.launch(self.units[index].opening.decode)
 
@@ -356,7 +356,7 @@ class Binding:
     def clone_views(self, index: int, output: object) -> None:
         """Give outputs that are views of the unit's weights memory of their own: the next fill overwrites these."""
         unit = self.units[index]
-        if unit.num_views() > len(unit.views.tensors):
+        if unit.num_views() > len(unit.views.tensors):  # at fixed addresses the unit's own tensors show the ring
             unit.views.clone_views(output)
 
     def abandon(self) -> None:

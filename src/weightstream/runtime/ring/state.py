@@ -20,7 +20,7 @@ class StepState(Enum):
     LEARNING = "in a watched step"
     EAGER = "in a step"
     STEP = "inside of step()"
-    HELD = "driven by an engine"  # from `fix` to `unfix`
+    HELD = "driven by an engine"  # an inference engine such as vLLM's, from `fix` to `unfix`
     FORWARD = "in a forward at fixed addresses"
     REMOVED = "removed"
 
@@ -73,7 +73,7 @@ class Gate:
 
     @property
     def is_held(self) -> bool:
-        """Whether an engine drives the layers, in a forward or between two."""
+        """Whether an inference engine drives the layers, in a forward or between two."""
         return self._between is StepState.HELD
 
     def change(self, mode: StepState) -> None:

@@ -21,7 +21,7 @@ from weightstream.runtime.streamer.forward_patch import Run
 from weightstream.runtime.tensors.pytree import attributes_of, items_of, set_items, tensors_in, with_tensors
 from weightstream.runtime.weights.alias_groups import span
 
-_ALIGN = 16
+_ALIGN = 16  # bytes: a multiple of every dtype's size, so that views of a copy begin at whole elements
 
 
 class DeviceCrossing:
@@ -95,21 +95,21 @@ class BroughtTensor(NamedTuple):
 class TransferredCall:
     """The arguments of one call of a block on its device, and its output on the first device."""
 
-    def __init__(self, way: DeviceCrossing) -> None:
-        self._way = way
+    def __init__(self, device_crossing: DeviceCrossing) -> None:
+        self._crossing = device_crossing
         self._sent: dict[int, SentTensor] = {}  # by the id of the source
         self._containers: list[CopiedContainer] = []
         self._brought: dict[int, BroughtTensor] = {}  # by the id of the tensor that the block returned
 
     def there(self, value: Any) -> Any:
         """The arguments, copied to the device of the block."""
-        arguments = {id(tensor): tensor for tensor in tensors_in(value) if self._way.goes(tensor)}
+        arguments = {id(tensor): tensor for tensor in tensors_in(value) if self._crossing.goes(tensor)}
         with torch.inference_mode(False), torch.no_grad():  # where copies count how often they are written to
             for group in _overlapping(list(arguments.values())):
                 self._send_together(group)
             for tensor in arguments.values():
                 if id(tensor) not in self._sent:
-                    self._send(tensor, self._way.sent(tensor))
+                    self._send(tensor, self._crossing.sent(tensor))
         return with_tensors(value, self._there, {}, lambda *both: self._containers.append(CopiedContainer(*both)))
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,9 @@ class TransferredCall:
         begin = min(_begin(tensor) for tensor in tensors) // _ALIGN * _ALIGN
         nbytes = max(_end(tensor) for tensor in tensors) - begin
         flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-        memory = self._way.copied(flat.set_(tensors[0].untyped_storage(), begin, (nbytes,), (1,)), self._way.device)
+        memory = self._crossing.copied(
+            flat.set_(tensors[0].untyped_storage(), begin, (nbytes,), (1,)), self._crossing.device
+        )
         for tensor in tensors:
             at = _begin(tensor) - begin
             shown = memory[at : at + _end(tensor) - _begin(tensor)].view(tensor.dtype)
@@ -134,7 +136,7 @@ class TransferredCall:
         for source, copy, version in self._sent.values():
             if copy._version != version:
                 source.copy_(copy)
-                self._way.forget(source)
+                self._crossing.forget(source)
         memo = {id(made): original for original, made in self._containers}
         for original, made in self._containers:
             set_items(original, {key: with_tensors(item, self._back, memo) for key, item in items_of(made).items()})
@@ -144,11 +146,11 @@ class TransferredCall:
         return with_tensors(value, self._back, memo)
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._way.comes(tensor):
+        if not self._crossing.comes(tensor):
             return tensor
         if id(tensor) not in self._brought:
             found = self._shown(tensor)
-            copy = self._way.copied(tensor, self._way.home) if found is None else found
+            copy = self._crossing.copied(tensor, self._crossing.home) if found is None else found
             self._brought[id(tensor)] = BroughtTensor(tensor, copy)
         return self._brought[id(tensor)].copy
 
@@ -187,16 +189,16 @@ def _overlapping(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             yield ordered
 
 
-def crossing(way: DeviceCrossing) -> Run:
+def crossing(device_crossing: DeviceCrossing) -> Run:
     """The call around the forward of a block that another device computes, inside of its unit."""
 
     def run(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not way.is_open:
+        if not device_crossing.is_open:
             return forward(*args, **kwargs)
-        call = TransferredCall(way)
+        call = TransferredCall(device_crossing)
         args, kwargs = call.there((args, kwargs))
         try:
-            with on(way.device):
+            with on(device_crossing.device):
                 output = forward(*args, **kwargs)
         except BaseException:
             call.back(None)  # repeat the writes that the block made before the error

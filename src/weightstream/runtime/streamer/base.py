@@ -41,7 +41,9 @@ class BaseStreamer(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not sys.is_finalizing():  # else Python exits and closes a generator that was left open: torch may abort
+        # When Python exits, it closes generators that were left open inside of the block. No weight is read any more
+        # then, and torch may abort in `remove`.
+        if not sys.is_finalizing():
             self.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -291,7 +291,7 @@ class Streamer(BaseStreamer):
     def _heal(self) -> None:
         """Close every unit and show the true bytes of every weight, after an error or an interrupt at any line."""
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
-            if self._gate.is_held:  # the engine that drives the layers keeps these addresses
+            if self._gate.is_held:  # the inference engine keeps these addresses
                 self._binding.abandon()
                 self._gate.end_forward()
                 return
@@ -312,9 +312,11 @@ class Streamer(BaseStreamer):
     def _run_alone(
         self, units: Sequence[UnitModule], unit: int, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a unit that was called outside of a step as a step of its own, unless this thread joined one.
+        """Run a unit that was called from a thread that runs no step as a step of its own.
 
-        `units`: the units that `unit` is an index of. If the plan has other units by now, call the module again.
+        If the thread has joined the step of another thread, the unit is a part of that step: runtime/ring/turn.py,
+        [Note: whose call it is]. `units`: the units that `unit` is an index of. If the plan has other units by now,
+        call the module again.
         """
 
         def alone() -> Any:
@@ -336,14 +338,15 @@ class Streamer(BaseStreamer):
                 self._binding.abandon()
                 raise
         args, kwargs = moved((args, kwargs), self.device)
-        self._modules.learn_entry()
+        self._modules.learn_entry()  # a public method of the model that called the unit is a step from now on
         return self._awake(alone, StepState.EAGER)
 
     def _progress(self) -> int | None:
         """The number of units that the forward under way has opened; None if no forward is under way.
 
-        At fixed addresses it is the present time, so that the forward never seems to stall: a unit of a joining thread
-        may have no room in the ring there.
+        If it does not change for a while, a call of a unit from another thread joins the forward: runtime/ring/turn.py,
+        [Note: whose call it is]. At fixed addresses it is the present time, so that the forward never seems to stall: a
+        unit of a joining thread may have no room in the ring there.
         """
         if not self._gate.is_running:
             return None
@@ -377,7 +380,7 @@ class Streamer(BaseStreamer):
         binding = self._installed.binding
         with self._gate.lock:
             training = binding.units[unit].has_buffers and self._modules.trains(unit)
-            if binding.close(unit, output, training=training, watched=watched):
+            if binding.close(unit, output, training=training, watched=watched):  # outputs were views of its weights
                 self._modules.hide(unit)
 
     # -- fixed addresses -----------------------------------------------------------------------------------------------
@@ -428,7 +431,7 @@ class Streamer(BaseStreamer):
             self._learning.correct()
 
     def learn(self, step: Callable[[], object]) -> bool:
-        """Watch steps that an engine runs, until one shows nothing new. The plan changes for the reads that they show.
+        """Watch steps of an inference engine until one shows nothing new. The plan changes for the reads they show.
 
         Returns whether units may have fixed addresses: not if a weight is read outside of its unit, and has no room to
         stay on the device.
@@ -446,7 +449,10 @@ class Streamer(BaseStreamer):
             self._learning.rebudget(device_budget)
 
     def fix(self) -> None:
-        """Enter `step` until `unfix`, for an engine that owns the model and reads no weight outside of its unit."""
+        """Enter `step` until `unfix`.
+
+        For an inference engine that owns the model and reads no weight outside of its unit.
+        """
         self._learning.watching = False
         self._refuse_fixed()
         try:
@@ -463,6 +469,7 @@ class Streamer(BaseStreamer):
     def _fix(self, mode: StepState) -> None:
         with self._gate.lock, torch.inference_mode(False), torch.no_grad():
             self._binding.wake()
+            # captured graphs copy from the old sources, and have the old layouts
             if self._homes.sources_changed or any(tensor.relaid for tensor in self._binding.tensors):
                 self.graphs.clear()
                 self._homes.sources_changed = False
@@ -548,12 +555,12 @@ class Streamer(BaseStreamer):
             self.graphs.replay(graph, graph.replay)
 
     def sync(self) -> None:
-        """Before a graph is captured or launched by an engine: make compute wait for every copy in flight."""
+        """Before an inference engine captures or launches a graph: make compute wait for every copy in flight."""
         with self._gate.lock:
             self.graphs.sync()
 
     def join(self) -> None:
-        """Inside an engine's capture, before it ends: make the copies that are due, and join them."""
+        """Inside an inference engine's capture, before it ends: make the copies that are due, and join them."""
         with self._gate.lock:
             self.graphs.join()
 

@@ -102,7 +102,8 @@ def plainly(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @cache
 def _guarded(base: type[torch.Tensor]) -> type[torch.Tensor]:
-    # The `__torch_function__` of these adds nothing to a call, whose arguments may be of any other class.
+    # The `__torch_function__` of these two adds nothing to a call, whose arguments may be of any other class: `run`
+    # skips it. That of a subclass must run.
     plain = base in (torch.Tensor, nn.Parameter)
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:

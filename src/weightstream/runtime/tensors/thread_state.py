@@ -1,4 +1,4 @@
-"""State that torch keeps for each thread: the package's code changes it, and restores it wherever that code is cut.
+"""State that torch keeps for each thread. The package's code changes it, and restores it after an error or interrupt.
 
 A `with` block does not ensure this. An interrupt may come after its last line and before its exit; the block is then
 never left, and its mode stays on for good. With gradients off a model could not train any more; with calls hidden from
@@ -60,8 +60,8 @@ class ThreadState:
         """Restore the state; leave modes and hooks that were entered since."""
         torch.set_grad_enabled(self._grad)
         torch.set_autocast_cache_enabled(self._keeps_casts)
-        # Torch tells only the innermost pair of hooks, not how many are entered. So a pair that is entered again inside
-        # of itself counts as entered once.
+        # Torch reports only the innermost pair of hooks, not how many are entered. So a pair that is entered again
+        # inside of itself counts as entered once.
         while (innermost := _hooks()) is not None and innermost != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Undo:
-    """Steps, each of which undoes one change. A step that was interrupted or failed runs again."""
+    """Steps, each of which undoes one change. They must be safe to repeat: one that was cut or failed runs again."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []

@@ -29,7 +29,7 @@ from weightstream.runtime.weights.picks import Picks
 
 @dataclass(kw_only=True, slots=True)
 class Member:
-    """One tensor object of the model, plain or behind a parameter, and its place in its alias group."""
+    """One tensor object of the model, by itself or inside of a wrapper, and its place in its alias group."""
 
     tensor: torch.Tensor
     names: list[str]
@@ -175,7 +175,7 @@ def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for a tensor without a shape of its own, a lazy or strided nested one, with its name."""
+    """Raise `UnsupportedError`, with the name, for a tensor without one shape: a lazy or a strided nested one."""
     for path, tensor, *_ in leaves_of(model):
         if is_lazy(tensor):
             raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")

@@ -75,8 +75,8 @@ class BufferedUnit:
 def unit_decoder(unit: BufferedUnit, aliases: Collection[str]) -> Callable[[], None]:
     """A function that brings these groups of the unit to the buffer.
 
-    They are decompressed; those that were updated, and so are compressed no more, are copied. A graph cannot hold such
-    a copy: the function raises `OffloadError` in a capture.
+    Compressed groups are decompressed. Groups that were updated are no longer compressed, and are copied. A graph
+    cannot hold such a copy: the function raises `OffloadError` in a capture.
     """
     compressed: list[CodedPart] = []
     updated: list[tuple[Home, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""The seam between a forward that reads single rows of its stacks and what brings these rows to the device.
+"""The seam between a forward that reads single rows of its stacks and the code that brings these rows to the device.
 
 A stack is a weight of which ids on the device name the rows, such as the matrices of a layer's experts. `Picks` is the
 side of the model: adapters implement it for the classes that they know. `RowProvider` is the side of the memory.
