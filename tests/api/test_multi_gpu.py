@@ -79,6 +79,33 @@ def test_blocks_that_share_a_tensor_are_found() -> None:
     assert blocks_sharing_memory(model, blocks) == [0, 1, None, 1]
 
 
+class Holder(nn.Module):
+    def __init__(self, *parameters: nn.Parameter) -> None:
+        super().__init__()
+        self.parameters_of_others = nn.ParameterList(parameters)
+
+
+@pytest.mark.parametrize(
+    ("held", "outside", "leaders"),
+    [
+        (["a", "b", "ab"], "", [0, 0, 0]),
+        (["a", "ab", "b"], "", [0, 0, 0]),
+        (["ab", "c", "bd", "dc", "e"], "", [0, 0, 0, 0, 4]),
+        (["a", "ab", "c"], "b", [None, None, 2]),
+        (["a", "b", "ab", "c"], "a", [None, None, None, 3]),
+        (["", "a", "a"], "", [0, 1, 1]),
+    ],
+)
+def test_blocks_that_share_memory_through_others_are_on_one_device(
+    held: list[str], outside: str, leaders: list[int | None]
+) -> None:
+    by_name = {name: nn.Parameter(torch.randn(4)) for name in "abcde"}
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Holder(*(by_name[name] for name in names)) for names in held)
+    model.outside = Holder(*(by_name[name] for name in outside))
+    assert blocks_sharing_memory(model, list(model.blocks)) == leaders
+
+
 class Elsewhere(DeviceCrossing):
     """A crossing whose copies stay on the same device, and are recognised by their memory."""
 

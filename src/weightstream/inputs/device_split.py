@@ -100,22 +100,23 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def blocks_sharing_memory(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int | None]:
-    """For each block, the index of the earlier block whose device it must be on, as they share memory; else its own.
+    """For each block, the index of the first block of those that share memory with it, perhaps through other blocks.
 
-    The earlier blocks that it shares memory with have leaders: the result is the first of these. None: the block must
-    be on the first device, as it shares memory with a module outside of the blocks, or with an earlier block of which
-    that is true.
+    They are on one device. None: that is the first device, as one of them shares memory with a module outside of the
+    blocks.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = {_memory(leaf.tensor) for m in model.modules() if id(m) not in inside for leaf in leaves(m)}
     held = [{_memory(leaf.tensor) for leaf in leaves_of(block)} for block in blocks]
+    groups: list[set[int]] = []  # the memories of blocks that share some
+    for memories in held:
+        joined = [group for group in groups if group & memories]
+        groups = [memories.union(*joined), *(group for group in groups if not group & memories)]
     leaders: list[int | None] = []
     for index, memories in enumerate(held):
-        sharing = [leaders[before] for before in range(index) if memories & held[before]]
-        if memories & outside or None in sharing:
-            leaders.append(None)
-        else:
-            leaders.append(min((leader for leader in sharing if leader is not None), default=index))
+        group: set[int] = next((group for group in groups if group & memories), set())
+        first = next((other for other in range(index) if held[other] & group), index)
+        leaders.append(None if group & outside else first)
     return leaders
 
 
