@@ -303,15 +303,13 @@ def gatherer_of_homes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sketch:
-    """A model of which only shapes are known.
+    """A model of which only shapes are known: it is on meta, or its weights are not read.
 
     Attributes:
-        model: the model, on meta or with weights that are not read.
         gatherer: its gatherer.
         inputs: its planner's inputs.
     """
 
-    model: nn.Module
     gatherer: Gatherer
     inputs: PlannerInputs
 
@@ -346,7 +344,7 @@ def sketch_of(
     )
     grains = grains_of(model, by_alias, None, list(subset.blocks) if subset is not None else None)
     gatherer = Gatherer(model=model, by_alias=by_alias, grains=grains, weights=weights, subset=subset)
-    return Sketch(model=model, gatherer=gatherer, inputs=gatherer.gather(config, machine))
+    return Sketch(gatherer=gatherer, inputs=gatherer.gather(config, machine))
 
 
 def grains_of(

@@ -37,10 +37,8 @@ _DENOISERS = ("transformer", "transformer_2", "unet", "controlnet", "prior")
 
 
 class Component(Protocol):
-    """A component: its module, its planner's inputs, and the gatherer of inputs for a call."""
+    """A component: its planner's inputs, and the gatherer of inputs for a call."""
 
-    @property
-    def model(self) -> nn.Module: ...
     @property
     def inputs(self) -> PlannerInputs: ...
     @property
