@@ -38,7 +38,6 @@ from weightstream.errors import PlanError, StoreError
 from weightstream.inputs.builder import CallerFacts
 from weightstream.runtime.weights.homes import Homes
 from weightstream.settings.config import OffloadConfig
-from weightstream.store import malloc
 from weightstream.store import mapping as mapping_module
 from weightstream.store import pages as pages_module
 from weightstream.store.checkpoint import Checkpoint
@@ -1207,37 +1206,6 @@ def test_memory_without_a_device_address_is_pinned_all_the_same(mapping: FileMap
         assert [pages.source(pages.begin, pages.end) is None for pages in found] == [False, False]
         assert [pages.shown(pages.begin, pages.end) for pages in found] == [None, None]
     assert not refused
-
-
-def test_malloc_reserves_memory_while_pages_are_pinned(
-    mapping: FileMapping, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, str]] = []
-
-    def tell(what: str) -> None:
-        calls.append((what, threading.current_thread().name))
-
-    def room(nbytes: int) -> Callable[[], None]:
-        assert nbytes == pages_module._ROOM_NBYTES
-        tell("room")
-        return lambda: tell("left")
-
-    def pin(memory: torch.Tensor) -> None:
-        tell("pin")
-        device.pin(memory)
-
-    monkeypatch.setattr(malloc, "room", room)
-    with contextlib.closing(PageCache(pin, device.unpin)) as cache:
-        for pages in hold(cache, mapping, (5, 900), (8 * PAGE, 9 * PAGE)):
-            pages.done.wait(30)
-        assert cache._thread is not None
-        cache._thread.join(30)
-        here, there = threading.current_thread().name, "weightstream-pages"
-        assert calls == [("room", here), ("pin", there), ("pin", there), ("left", there)]
-        hold(cache, mapping, (5, 900))  # which has been pinned
-    with contextlib.closing(PageCache()) as cache:
-        hold(cache, mapping, (5, 900))
-    assert calls[4:] == []
 
 
 @pytest.mark.parametrize("num", [0, 2])

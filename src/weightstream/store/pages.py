@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from weightstream.store import malloc
 from weightstream.store.arena import Arena, Pin
 from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping, FileRange, Window
@@ -32,7 +31,6 @@ _PIECE_NBYTES = 64 << 20  # close() waits for one such piece
 # pinning thread would be the first to enter again.
 _PAUSE = 1 / 6
 _LONGEST_PAUSE_S = 0.01  # a registration may have waited for a measurement of the device
-_ROOM_NBYTES = 64 << 20  # a first step took 36 MiB, for kernels that were not loaded before [H100]
 _AHEAD = 4  # threads: each maps 10 to 15 GB/s in pages of 4 KiB, and the pinning thread waits for them
 
 Show = Callable[[torch.Tensor], torch.Tensor | None]
@@ -148,15 +146,13 @@ class _WindowState(NamedTuple):
 class _Ahead:
     """Threads that map pages which need no disk, ahead of the thread that pins them.
 
-    They begin when all windows are made, as the kernel makes a window only while no thread populates or pins pages. A
-    heap cannot grow meanwhile, either: the calling thread's heap has a reserve for the needs of a first step.
+    They begin when all windows are made, as the kernel makes a window only while no thread populates or pins pages.
     """
 
     def __init__(self, pages: list[Pages], closed: threading.Event, node: Node | None) -> None:
         self._found: dict[Pages, Future[_WindowState]] = {each: Future() for each in pages}
         self._waiting = deque[_Waiting]()
         self._closed = closed
-        self._leave_room = finalize(self, malloc.room(_ROOM_NBYTES))
         self._threads = list[threading.Thread]()  # not a pool: at exit the interpreter would wait for all its jobs
         self._node = node
 
@@ -200,7 +196,6 @@ class _Ahead:
         self._waiting.clear()
         for thread in self._threads:
             thread.join()
-        self._leave_room()
 
 
 def _bring_in(
