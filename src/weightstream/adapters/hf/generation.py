@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MappingProxyType
@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.hf import deferred_stop, static_cache
+from weightstream.adapters.hf import deferred_stop, speculation, static_cache
 from weightstream.adapters.hf.decode_steps import CACHES, cache_in
 from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
+from weightstream.adapters.hf.speculation import Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.thread_state import restored
@@ -25,8 +27,8 @@ logger = logging.getLogger("weightstream")
 
 _STATIC = MappingProxyType({"cache_implementation": "static", "disable_compile": True})
 _OTHERWISE = frozenset(CACHES) | frozenset(  # settings that choose another cache or another loop than ours
-    "cache_implementation compile_config custom_generate assistant_model use_mtp "  # noqa: SIM905
-    "prompt_lookup_num_tokens assistant_early_exit penalty_alpha dola_layers constraints force_words_ids".split()
+    "cache_implementation compile_config custom_generate penalty_alpha dola_layers constraints "  # noqa: SIM905
+    "force_words_ids".split()
 )
 _BETWEEN = ("streamer", "stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")  # the caller's code
 _SPARE_S = 0.2  # the longest step that may be run in vain: about the time that deferred stops save in 100 tokens
@@ -39,8 +41,14 @@ class DecodeReport:
 
     replays: int = 0
     reason: str | None = None
+    speculation: SpeculationReport | None = None
+    """How several tokens a pass went; None: there was one a pass."""
 
     def __str__(self) -> str:
+        steps = self._steps()
+        return steps if self.speculation is None else f"{steps}; {self.speculation}"
+
+    def _steps(self) -> str:
         captured = f"captured, {self.replays} replays"
         eager = f"eager ({self.reason or 'too few steps to capture one'})"
         return eager if not self.replays else captured if self.reason is None else f"{captured}, then {eager}"
@@ -79,7 +87,12 @@ class _CapturableStreamer(Protocol):
 
 
 def generate(
-    model: Any, inputs: Any = None, *, on_decoding: Callable[[DecodeReport], None] | None = None, **kwargs: Any
+    model: Any,
+    inputs: Any = None,
+    *,
+    bits: Bits | None = None,
+    on_decoding: Callable[[DecodeReport], None] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Generate with a transformers model, offloaded or not, replaying decode steps from a CUDA graph where that works.
 
@@ -88,9 +101,15 @@ def generate(
     another cache or loop, it is `model.generate(inputs, **kwargs)`. The end of a text may be noticed a step late;
     nothing of that step is kept.
 
+    With `prompt_lookup_num_tokens`, `assistant_model`, `use_mtp` or `speculation_type="dflash"` a draft proposes
+    tokens, and one pass verifies them all: transformers' assisted generation, in passes of one width, which are
+    captured. See docs/speculation.md.
+
     Args:
         model: a transformers model.
         inputs: token ids of shape (batch, tokens), as for `model.generate`.
+        bits: with a draft, "token": text and scores have the bits of one token at a time; "rows": those of passes of
+            this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
         on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
             replayed), instead of the warning.
         kwargs: for `model.generate`.
@@ -99,9 +118,13 @@ def generate(
         The return value of `model.generate`.
 
     Raises:
+        UnsupportedError: for `assistant_early_exit`, and where `bits="token"` cannot be had.
         The errors of `model.generate`.
     """
-    result, decoding = decode_with(model, inputs, kwargs, _recorder(model))
+    if draft_of(model, partial(_setting, model, kwargs)) is not None:
+        result, decoding = speculate_with(model, inputs, kwargs, _recorder(model), bits)
+    else:
+        result, decoding = decode_with(model, inputs, kwargs, _recorder(model))
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -135,6 +158,58 @@ def decode_with(
             stack.enter_context(deferred_stop.a_step_late(lambda: decoder.is_replaying, draws=draws))
         result = model.generate(*inputs, **options)
     return result, decoder.report()
+
+
+@restored
+def speculate_with(
+    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+) -> tuple[Any, DecodeReport]:
+    """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
+    setting = partial(_setting, model, options)
+    draft = draft_of(model, setting)
+    assert draft is not None
+    ids = options.get("input_ids") if inputs is None else inputs
+    given = () if inputs is None else (inputs,)
+    ranks = ranks_of(model)
+    reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks)
+    if reason is None and ranks is not None:
+        reason = "the model is sharded over several processes, which would have to agree on each draft"
+    if reason is None and (streamer := _streamer_of(model)) is not None and not hasattr(streamer.plan, "manifest"):
+        reason = "the model is spread over several GPUs"
+    if reason is not None:
+        if bits == "token":
+            raise UnsupportedError(f'bits="token": {reason}')
+        return model.generate(*given, **options), DecodeReport(reason=reason)
+    if (config := options.get("generation_config")) is None:
+        options = options | {"disable_compile": True}
+    else:
+        config = copy.deepcopy(config)
+        config.update(disable_compile=True)
+        options = options | {"generation_config": config}
+    device: torch.device = model.device
+    in_device = torch.accelerator.device_index(device.index) if recorder is not None else nullcontext()
+    with torch.no_grad(), in_device, ExitStack() as stack:
+        runner = None if recorder is None else GraphRunner(recorder, device, None)
+        verify = VerifySteps(
+            model, draft, bits, runner, partial(_serial_is_free, _streamer_of(model)), draws=bool(setting("do_sample"))
+        )
+        decoder = Decoder(runner, _LongStep(_streamer_of(model) if runner else None, stack), None, verify)
+        stack.enter_context(_standing_in(model, decoder))
+        stack.enter_context(verify.installed())
+        result = model.generate(*given, **options)
+    report = decoder.report()
+    if report.speculation is not None:
+        speculation.warn_of_temperature(setting, report.speculation)
+    return result, report
+
+
+def _serial_is_free(streamer: Any, width: int) -> bool:
+    """Whether a step in which `width` tokens run one after the other takes as long as one of a single token."""
+    if streamer is None:
+        return False
+    plan = streamer.plan
+    one_s = plan.compute_s - plan.decode_s
+    return bool(plan.decode_s + width * one_s <= speculation.FREE * max(plan.copy_s, plan.disk_s, plan.compute_s))
 
 
 def _streamer_of(model: Any) -> _CapturableStreamer | None:
@@ -245,25 +320,37 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
 
 
 class Decoder:
-    """The forwards of one `generate`: decode steps, of one token on a static cache, go to the runner of graphs."""
+    """The forwards of one `generate`: decode steps, of one token on a static cache, go to the runner of graphs; steps
+    that verify drafted tokens to `verify`."""
 
-    def __init__(self, runner: GraphRunner, step: _LongStep, ranks: Ranks | None) -> None:
+    def __init__(
+        self, runner: GraphRunner | None, step: _LongStep, ranks: Ranks | None, verify: VerifySteps | None = None
+    ) -> None:
         self._runner = runner
         self._step = step
         self._ranks = ranks
+        self._verify = verify
         self.is_replaying = False  # whether the last forward was a replay
 
     def report(self) -> DecodeReport:
         runner = self._runner
+        found = self._verify.report() if self._verify is not None else None
+        if runner is None:
+            return DecodeReport(reason="graphs are captured on CUDA only", speculation=found)
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
-            return DecodeReport(reason="no two steps in a row were alike")
-        return DecodeReport(replays=runner.num_replays, reason=runner.reason)
+            return DecodeReport(reason="no two steps in a row were alike", speculation=found)
+        return DecodeReport(replays=runner.num_replays, reason=runner.reason, speculation=found)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.is_replaying = False
-        runner, num_replays = self._runner, self._runner.num_replays
+        verifies = self._verify is not None and self._verify.is_verify(kwargs)
+        if (runner := self._runner) is None:
+            return self._verify.run(forward, args, kwargs) if self._verify and verifies else forward(*args, **kwargs)
+        num_replays = runner.num_replays
         if runner.reason is None and not self._step.is_entered and least(self._ranks, self._step.is_due()):
             runner.reason = common(self._ranks, self._step.enter())
+        if self._verify is not None and verifies and (self._step.is_entered or runner.reason is not None):
+            return self._verify.run(forward, args, kwargs)
         if runner.reason is not None or not self._step.is_entered or not _is_decode_step(kwargs):
             return forward(*args, **kwargs)
         output = runner.run(forward, args, kwargs, cache_in(kwargs).layers)

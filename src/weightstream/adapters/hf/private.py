@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -619,3 +620,32 @@ def decode_step(model: Any, num_tokens: int) -> AbstractContextManager[None]:
 def forget_hooks(module: torch.nn.Module) -> None:
     """Have transformers install its hooks for hidden states again, on a copy of a module without hooks."""
     vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def candidate_generator_method(model: Any) -> Callable[..., Any]:
+    """The method of `generate` that makes the generator of drafted tokens."""
+    found: Callable[..., Any] = model._get_candidate_generator
+    return found
+
+
+@contextlib.contextmanager
+def generating(
+    model: Any, *, make_candidates: Callable[..., Any], put_cache: Callable[[Any, dict[str, Any], Any, int, int], None]
+) -> Iterator[None]:
+    """Inside, `generate` makes its generator of drafted tokens and its cache with these functions.
+
+    `put_cache` gets the settings, the arguments of the model, the kind of loop, the batch, and the length of the cache.
+    """
+    with (
+        set_inside(model, "_get_candidate_generator", make_candidates),
+        set_inside(model, "_prepare_cache_for_generation", put_cache),
+    ):
+        yield
+
+
+@cache
+def cache_argument() -> str:
+    """The name of the argument by which models get a cache: it has another one since transformers 5.24."""
+    from transformers import LlamaForCausalLM
+
+    return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"

@@ -1,0 +1,127 @@
+"""Drafted tokens in steps of one width, from transformers' own candidate generators. Knows no weights and no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftCounts:
+    """Counts of one `generate`: `passes` of the model after the prompt, `drafted` tokens that these verified, and
+    `accepted` ones of them."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    candidates: list[int] = field(default_factory=list)
+    """Of the pass under way, filled up to its width."""
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return 1 + self.accepted / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+class FixedWidthDrafts:
+    """Stands in for a candidate generator of transformers: each round has exactly `num` candidates.
+
+    So each pass that verifies them has the same shapes, whatever was drafted. Candidates that are missing are filled up
+    with a token; the model may say it by chance, and then it is as good as drafted. Candidates end before a token that
+    ends the text, which then is the model's own. None are verified together with the prompt: what a draft says must not
+    decide which kernels run the prompt.
+
+    Logits of the draft are not passed on. With them transformers would accept by comparing two distributions; without
+    them a sampled token is accepted if it is the drafted one, so that a text does not depend on its drafts.
+    """
+
+    def __init__(self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts) -> None:
+        self._generator = generator
+        self._num = num
+        self._eos_ids = eos_ids
+        self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
+        self._counts = counts
+        self._num_drafted: int | None = None  # in the last round; None: it was the prompt
+        _draft_greedily(generator)
+
+    def __getattr__(self, name: str) -> Any:  # `requires_model_outputs` and others that the loop reads
+        return getattr(self._generator, name)
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """The ids with `num` candidates behind them, but none with the prompt; and no logits."""
+        ids, _ = self._generator.get_candidates(input_ids, **kwargs)
+        if self._num_drafted is None:
+            self._num_drafted = 0
+            _forget_round(self._generator)
+            return input_ids, None
+        new = ids[0, input_ids.shape[1] :].tolist()[: self._num]
+        ends = [index for index, token in enumerate(new) if token in self._eos_ids]
+        new = new[: ends[0]] if ends else new
+        self._num_drafted = len(new)
+        self._counts.passes += 1
+        self._counts.drafted += len(new)
+        self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
+        return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
+        if self._num_drafted is None or scores.shape[1] == 1:  # the prompt
+            return
+        accepted = min(int(num_matches), self._num_drafted)
+        self._counts.accepted += int(num_matches)
+        self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
+
+
+def _draft_greedily(generator: Any) -> None:
+    """Have a draft take its most likely tokens: draws of its own would take random numbers from the text."""
+    if getattr(generator, "do_sample", None):
+        generator.do_sample = False
+    config = getattr(generator, "generation_config", None)
+    if config is not None and getattr(config, "do_sample", None):
+        config.do_sample = False
+
+
+def _forget_round(generator: Any) -> None:
+    """Have an assistant's generator forget the confidences of a round that is not verified."""
+    if isinstance(confidences := getattr(generator, "probs", None), list):
+        confidences.clear()
+
+
+class DrawsByPosition(TorchFunctionMode):
+    """Inside, the tokens of a pass are drawn one after the other, up to the first that was not drafted.
+
+    So a text takes the random numbers that it takes with one token a pass: the same seed gives the same text.
+    """
+
+    def __init__(self, counts: DraftCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.multinomial or args[0].dim() != 2 or args[0].shape[0] != len(self._counts.candidates) + 1:
+            return func(*args, **kwargs)
+        drawn: list[torch.Tensor] = []
+        for row, drafted in zip(args[0].split(1), [*self._counts.candidates, None], strict=True):
+            drawn.append(func(row, *args[1:], **kwargs))
+            if drafted is None or int(drawn[-1]) != drafted:
+                break
+        return torch.cat([*drawn, *drawn[-1:] * (len(args[0]) - len(drawn))])  # those behind are not looked at
+
+
+def drafting(make: Callable[..., Any], num: int, counts: DraftCounts) -> Callable[..., FixedWidthDrafts]:
+    """Wrap the method by which a model makes its candidate generator."""
+
+    def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
+        generator = make(generation_config, *args, **kwargs)
+        eos = getattr(generation_config, "_eos_token_tensor", None)
+        return FixedWidthDrafts(generator, num, frozenset() if eos is None else frozenset(eos.tolist()), counts)
+
+    return made

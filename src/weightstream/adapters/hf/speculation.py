@@ -1,0 +1,224 @@
+"""Speculative decoding through transformers' own assisted loop: a draft proposes tokens, one pass verifies them all.
+
+transformers keeps the loop, its candidate generators, sampling and the end of a text. What changes is what makes a pass
+repeatable: each has the same number of rows, on a cache with fixed addresses, so that it is captured as a graph; the
+prompt is a step of its own; and where it is asked for, rows have the bits of one token at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.croppable_cache import CroppableCache, croppable, is_croppable
+from weightstream.adapters.hf.decode_steps import cache_in
+from weightstream.adapters.hf.drafts import DraftCounts, DrawsByPosition, drafting
+from weightstream.adapters.hf.graph_runner import GraphRunner
+from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
+from weightstream.errors import UnsupportedError
+
+logger = logging.getLogger("weightstream")
+
+Bits = Literal["token", "rows"]
+SETTINGS = ("assistant_model", "prompt_lookup_num_tokens", "use_mtp")  # of `generate`: each chooses a draft
+_EARLY_EXIT = "assistant_early_exit"
+_ASSISTANT_TOKENS = 20  # transformers' default
+_NUM_TRIALS = 2  # passes that compare rows: at positions that follow each other
+FREE = 1.05  # rows one after the other are free where they make a step this much longer at most
+_FEW = 0.2  # a share of accepted tokens that is worth a word
+
+
+class Draft(NamedTuple):
+    """Where drafted tokens come from, and how many a pass verifies at most."""
+
+    kind: Literal["prompt lookup", "assistant", "mtp", "dflash"]
+    num: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationReport:
+    """How several tokens a pass went.
+
+    `passes` of the model after the prompt, each of `width` tokens. `tokens_per_pass`: tokens of the text for each of
+    them. `acceptance`: the share of drafted tokens that were accepted. `bits`: "token" if the text and its scores have
+    the bits of one token at a time, else "rows". `rows`: how the rows of a pass ran.
+    """
+
+    draft: str
+    width: int
+    passes: int
+    tokens_per_pass: float
+    acceptance: float
+    bits: Bits
+    rows: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows, {self.acceptance:.0%} of the tokens "
+            f'drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
+        )
+
+
+def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
+    """The draft that these settings of `generate` choose; None: they choose none.
+
+    Raises:
+        UnsupportedError: for `assistant_early_exit`, whose text differs from that of the model in transformers, too.
+    """
+    if setting(_EARLY_EXIT) is not None:
+        raise UnsupportedError(
+            f"{_EARLY_EXIT}: the first layers of a model that was not trained for it draft a fifth of a token a pass, "
+            "and the text differs from that of the model; use prompt_lookup_num_tokens or an assistant_model"
+        )
+    if (num := setting("prompt_lookup_num_tokens")) is not None:
+        return Draft("prompt lookup", int(num))
+    if setting("use_mtp"):
+        return Draft("mtp", int(getattr(model.config.get_text_config(), "num_mtp_layers", None) or 1))
+    if (assistant := setting("assistant_model")) is None:
+        return None
+    if setting("speculation_type") == "dflash":
+        return Draft("dflash", int(assistant.config.block_size) - 1)
+    return Draft("assistant", int(assistant.generation_config.num_assistant_tokens or _ASSISTANT_TOKENS))
+
+
+def unsuited(setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
+    """Reason against passes of one width for this call, or None; `generate` may still run it in transformers' way."""
+    if inputs is None or inputs.dim() != 2 or inputs.shape[0] != 1:
+        return "several tokens a pass need the ids of one text"
+    if setting("assistant_ensemble_weight") is not None:
+        return "assistant_ensemble_weight mixes the draft's distribution into the text"
+    return None
+
+
+class VerifySteps:
+    """The forwards of one `generate` with a draft: passes of `width` tokens on a cache that can be cropped."""
+
+    def __init__(
+        self,
+        model: Any,
+        draft: Draft,
+        bits: Bits | None,
+        runner: GraphRunner | None,
+        serial_is_free: Callable[[int], bool],
+        *,
+        draws: bool,
+    ) -> None:
+        self.width = draft.num + 1
+        self.counts = DraftCounts()
+        self._model = model
+        self._draft = draft
+        self._wanted = bits
+        self._bits: Bits | None = None  # None: not decided yet
+        self._runner = runner
+        self._serial_is_free = serial_is_free
+        self._draws = draws  # tokens are sampled
+        self._rows: SerialRows | None = None
+        self._stack = ExitStack()  # what is undone at the end
+        self._num_tried = 0
+        self._cache: CroppableCache | None = None
+
+    def report(self) -> SpeculationReport:
+        rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
+        return SpeculationReport(
+            draft=self._draft.kind,
+            width=self.width,
+            passes=self.counts.passes,
+            tokens_per_pass=self.counts.tokens_per_pass,
+            acceptance=self.counts.acceptance,
+            bits=self._bits or "rows",
+            rows=rows.value,
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the model's `generate` drafts in steps of one width, on a cache that can be cropped."""
+
+        def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+            self._cache = croppable(self._model, length, self.width)
+            model_kwargs[private.cache_argument()] = self._cache.cache
+
+        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts)
+        with self._stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
+            if self._draws:
+                with DrawsByPosition(self.counts):
+                    yield
+            else:
+                yield
+
+    def is_verify(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a forward verifies drafted tokens."""
+        ids = kwargs.get("input_ids")
+        return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of a pass that verifies tokens."""
+        if self._bits is None:
+            output = self._try(lambda: forward(*args, **kwargs))
+            if output is not None:
+                return output
+        if self._runner is None or self._runner.reason is not None:
+            return forward(*args, **kwargs)
+        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+
+    def _try(self, step: Callable[[], Any]) -> Any | None:
+        """Decide about bits, by a trial if need be. Returns the output of the step if it was one."""
+        if self._wanted == "rows" or self._cache is None:
+            self._bits = "rows"
+            return None
+        rows = self._rows = self._rows or SerialRows(self._model, self.width)
+        if (reason := rows.unsuited or self._unequal()) is not None:
+            self._settle_for_rows(reason)
+            return None
+        config, known = self._model.config, trials(self._model)
+        cache = self._cache.cache
+        key = (self.width, cache.layers[0].max_cache_len, str(self._model.dtype), config._attn_implementation)
+        if key in known:
+            self._choose(rows, known[key])
+            return None
+        if not self._num_tried:
+            self._stack.enter_context(rows.attached())
+        output, is_equal = rows.try_out(step)
+        self._num_tried += 1
+        if not is_equal or self._num_tried == _NUM_TRIALS:
+            known[key] = is_equal
+            self._choose(rows, is_equal)
+        return output
+
+    def _unequal(self) -> str | None:
+        if self._cache is not None and self._cache.widens_windows:
+            return "the text is longer than a sliding window, which a static cache forgets and a draft may need again"
+        return None
+
+    def _choose(self, rows: SerialRows, is_equal: bool) -> None:
+        """Choose how rows run, now that it is known whether rows at once have the bits of single ones."""
+        if is_equal:
+            self._bits = "token"
+            return
+        if self._wanted is None and not self._serial_is_free(self.width):
+            self._settle_for_rows("rows one after the other would take longer than the copies")
+            return
+        if not self._num_tried:
+            self._stack.enter_context(rows.attached())
+        self._bits, rows.mode = "token", Mode.SERIAL
+
+    def _settle_for_rows(self, reason: str) -> None:
+        if self._wanted == "token":
+            raise UnsupportedError(f'bits="token": {reason}')
+        logger.info('generate: bits="rows", as %s', reason)
+        self._bits = "rows"
+
+
+def warn_of_temperature(setting: Callable[[str], Any], report: SpeculationReport) -> None:
+    """Warn where sampling accepts few of the drafted tokens."""
+    if setting("do_sample") and report.passes > 8 and report.acceptance < _FEW:
+        logger.warning(
+            "generate: at temperature %s only %.0f %% of the drafted tokens are accepted; at a lower one more are",
+            setting("temperature") or 1.0,
+            100 * report.acceptance,
+        )
