@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from weightstream.adapters.hf import deferred_stop, speculation, static_cache
 from weightstream.adapters.hf.decode_steps import CACHES, cache_in
 from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
-from weightstream.adapters.hf.speculation import Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
@@ -121,10 +121,7 @@ def generate(
         UnsupportedError: for `assistant_early_exit`, and where `bits="token"` cannot be had.
         The errors of `model.generate`.
     """
-    if draft_of(model, partial(_setting, model, kwargs)) is not None:
-        result, decoding = speculate_with(model, inputs, kwargs, _recorder(model), bits)
-    else:
-        result, decoding = decode_with(model, inputs, kwargs, _recorder(model))
+    result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -134,9 +131,11 @@ def generate(
 
 @restored
 def decode_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None
+    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
 ) -> tuple[Any, DecodeReport]:
-    """`generate` with this recorder; None: the model's device has no graphs."""
+    """`generate` with this recorder; None: the model's device has no graphs. `bits`: with a draft, see `generate`."""
+    if draft_of(model, partial(_setting, model, options)) is not None:
+        return speculate_with(model, inputs, options, recorder, bits)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
     ranks, no_graphs = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
@@ -151,7 +150,7 @@ def decode_with(
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
         runner = GraphRunner(recorder, device, ranks)
-        decoder = Decoder(runner, _LongStep(_streamer_of(model), stack), ranks)
+        decoder = Decoder(runner, _LongStep(_streamer_of(model), stack), ranks, _TokenSteps(runner))
         stack.enter_context(_standing_in(model, decoder))
         if least(ranks, _may_spare_a_step(model, options)):  # all ranks or none: in a step that only some ran they hang
             draws = bool(_setting(model, options, "do_sample")) or model.training
@@ -160,26 +159,18 @@ def decode_with(
     return result, decoder.report()
 
 
-@restored
 def speculate_with(
     model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
 ) -> tuple[Any, DecodeReport]:
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
-    draft = draft_of(model, setting)
-    assert draft is not None
-    ids = options.get("input_ids") if inputs is None else inputs
-    given = () if inputs is None else (inputs,)
-    ranks = ranks_of(model)
-    reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks)
-    if reason is None and ranks is not None:
-        reason = "the model is sharded over several processes, which would have to agree on each draft"
-    if reason is None and (streamer := _streamer_of(model)) is not None and not hasattr(streamer.plan, "manifest"):
-        reason = "the model is spread over several GPUs"
-    if reason is not None:
+    draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
+    inputs = () if inputs is None else (inputs,)
+    reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks_of(model)) or _not_one_device(model)
+    if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
-        return model.generate(*given, **options), DecodeReport(reason=reason)
+        return model.generate(*inputs, **options), DecodeReport(reason=reason)
     if (config := options.get("generation_config")) is None:
         options = options | {"disable_compile": True}
     else:
@@ -187,20 +178,46 @@ def speculate_with(
         config.update(disable_compile=True)
         options = options | {"generation_config": config}
     device: torch.device = model.device
-    in_device = torch.accelerator.device_index(device.index) if recorder is not None else nullcontext()
-    with torch.no_grad(), in_device, ExitStack() as stack:
-        runner = None if recorder is None else GraphRunner(recorder, device, None)
-        verify = VerifySteps(
-            model, draft, bits, runner, partial(_serial_is_free, _streamer_of(model)), draws=bool(setting("do_sample"))
-        )
-        decoder = Decoder(runner, _LongStep(_streamer_of(model) if runner else None, stack), None, verify)
+    streamer = _streamer_of(model)
+    with torch.no_grad(), ExitStack() as stack:
+        runner = None
+        if recorder is not None:
+            stack.enter_context(torch.accelerator.device_index(device.index))
+            runner = GraphRunner(recorder, device, None)
+        free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+        verify = VerifySteps(model, draft, bits, runner, free, draws=draws)
+        decoder = Decoder(runner, _LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
         stack.enter_context(verify.installed())
-        result = model.generate(*given, **options)
-    report = decoder.report()
-    if report.speculation is not None:
-        speculation.warn_of_temperature(setting, report.speculation)
-    return result, report
+        if draft.kind == "assistant" and runner is not None:
+            stack.enter_context(_captured_assistant(setting, verify))
+        result = model.generate(*inputs, **options)
+    report = verify.report()
+    speculation.warn_of_temperature(setting, report)
+    return result, replace(decoder.report(), speculation=report)
+
+
+@contextmanager
+def _captured_assistant(setting: Callable[[str], Any], verify: VerifySteps) -> Iterator[None]:
+    """Inside, the assistant drafts from graphs of its own, if it is a resident model that works with a static cache."""
+    assistant = setting("assistant_model")
+    recorder = _recorder(assistant)
+    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None or recorder is None:
+        yield
+        return
+    if _unsuited(assistant, {}, ranks_of(assistant)) is not None:
+        yield
+        return
+    steps = AssistantSteps(assistant, GraphRunner(recorder, assistant.device, None, AssistantSteps.NUM_WIDTHS), verify)
+    with _standing_in(assistant, Decoder(steps.runner, _LongStep(None, ExitStack()), None, steps)), steps.installed():
+        yield
+
+
+def _not_one_device(model: Any) -> str | None:
+    if ranks_of(model) is not None:
+        return "the model is sharded over several processes, which would have to agree on each draft"
+    streamer = _streamer_of(model)
+    return None if streamer is None or hasattr(streamer.plan, "manifest") else "the model is spread over several GPUs"
 
 
 def _serial_is_free(streamer: Any, width: int) -> bool:
@@ -319,48 +336,59 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
             model.__dict__["forward"] = patched
 
 
-class Decoder:
-    """The forwards of one `generate`: decode steps, of one token on a static cache, go to the runner of graphs; steps
-    that verify drafted tokens to `verify`."""
+class _Steps(Protocol):
+    """The steps of a `generate` that are alike, so that they may be captured."""
 
-    def __init__(
-        self, runner: GraphRunner | None, step: _LongStep, ranks: Ranks | None, verify: VerifySteps | None = None
-    ) -> None:
-        self._runner = runner
+    def owns(self, kwargs: dict[str, Any], /) -> bool:
+        """Whether a forward is such a step."""
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /) -> Any:
+        """The output of a step."""
+
+
+class Decoder:
+    """The forwards of one `generate`. `steps` run those that are alike, once the streamer's long step is entered."""
+
+    def __init__(self, runner: GraphRunner | None, step: _LongStep, ranks: Ranks | None, steps: _Steps) -> None:
+        self._runner = runner  # of graphs; None: the device has none
         self._step = step
         self._ranks = ranks
-        self._verify = verify
+        self._steps = steps
         self.is_replaying = False  # whether the last forward was a replay
 
     def report(self) -> DecodeReport:
         runner = self._runner
-        found = self._verify.report() if self._verify is not None else None
         if runner is None:
-            return DecodeReport(reason="graphs are captured on CUDA only", speculation=found)
+            return DecodeReport(reason="graphs are captured on CUDA only")
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
-            return DecodeReport(reason="no two steps in a row were alike", speculation=found)
-        return DecodeReport(replays=runner.num_replays, reason=runner.reason, speculation=found)
+            return DecodeReport(reason="no two steps in a row were alike")
+        return DecodeReport(replays=runner.num_replays, reason=runner.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.is_replaying = False
-        verifies = self._verify is not None and self._verify.is_verify(kwargs)
-        if (runner := self._runner) is None:
-            return self._verify.run(forward, args, kwargs) if self._verify and verifies else forward(*args, **kwargs)
-        num_replays = runner.num_replays
-        if runner.reason is None and not self._step.is_entered and least(self._ranks, self._step.is_due()):
-            runner.reason = common(self._ranks, self._step.enter())
-        if self._verify is not None and verifies and (self._step.is_entered or runner.reason is not None):
-            return self._verify.run(forward, args, kwargs)
-        if runner.reason is not None or not self._step.is_entered or not _is_decode_step(kwargs):
+        runner = self._runner
+        num_replays = 0 if runner is None else runner.num_replays
+        if runner is not None and runner.reason is None and not self._step.is_entered:  # noqa: SIM102 - ranks agree
+            if least(self._ranks, self._step.is_due()):
+                runner.reason = common(self._ranks, self._step.enter())
+        if not self._step.is_entered or not self._steps.owns(kwargs):
             return forward(*args, **kwargs)
-        output = runner.run(forward, args, kwargs, cache_in(kwargs).layers)
-        self.is_replaying = runner.num_replays > num_replays
+        output = self._steps.run(forward, args, kwargs)
+        self.is_replaying = runner is not None and runner.num_replays > num_replays
         return output
 
 
-def _is_decode_step(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is that of one token on a static cache which the prompt has filled."""
-    cache, ids = cache_in(kwargs), kwargs.get("input_ids")
-    if not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
-        return False
-    return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
+class _TokenSteps:
+    """Steps of one token on a static cache that the prompt has filled."""
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+
+    def owns(self, kwargs: dict[str, Any]) -> bool:
+        cache, ids = cache_in(kwargs), kwargs.get("input_ids")
+        if self._runner.reason is not None or not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
+            return False
+        return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)

@@ -630,16 +630,19 @@ def candidate_generator_method(model: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def generating(
-    model: Any, *, make_candidates: Callable[..., Any], put_cache: Callable[[Any, dict[str, Any], Any, int, int], None]
+    model: Any,
+    *,
+    put_cache: Callable[[Any, dict[str, Any], Any, int, int], None],
+    make_candidates: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """Inside, `generate` makes its generator of drafted tokens and its cache with these functions.
+    """Inside, `generate` makes its cache, and its generator of drafted tokens, with these functions.
 
     `put_cache` gets the settings, the arguments of the model, the kind of loop, the batch, and the length of the cache.
     """
-    with (
-        set_inside(model, "_get_candidate_generator", make_candidates),
-        set_inside(model, "_prepare_cache_for_generation", put_cache),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(set_inside(model, "_prepare_cache_for_generation", put_cache))
+        if make_candidates is not None:
+            stack.enter_context(set_inside(model, "_get_candidate_generator", make_candidates))
         yield
 
 

@@ -123,6 +123,11 @@ class VerifySteps:
         self._num_tried = 0
         self._cache: CroppableCache | None = None
 
+    @property
+    def num_positions(self) -> int:
+        """The positions of the text's cache."""
+        return 0 if self._cache is None else int(self._cache.cache.layers[0].max_cache_len)
+
     def report(self) -> SpeculationReport:
         rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
         return SpeculationReport(
@@ -151,7 +156,7 @@ class VerifySteps:
             else:
                 yield
 
-    def is_verify(self, kwargs: dict[str, Any]) -> bool:
+    def owns(self, kwargs: dict[str, Any]) -> bool:
         """Whether a forward verifies drafted tokens."""
         ids = kwargs.get("input_ids")
         return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
@@ -212,6 +217,38 @@ class VerifySteps:
             raise UnsupportedError(f'bits="token": {reason}')
         logger.info('generate: bits="rows", as %s', reason)
         self._bits = "rows"
+
+
+class AssistantSteps:
+    """The forwards by which an assistant drafts, on a cache that can be cropped: of one token, and the first of a round
+    of two, as the cache lacks the last tokens of the text."""
+
+    NUM_WIDTHS = 2
+
+    def __init__(self, assistant: Any, runner: GraphRunner, verify: VerifySteps) -> None:
+        self._assistant = assistant
+        self.runner = runner
+        self._verify = verify
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the assistant's `generate` uses one cache for the whole text."""
+
+        def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+            name = private.cache_argument()
+            if model_kwargs.get(name) is None:
+                model_kwargs[name] = croppable(self._assistant, max(length, self._verify.num_positions), 0).cache
+
+        with private.generating(self._assistant, put_cache=put_cache):
+            yield
+
+    def owns(self, kwargs: dict[str, Any]) -> bool:
+        ids = kwargs.get("input_ids")
+        is_short = ids is not None and ids.shape[-1] <= self.NUM_WIDTHS
+        return is_short and self.runner.reason is None and is_croppable(cache_in(kwargs))
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self.runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
 
 def warn_of_temperature(setting: Callable[[str], Any], report: SpeculationReport) -> None:
