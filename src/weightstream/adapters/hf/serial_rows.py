@@ -31,7 +31,7 @@ class Mode(Enum):
 
     AT_ONCE = "at once"
     SERIAL = "one after the other"
-    TRIAL = "one after the other, after running them at once to compare"
+    TRIAL = "one after the other and at once, to compare"
 
 
 class SerialRows:
@@ -42,6 +42,7 @@ class SerialRows:
         self._width = width
         self._model: Any = model
         self._modules = list(_row_modules(model))
+        self._kept = Mode.SERIAL  # of a trial
         self._differs: torch.Tensor | None = None
 
     @property
@@ -66,12 +67,12 @@ class SerialRows:
         finally:
             undo()
 
-    def try_out(self, step: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run a step row by row, and also at once. Returns the output row by row, and whether both had equal bits.
+    def try_out(self, step: Callable[[], Any], kept: Mode) -> tuple[Any, bool]:
+        """Run a step in both ways. Returns the output of the mode that is kept, and whether both had equal bits.
 
         Waits for the device.
         """
-        self._differs, self.mode = None, Mode.TRIAL
+        self._differs, self._kept, self.mode = None, kept, Mode.TRIAL
         try:
             output = step()
         finally:
@@ -83,19 +84,26 @@ class SerialRows:
         cuts = [_row_dim(leaf, self._width) for leaf in leaves]
         if self.mode is Mode.AT_ONCE or not any(c == 1 and leaves[i].dim() > 2 for i, c in enumerate(cuts)):
             return forward(*args, **kwargs)  # a prompt, or a module that sees no tokens
-        at_once = None
-        if self.mode is Mode.TRIAL:
-            at_once = forward(*args, **kwargs)
-            for layer in _cache_layers(module, leaves):
-                layer.crop(-self._width)
-        rows = []
-        for row in range(self._width):
-            own = [leaf if c is None else leaf.narrow(c, row, 1).clone() for leaf, c in zip(leaves, cuts, strict=True)]
-            own_args, own_kwargs = tree_unflatten(own, spec)
-            rows.append(forward(*own_args, **own_kwargs))
-        output = _joined(rows)
-        if at_once is not None:
-            self._compare(at_once, output)
+
+        def at_once() -> Any:
+            return forward(*args, **kwargs)
+
+        def serially() -> Any:
+            rows = []
+            for row in range(self._width):
+                own = [x if c is None else x.narrow(c, row, 1).clone() for x, c in zip(leaves, cuts, strict=True)]
+                own_args, own_kwargs = tree_unflatten(own, spec)
+                rows.append(forward(*own_args, **own_kwargs))
+            return _joined(rows)
+
+        if self.mode is Mode.SERIAL:
+            return serially()
+        first, last = (at_once, serially) if self._kept is Mode.SERIAL else (serially, at_once)
+        other = first()
+        for layer in _cache_layers(module, leaves):
+            layer.crop(-self._width)
+        output = last()  # later modules and steps read what it leaves
+        self._compare(other, output)
         return output
 
     def _compare(self, at_once: Any, serial: Any) -> None:
