@@ -161,7 +161,8 @@ class VerifySteps:
             self._cache = croppable(self._model, private.static_cache_length(self._model, config, length), self.width)
             model_kwargs[private.cache_argument()] = self._cache.cache
 
-        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts, self.ends.passed)
+        method = private.candidate_generator_method(self._model)
+        make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed)
         stack = self._stack
         with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             stack.enter_context(self.ends.installed(self._model))
