@@ -38,7 +38,7 @@ transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.hf import generation, speculation  # noqa: E402
 from weightstream.adapters.hf.drafts import DrawsByPosition, drafting  # noqa: E402
-from weightstream.adapters.hf.generation import generate  # noqa: E402
+from weightstream.adapters.hf.generation import decode_with, generate  # noqa: E402
 from weightstream.adapters.hf.graph_runner import Recorder  # noqa: E402
 from weightstream.adapters.hf.serial_rows import trials  # noqa: E402
 from weightstream.api.multi_gpu import stripe  # noqa: E402
@@ -593,6 +593,21 @@ def test_inside_a_step_and_with_an_offloaded_assistant(how: dict[str, Any], monk
     assert_equal(drafted(model, prompt(), "token", **draft, **how)[0], want)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_of_an_offloaded_model_see_all_tokens_of_a_pass(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers collects states by hooks; a unit with hooks opens before they run."""
+    model, reference, kept = build("llama", layers=4), build("llama", layers=4), {"output_hidden_states": True}
+    draft, want, widths = drafts(noised(reference)), plainly(reference, prompt(), **kept), set()
+    model.model.layers[2].register_forward_hook(lambda *call: widths.add(call[2].shape[1]))
+    streamer, streamed = offloaded(model, 0.6, monkeypatch, "block")
+    with streamer:
+        got, _ = drafted(model, prompt(), "token", streamed if way == "captured" else None, **draft, **kept)
+    assert_equal(got, want)
+    assert widths == {LENGTH, WIDTH}
+    for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.usefixtures("no_loading_bars")
 def test_drafts_that_use_modules_of_an_offloaded_model(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for draft, build_one in (
@@ -607,6 +622,8 @@ def test_drafts_that_use_modules_of_an_offloaded_model(mtp_folder: Path, monkeyp
                 got, decoding = drafted(model, prompt(), bits, way, **draft)
                 assert_equal(got, want[bits])
                 assert decoding.replays == 0 if way is None else decoding.replays > 2
+            assert_equal(decode_with(model, prompt(), options(), streamed)[0], plainly(reference, prompt()))
+        assert "generate" not in vars(model)
 
 
 # -- what is refused, or runs in transformers' way ---------------------------------------------------------------------

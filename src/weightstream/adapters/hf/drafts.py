@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,13 @@ class FixedWidthDrafts:
     """
 
     def __init__(
-        self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts, on_pass: Callable[[int], None]
+        self,
+        generator: Any,
+        num: int,
+        eos_ids: frozenset[int],
+        counts: DraftCounts,
+        on_pass: Callable[[int], None],
+        step: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._generator = generator
         self._num = num
@@ -57,6 +64,7 @@ class FixedWidthDrafts:
         self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self._counts = counts
         self._on_pass = on_pass
+        self._step = step
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
 
     def __getattr__(self, name: str) -> Any:  # `requires_model_outputs` and others that the loop reads
@@ -64,7 +72,8 @@ class FixedWidthDrafts:
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """The ids with `num` candidates behind them, but none with the prompt; and no logits."""
-        ids, _ = self._generator.get_candidates(input_ids, **kwargs)
+        with nullcontext() if self._num_drafted is None else self._step():
+            ids, _ = self._generator.get_candidates(input_ids, **kwargs)
         if self._num_drafted is None:
             self._num_drafted = 0
             _forget_round(self._generator)
@@ -117,17 +126,24 @@ class DrawsByPosition(TorchFunctionMode):
 
 
 def drafting(
-    make: Callable[..., Any], num: int, counts: DraftCounts, device: torch.device, on_pass: Callable[[int], None]
+    make: Callable[..., Any],
+    num: int,
+    counts: DraftCounts,
+    device: torch.device,
+    on_pass: Callable[[int], None],
+    step: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[..., FixedWidthDrafts]:
-    """Wrap the method by which a model on `device` makes its candidate generator. `on_pass` gets the length of the text
-    after a pass."""
+    """Wrap the method by which a model on `device` makes its candidate generator.
+
+    `on_pass` gets the length of the text after a pass. A draft that uses modules of the model runs inside of `step()`.
+    """
 
     def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
         generator = make(_plain(generation_config), *args, **kwargs)
-        _compute_at(generator, device)
+        is_shared = _compute_at(generator, device)
         eos = getattr(generation_config, "_eos_token_tensor", None)
         eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
-        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass)
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, step if is_shared else nullcontext)
 
     return made
 
@@ -142,9 +158,9 @@ def _plain(generation_config: Any) -> Any:
     return config
 
 
-def _compute_at(generator: Any, device: torch.device) -> None:
+def _compute_at(generator: Any, device: torch.device) -> bool:
     """Have a draft that uses modules of the model compute on `device`, where an offloaded model computes: transformers
-    takes the device of its weights, which is another one."""
+    takes the device of its weights, which is another one. Returns whether it is such a draft."""
     if (mtp := getattr(generator, "mtp_model", None)) is not None:
         generator.device = device
         for name in ("layers", "shared_post_norm"):  # all else is the model's
@@ -152,6 +168,7 @@ def _compute_at(generator: Any, device: torch.device) -> None:
                 own.to(device)
     if (head := getattr(generator, "main_model_output_embeddings", None)) is not None:
         generator.main_model_output_embeddings = _Head(head, device)
+    return mtp is not None or head is not None
 
 
 class _Head:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -23,6 +23,7 @@ from weightstream.adapters.hf.graph_runner import GraphRunner
 from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
 from weightstream.adapters.hf.token_by_token import TokenByToken
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.streamer import forward_patch
 
 logger = logging.getLogger("weightstream")
 
@@ -162,7 +163,9 @@ class VerifySteps:
             model_kwargs[private.cache_argument()] = self._cache.cache
 
         method = private.candidate_generator_method(self._model)
-        make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed)
+        streamer = getattr(self._model, forward_patch.ATTRIBUTE, None)
+        step = nullcontext if streamer is None else streamer.step
+        make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step)
         stack = self._stack
         with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             stack.enter_context(self.ends.installed(self._model))
