@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +121,30 @@ def test_scores_of_rows_do_not_depend_on_the_draft(name: str, way: str, window: 
         assert (decoding.speculation.bits, decoding.speculation.rows) == ("rows", "at once")
         per_pass.add(decoding.speculation.tokens_per_pass)
     assert {1.0, (NUM - 1) / 4} <= per_pass
+
+
+class AsOnGpu(transformers.Qwen3MoeForCausalLM):
+    """A mixture whose experts decode by another function than they run prompts, as transformers does on a GPU."""
+
+    @contextmanager
+    def _optimize_model_for_decode(self) -> Iterator[None]:
+        before = self.get_experts_implementation()
+        self.set_experts_implementation("batched_mm")
+        try:
+            yield
+        finally:
+            self.set_experts_implementation(before)
+
+
+def test_experts_verify_by_the_function_by_which_they_decode() -> None:
+    model = randomise(AsOnGpu(build("qwen3-moe").config).eval(), 11)
+    model.set_experts_implementation("grouped_mm")
+    want = plainly(model, prompt())
+    wrong = drafts(scripted([(token + 1) % 128 for token in want.sequences[0].tolist()]))
+    for way in WAYS:
+        assert_equal(drafted(model, prompt(), "token", recorder(way), **LOOKUP)[0], want)
+        first, second = (drafted(model, prompt(), "rows", recorder(way), **draft)[0] for draft in (LOOKUP, wrong))
+        assert_equal(first, second)
 
 
 def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:

@@ -80,7 +80,9 @@ class SerialRows:
         return output, self._differs is not None and not bool(self._differs)
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if getattr(forward, "__func__", None) is type(module)._call_impl:  # hooks, and the forward, which comes here too
+        if (
+            getattr(forward, "__func__", None) is type(module)._call_impl
+        ):  # hooks, and the forward, which comes here too
             return forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dim(leaf, self._width) for leaf in leaves]
