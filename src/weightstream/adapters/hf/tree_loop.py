@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.hf import private, speculation, trees
+from weightstream.adapters.hf import private, trees
 from weightstream.adapters.hf.croppable_cache import croppable, is_croppable
 from weightstream.adapters.hf.decode_steps import cache_in
 from weightstream.adapters.hf.drafts import DraftCounts
@@ -52,9 +52,9 @@ def check(num_nodes: int, draft: Draft | None, bits: str | None) -> None:
         )
 
 
-def unsuited(model: Any, draft: Draft, setting: Callable[[str], Any], ids: torch.Tensor | None) -> str | None:
+def unsuited(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str | None:
     """Reason against trees for this call, or None; `generate` may still run it in transformers' way."""
-    if (reason := speculation.unsuited(setting, ids) or trees.unsuited(model, "the model")) is not None:
+    if (reason := trees.unsuited(model, "the model")) is not None:
         return reason
     if chosen := [name for name in _OUTPUTS if setting(name)]:
         return f"{chosen[0]}: they are not kept for the nodes of a tree"
