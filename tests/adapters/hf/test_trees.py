@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import weightstream
 from fake_cuda import FakeCuda
@@ -285,11 +286,13 @@ def test_captured_equals_eager(draft: str, sampled: bool) -> None:
 
 
 @drafted
-def test_an_offloaded_model_has_the_logits_of_a_resident_one(draft: str) -> None:
-    model, more = build(), DRAFTS[draft]("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_an_offloaded_model_has_the_logits_of_a_resident_one(name: str, draft: str) -> None:
+    model, more = build(name), DRAFTS[draft](name)
     want, resident = grown(model, prompt(), **SCORES, **more)
-    for budget in ("60KiB", "120KiB", "200KiB"):
+    for share in (2.4, 1.7, 1.2):
         other = randomise(transformers.AutoModelForCausalLM.from_config(model.config), seed=11)
+        budget = int(sum(param.nbytes for param in other.parameters()) / share)
         with weightstream.offload(other, device="cpu", device_budget=budget) as streamer:
             for _ in range(2):
                 got, report = grown(other, prompt(), **SCORES, **more)
@@ -366,6 +369,28 @@ def test_eager_attention_takes_the_mask_too() -> None:
     got, report = grown(model, prompt())
     assert torch.equal(got, model.generate(prompt(), **options()))
     assert report.speculation.tokens_per_pass > 1.2
+
+
+class Waits(TorchFunctionMode):
+    """Counts values that the host reads."""
+
+    num = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.num += name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@drafted
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "repetition_penalty": 1.1}], ids=["greedy", "sampled"])
+def test_the_host_waits_once_a_round(draft: str, more: dict[str, Any]) -> None:
+    others = set()
+    for num in (12, 20, 30):
+        with Waits() as waits:
+            _, report = grown(build(), prompt(), num=num, **more, **DRAFTS[draft]("llama"))
+        others.add(waits.num - report.speculation.passes)
+    assert len(others) == 1, "waits before and after the rounds"
 
 
 # -- ends, streamers and criteria ------------------------------------------------------------------------------------
@@ -509,7 +534,7 @@ def small() -> Any:
     return randomise(transformers.LlamaForCausalLM(config), 3)
 
 
-def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 1500) -> tuple[float, int]:
+def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 500) -> tuple[float, int]:
     """Pearson's statistic of a sampled text against the model's own distribution, and its number of cells.
 
     A cell is the rank of a token among the model's tokens, and whether it was drafted at its place.
@@ -602,14 +627,11 @@ def test_windows(name: str) -> None:
     ("more", "reason"),
     [
         ({"output_hidden_states": True}, "output_hidden_states: they are not kept"),
+        ({"output_attentions": True}, "output_attentions: they are not kept"),
         ({"cache_implementation": "dynamic"}, "cache_implementation was given"),
-        ({"num_beams": 2, "prompt_lookup_num_tokens": None}, "only greedy search"),
     ],
 )
 def test_other_settings_run_as_transformers_runs_them(more: dict[str, Any], reason: str) -> None:
-    if "num_beams" in more:
-        more = {"num_beams": 1, "use_cache": True, "stop_strings": None, "output_attentions": True}
-        reason = "output_attentions: they are not kept"
     got, report = grown(build(), prompt(), **more)
     assert torch.equal(got, build().generate(prompt(), **options(**LOOKUP | more)))
     assert str(report.reason).startswith(reason)
@@ -643,13 +665,17 @@ def test_a_report_says_how_it_went(caplog: pytest.LogCaptureFixture) -> None:
 # -- a trained model ---------------------------------------------------------------------------------------------------
 
 SMOLLM = Path("~/.cache/weightstream/smollm2-135m-instruct").expanduser()
-CODE = '''Repeat this function, with the name changed to total:
-def add(values: list[int]) -> int:
-    """The sum of the values."""
-    result = 0
-    for value in values:
-        result = result + value
-    return result
+CODE = '''Rename the variable `total` to `amount` in this Python code and print the whole code again.
+
+def total_price(items, tax_rate):
+    """Return the total price of all items with tax."""
+    total = 0.0
+    for item in items:
+        price = item["price"]
+        count = item["count"]
+        total = total + price * count
+    total = total * (1 + tax_rate)
+    return round(total, 2)
 '''
 
 

@@ -354,7 +354,6 @@ class AssistantTrees:
         return logits[:, : self._num_words].topk(self._rates.num_ranks).indices
 
     def _forward(self, **kwargs: Any) -> Any:
-        with private.decode_step(self._assistant, 1):
-            if self._runner is None or self._runner.reason is not None:
-                return self._assistant(**kwargs)
-            return self._runner.run(self._assistant, (), kwargs, self._cache.layers)
+        if self._runner is None or self._runner.reason is not None:
+            return self._assistant(**kwargs)
+        return self._runner.run(self._assistant, (), kwargs, self._cache.layers)

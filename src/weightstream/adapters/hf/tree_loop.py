@@ -26,6 +26,7 @@ from weightstream.errors import UnsupportedError
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")  # settings of `generate` that choose the draft of a tree
 _OUTPUTS = ("output_attentions", "output_hidden_states")
+_INPUTS = ("inputs_embeds", "token_type_ids")
 # processors of transformers that keep no state and accept any text: they may be called past the end of a path
 _STATELESS = frozenset(
     "MinLength MinNewTokensLength Temperature RepetitionPenalty TopP TopK TopH MinP Typical Epsilon Eta "  # noqa: SIM905
@@ -58,6 +59,8 @@ def unsuited(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str | N
         return reason
     if chosen := [name for name in _OUTPUTS if setting(name)]:
         return f"{chosen[0]}: they are not kept for the nodes of a tree"
+    if given := [name for name in _INPUTS if setting(name) is not None]:
+        return f"{given[0]}: the nodes of a tree have token ids only"
     if setting("stop_strings") is not None:
         return "stop_strings: transformers passes the tokenizer to its own loops only"
     if (setting("num_return_sequences") or 1) > 1:
@@ -187,10 +190,8 @@ class TreeSteps:
         length, depth = text.num_tokens - 1, self._max_depth
         positions = (nodes.depths + start.position_at(length)).clamp(max=start.position_at(start.max_length - 1))
         mask = trees.mask_of(can_see, length, nodes.ancestors)
-        with private.decode_step(self._model, 1):  # as transformers verifies drafted tokens
-            logits = trees.run_nodes(
-                self._model, cache, self._model.config, nodes.tokens, positions, mask, self._model.dtype
-            )
+        model = self._model
+        logits = trees.run_nodes(model, cache, model.config, nodes.tokens, positions, mask, model.dtype)
         choose = _Choice(rule, text.ids, logits)
         path = trees.follow(nodes, depth, choose, waits=rule.waits)
         trees.keep_path(cache.layers, length, path)
@@ -210,7 +211,8 @@ def _start(ids: torch.Tensor, device: torch.device, model_kwargs: dict[str, Any]
     ids, mask, positions = ids.to(device), model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=device)[None]
-    return Start(ids, mask if mask is None else mask.to(device), positions.to(device), max_length)
+    positions = positions.to(device).reshape(-1, ids.shape[1])[:1]  # some models have several, which text has equal
+    return Start(ids, mask if mask is None else mask.to(device), positions, max_length)
 
 
 class _Rule(NamedTuple):
