@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -649,6 +649,33 @@ def generating(
         if make_candidates is not None:
             stack.enter_context(set_inside(model, "_get_candidate_generator", make_candidates))
         yield
+
+
+_ATTENDING: dict[int, Callable[..., Any]] = {}  # of the process, as transformers' table of functions is; by module
+_SDPA = "sdpa"
+
+
+def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module of sdpa attention call `run(attention, module, args, kwargs)` in place of transformers' function;
+    returns a function that undoes it."""
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface._global_mapping
+    if not _ATTENDING:
+        table[_SDPA] = partial(_attend, table[_SDPA])
+    _ATTENDING[id(module)] = run
+
+    def undo() -> None:
+        _ATTENDING.pop(id(module), None)
+        if not _ATTENDING and isinstance(table[_SDPA], partial):
+            table[_SDPA] = table[_SDPA].args[0]
+
+    return undo
+
+
+def _attend(attention: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = _ATTENDING.get(id(module))
+    return attention(module, *args, **kwargs) if run is None else run(attention, module, args, kwargs)
 
 
 @cache
