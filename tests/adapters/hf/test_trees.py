@@ -146,15 +146,11 @@ def test_the_keys_of_the_path_follow_the_text() -> None:
     for index in range(2):
         cache.update(torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), index)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    addresses = [layer.cumulative_length.data_ptr() for layer in cache.layers]
-    path = trees.Path(torch.tensor([0, 3, 5, 0, 0]), torch.tensor([7, 8, 9, 0, 0]), torch.tensor([2]))
-    trees.keep_path(cache.layers, 11, path)
+    trees.keep_path(cache.layers, 11, torch.tensor([0, 3, 5, 0, 0]))
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert int(layer.cumulative_length) == 14
         for now, was in ((layer.keys, keys), (layer.values, values)):
             assert torch.equal(now[:, :, :11], was[:, :, :11])
             assert torch.equal(now[:, :, 11:14], was[:, :, [11, 14, 16]])
-    assert [layer.cumulative_length.data_ptr() for layer in cache.layers] == addresses
 
 
 def test_the_trie_has_what_followed_the_last_words() -> None:
@@ -534,7 +530,7 @@ def small() -> Any:
     return randomise(transformers.LlamaForCausalLM(config), 3)
 
 
-def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 500) -> tuple[float, int]:
+def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 800) -> tuple[float, int]:
     """Pearson's statistic of a sampled text against the model's own distribution, and its number of cells.
 
     A cell is the rank of a token among the model's tokens, and whether it was drafted at its place.

@@ -276,6 +276,7 @@ class AssistantTrees:
         self._num_rounds = 0
         self._static: _StaticTree | None = None
         self._length = 0  # of the text in the cache
+        self._num_cached = 0  # with the rows of the last pass
 
     def start(self, start: Start) -> None:
         ids, model = start.ids, self._assistant
@@ -292,7 +293,7 @@ class AssistantTrees:
             **options_of(inspect.signature(model.forward).parameters),
             **{private.cache_argument(): self._cache},
         )
-        self._length = ids.shape[1]
+        self._length = self._num_cached = ids.shape[1]
         rows = torch.arange(self._num_rows, device=self._device)
         self._in_order = rows[:, None] >= rows  # each token sees those before it
         self._rows = rows
@@ -348,7 +349,8 @@ class AssistantTrees:
         lie after the text's already."""
         model, cache = self._assistant, self._cache
         mask = trees.mask_of(self._seen, self._length, ancestors)
-        trees.set_length(cache.layers, self._length + first)
+        cache.crop(self._length + first - self._num_cached)
+        self._num_cached = self._length + first + self._num_rows
         positions = (positions + self._offset).clamp(max=self._last)
         logits = trees.run_nodes(self._forward, cache, model.config, tokens, positions, mask, model.dtype)
         return logits[:, : self._num_words].topk(self._rates.num_ranks).indices

@@ -180,7 +180,6 @@ class TreeSteps:
         while not text.is_done:
             nodes = self._drafts.draft(new)
             new = self._round(text, rule, cache, nodes, start, can_see)
-        trees.set_length(cache.layers, text.num_tokens - 1)
         return text.result(cache)
 
     def _round(
@@ -194,13 +193,14 @@ class TreeSteps:
         logits = trees.run_nodes(model, cache, model.config, nodes.tokens, positions, mask, model.dtype)
         choose = _Choice(rule, text.ids, logits)
         path = trees.follow(nodes, depth, choose, waits=rule.waits)
-        trees.keep_path(cache.layers, length, path)
+        trees.keep_path(cache.layers, length, path.nodes)
         ranks = self._drafts.ranks(path)
         values = torch.cat([path.num_accepted, path.nodes, path.tokens, ranks]).tolist()  # the host waits here
         num = values[0] + 1
         on_path, tokens, on_ranks = values[1 : 1 + num], values[2 + depth : 2 + depth + num], values[3 + 2 * depth :]
         self._drafts.learn(on_path, on_ranks[:num])
         new = text.take(path.tokens, tokens, choose)
+        cache.crop(len(new) - self.width)
         self.counts.passes += 1
         self.counts.drafted += self._drafts.num_drafted
         self.counts.accepted += len(new) - 1

@@ -151,17 +151,9 @@ def follow(nodes: Tree, max_depth: int, choose: Callable[[torch.Tensor], torch.T
     return Path(torch.cat([*path, *filler]), torch.cat([*chosen, *filler]), num)
 
 
-def keep_path(layers: Sequence[Any], length: int, path: Path) -> None:
-    """Move the keys of the accepted nodes to the places after `length` cached ones. The next pass overwrites others."""
-    source = path.nodes + length
-    end = length + len(path.nodes)
+def keep_path(layers: Sequence[Any], length: int, nodes: torch.Tensor) -> None:
+    """Move the keys of these nodes to the places after `length` cached positions."""
+    source, end = nodes + length, length + len(nodes)
     for layer in layers:
         for tensor in (layer.keys, layer.values):
             tensor[:, :, length:end] = tensor.index_select(2, source)
-        layer.cumulative_length.copy_(path.num_accepted[0] + (length + 1))
-
-
-def set_length(layers: Sequence[Any], length: int) -> None:
-    """Have the layers of a static cache continue after `length` positions."""
-    for layer in layers:
-        layer.cumulative_length.fill_(length)  # in place: graphs know its address
