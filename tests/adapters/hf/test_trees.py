@@ -24,11 +24,12 @@ from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.hf import private, speculation, tree_loop, trees  # noqa: E402
+from weightstream.adapters.hf import private, speculation  # noqa: E402
 from weightstream.adapters.hf.croppable_cache import croppable  # noqa: E402
 from weightstream.adapters.hf.generation import DecodeReport, decode_with, generate  # noqa: E402
 from weightstream.adapters.hf.graph_runner import GraphRunner  # noqa: E402
-from weightstream.adapters.hf.tree_drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
+from weightstream.adapters.hf.trees import loop, tree  # noqa: E402
+from weightstream.adapters.hf.trees.drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
 from weightstream.errors import UnsupportedError  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def test_ancestors_depths_and_accepted_paths_of_random_trees() -> None:
         num = len(tokens)
         ways = [way_to(node, parents) for node in range(num)]
         depth = max(map(len, ways)) - 1 + chance.randint(0, 2)
-        made = trees.tree(torch.tensor(tokens), torch.tensor(parents), depth)
+        made = tree.tree(torch.tensor(tokens), torch.tensor(parents), depth)
         assert made.depths.tolist() == [len(way) - 1 for way in ways]
         assert made.ancestors.tolist() == [[node in way for node in range(num)] for way in ways]
 
@@ -125,7 +126,7 @@ def test_ancestors_depths_and_accepted_paths_of_random_trees() -> None:
                 asked.append(int(node))  # noqa: B023
                 return torch.tensor([says[int(node)]])  # noqa: B023
 
-            got = trees.follow(made, depth, choose, waits=waits)
+            got = tree.accepted_path(made, depth, choose, waits=waits)
             assert int(got.num_accepted) == len(path) - 1
             assert got.nodes.tolist()[: len(path)] == path
             assert got.tokens.tolist()[: len(path)] == found
@@ -137,7 +138,7 @@ def test_ancestors_depths_and_accepted_paths_of_random_trees() -> None:
 
 def test_masks_show_the_text_and_the_ancestors() -> None:
     seen = torch.tensor([False, True, True, True, True, True, True, True])
-    mask = trees.mask_of(seen, 3, torch.tensor([[True, False], [True, True]]))
+    mask = tree.mask_of(seen, 3, torch.tensor([[True, False], [True, True]]))
     assert mask.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0, 0]]
 
 
@@ -146,7 +147,7 @@ def test_the_keys_of_the_path_follow_the_text() -> None:
     for index in range(2):
         cache.update(torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), index)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-    trees.keep_path(cache.layers, 11, torch.tensor([0, 3, 5, 0, 0]))
+    tree.keep_path(cache.layers, 11, torch.tensor([0, 3, 5, 0, 0]))
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         for now, was in ((layer.keys, keys), (layer.values, values)):
             assert torch.equal(now[:, :, :11], was[:, :, :11])
@@ -212,7 +213,7 @@ def test_a_draw_is_that_of_multinomial() -> None:
         torch.manual_seed(seed)
         want, state = torch.multinomial(probabilities, 1)[0], torch.get_rng_state()
         torch.manual_seed(seed)
-        assert torch.equal(tree_loop.draw(probabilities), want)
+        assert torch.equal(loop.draw(probabilities), want)
         assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -304,7 +305,7 @@ def test_an_assistant_may_be_captured() -> None:
     cuda = FakeCuda()
     setting = {"assistant_model": assistant}.get
     runner = GraphRunner(cuda.recorder, CPU, None)
-    steps = tree_loop.TreeSteps(model, speculation.Draft("assistant", 20), NODES, None, setting, runner)
+    steps = loop.TreeSteps(model, speculation.Draft("assistant", 20), NODES, None, setting, runner)
     with torch.no_grad(), steps.installed():
         got = model.generate(ids, **steps.options(options(**setting.__self__)))
     assert torch.equal(got, want)
@@ -395,6 +396,22 @@ def test_the_host_waits_once_a_round(draft: str, more: dict[str, Any]) -> None:
 def passes_of(model: Any, ids: torch.Tensor, **more: Any) -> tuple[torch.Tensor, list[list[int]]]:
     """A text, and the new tokens of each pass."""
     took: list[list[int]] = []
+    plain = loop.TreeSteps._round
+
+    def round_of(*args: Any) -> list[int]:
+        took.append(plain(*args))
+        return took[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.TreeSteps, "_round", round_of)
+        got, _ = grown(model, ids, **more)
+    first = int(got[0, ids.shape[1]])
+    assert got[0].tolist() == [*ids[0].tolist(), first, *itertools.chain(*took)]
+    return got, [[first], *took]
+
+
+def test_a_streamer_gets_token_after_token() -> None:
+    took: list[list[int]] = []
 
     class Seen:
         def put(self, value: torch.Tensor) -> None:
@@ -403,16 +420,10 @@ def passes_of(model: Any, ids: torch.Tensor, **more: Any) -> tuple[torch.Tensor,
         def end(self) -> None:
             took.append([])
 
-    got, _ = grown(model, ids, streamer=Seen(), **more)
-    assert took[0] == ids[0].tolist()
-    assert took[-1] == []
-    return got, took[1:-1]
-
-
-def test_a_streamer_gets_all_tokens() -> None:
-    got, took = passes_of(build(), prompt())
-    assert list(itertools.chain(*took)) == got[0, 18:].tolist()
-    assert max(map(len, took)) > 2
+    ids = prompt()
+    got, report = grown(build(), ids, streamer=Seen())
+    assert took == [ids[0].tolist(), *([token] for token in got[0, ids.shape[1] :].tolist()), []]
+    assert report.speculation.passes < 20
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -538,7 +549,7 @@ def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 800) -> tu
     drafted: list[tuple[int, list[int], list[int]]] = []
     model, plain = small(), LookupTrees.draft
 
-    def draft(self: LookupTrees, new: Any) -> trees.Tree:
+    def draft(self: LookupTrees, new: Any) -> tree.Tree:
         made = plain(self, new)
         drafted.append((len(self._text), made.tokens.tolist(), made.parents.tolist()))
         return made
@@ -583,8 +594,8 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
 
         return plain(nodes, depth, again, waits=waits)
 
-    plain = trees.follow
-    monkeypatch.setattr(trees, "follow", twice)
+    plain = tree.accepted_path
+    monkeypatch.setattr(tree, "accepted_path", twice)
     found, _ = chi_square(monkeypatch, seed=1)
     assert found > 31.3, "the negative control"
 
@@ -638,10 +649,10 @@ def test_other_models_and_assistants_run_without_trees() -> None:
     ids = prompt()
     flex = randomise(transformers.LlamaForCausalLM(MODELS["llama"]()), 11)
     flex.config._attn_implementation = "flex_attention"
-    found = tree_loop.unsuited(flex, speculation.Draft("prompt lookup", 3), {}.get)
+    found = loop.why_no_trees(flex, speculation.Draft("prompt lookup", 3), {}.get)
     assert found == "the model: flex_attention attention does not take the mask of a tree"
     other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODELS["llama"]().to_dict() | {"vocab_size": 99}))
-    found = tree_loop.unsuited(build(), speculation.Draft("assistant", 3), {"assistant_model": other}.get)
+    found = loop.why_no_trees(build(), speculation.Draft("assistant", 3), {"assistant_model": other}.get)
     assert found == "the assistant has other tokens than the model"
     with pytest.raises(ValueError, match="different tokenizers"):
         grown(build(), ids, assistant_model=other)

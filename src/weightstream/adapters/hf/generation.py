@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.hf import deferred_stop, speculation, static_cache, tree_loop
+from weightstream.adapters.hf import deferred_stop, speculation, static_cache
 from weightstream.adapters.hf.decode_steps import CACHES, cache_in
 from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
-from weightstream.adapters.hf.tree_loop import TreeSteps
+from weightstream.adapters.hf.trees import loop as tree_loop
+from weightstream.adapters.hf.trees.loop import TreeSteps
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
@@ -186,7 +187,7 @@ def speculate_with(
     inputs = () if inputs is None else (inputs,)
     reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks_of(model)) or _not_one_device(model)
     if reason is None and tree_nodes is not None and draft is not None:
-        reason = tree_loop.unsuited(model, draft, setting)
+        reason = tree_loop.why_no_trees(model, draft, setting)
     if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')

@@ -1,5 +1,4 @@
-"""Trees of drafted tokens: the mask and positions of the pass that verifies one, its accepted path, and the keys that
-stay in the cache.
+"""A tree of drafted tokens: the mask of the pass that verifies it, its accepted path, and the keys that stay cached.
 
 All of it is computed on the device in shapes that depend on the number of nodes only, so that passes can be captured
 and the host waits for nothing. Node 0 is the last token of the text, whose key is not cached yet. The keys of a pass
@@ -54,7 +53,7 @@ def root_only(device: torch.device) -> Tree:
 # -- the pass --------------------------------------------------------------------------------------------------------
 
 
-def unsuited(model: Any, name: str) -> str | None:
+def why_no_tree(model: Any, name: str) -> str | None:
     """Reason why a pass of this model cannot verify a tree, or None. `name` is that of the model in the reason."""
     if (reason := static_cache.unsuited(model)) is not None:
         return f"{name}: {reason}"
@@ -71,7 +70,7 @@ def has_window_within(model: Any, num_positions: int) -> bool:
     return croppable(model, num_positions, 0).widens_windows
 
 
-def aligned(num_positions: int) -> int:
+def cache_length(num_positions: int) -> int:
     """A length of a cache for these positions."""
     return math.ceil(num_positions / _ALIGNED) * _ALIGNED
 
@@ -123,7 +122,7 @@ class Path(NamedTuple):
     """Nodes after the root. One token more was chosen."""
 
 
-def follow(nodes: Tree, max_depth: int, choose: Callable[[torch.Tensor], torch.Tensor], *, waits: bool) -> Path:
+def accepted_path(nodes: Tree, max_depth: int, choose: Callable[[torch.Tensor], torch.Tensor], *, waits: bool) -> Path:
     """Choose a token at the root and go on at the child that has it, until none has.
 
     This is exact for any tree: each token is chosen as without a draft (SpecExec, arXiv 2406.02532, for sampling).

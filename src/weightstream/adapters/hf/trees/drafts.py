@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from weightstream.adapters.hf import private, trees
+from weightstream.adapters.hf import private
 from weightstream.adapters.hf.croppable_cache import croppable
 from weightstream.adapters.hf.decode_steps import options_of
 from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.trees import Path, Tree
+from weightstream.adapters.hf.trees import tree
+from weightstream.adapters.hf.trees.tree import Path, Tree
 
 NGRAM = 3  # words of the text's end that are looked up, at most
 _MOST_MATCHES = 64  # that are read in a round: a text that repeats itself has thousands, and all say the same
@@ -97,7 +98,7 @@ class LookupTrees:
         unused = range(len(tokens), self._num_nodes + 1)
         both = [[*tokens, *[0] * len(unused)], [*parents, *unused]]
         on_device = torch.tensor(both, device=self._device)
-        return trees.tree(on_device[0], on_device[1], self._max_depth)
+        return tree.tree(on_device[0], on_device[1], self._max_depth)
 
     def ranks(self, path: Path) -> torch.Tensor:
         return path.nodes[:0]
@@ -167,17 +168,17 @@ class RankRates:
         ]
 
 
-Ranks = tuple[int, ...]  # a node: the ranks on the way to it
+RankPath = tuple[int, ...]  # a node: the ranks on the way to it
 
 
-def rank_tree(rates: Sequence[float], num_nodes: int, max_depth: int, most_inner: int) -> list[Ranks]:
+def rank_tree(rates: Sequence[float], num_nodes: int, max_depth: int, most_inner: int) -> list[RankPath]:
     """The `num_nodes` nodes that are most likely accepted, level by level, without the root.
 
     A level has at most `most_inner` nodes with children. There are fewer nodes where depth and ranks allow no more.
     """
-    best: list[tuple[float, Ranks]] = [(-rates[0], (0,))]
-    chosen: list[Ranks] = []
-    inner: dict[int, set[Ranks]] = {}
+    best: list[tuple[float, RankPath]] = [(-rates[0], (0,))]
+    chosen: list[RankPath] = []
+    inner: dict[int, set[RankPath]] = {}
     while best and len(chosen) < num_nodes:
         worth, node = heapq.heappop(best)
         parents = inner.setdefault(len(node) - 1, set())
@@ -216,13 +217,15 @@ class _Children(NamedTuple):
 class _StaticTree:
     """A tree of ranks on a device, with the passes of an assistant that find its tokens."""
 
-    def __init__(self, nodes: list[Ranks], num_nodes: int, max_depth: int, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, nodes: list[RankPath], num_nodes: int, max_depth: int, num_rows: int, device: torch.device
+    ) -> None:
         self.nodes = nodes
-        index: dict[Ranks, int] = {(): 0} | {node: number + 1 for number, node in enumerate(nodes)}
+        index: dict[RankPath, int] = {(): 0} | {node: number + 1 for number, node in enumerate(nodes)}
         parents = [0, *(index[node[:-1]] for node in nodes), *range(len(nodes) + 1, num_nodes + 1)]
         self.inner = {index[node[:-1]] for node in nodes}
         tokens = torch.zeros(num_nodes + 1, dtype=torch.long, device=device)
-        self.tree = trees.tree(tokens, torch.tensor(parents, device=device), max_depth)
+        self.tree = tree.tree(tokens, torch.tensor(parents, device=device), max_depth)
         by_depth = [[node for node in nodes if len(node) == depth] for depth in range(1, max_depth + 1)]
         self.children = [
             _Children(
@@ -239,7 +242,7 @@ class _StaticTree:
             if level
         ]
         self.levels: list[_Level] = []
-        places: dict[Ranks, int] = {}
+        places: dict[RankPath, int] = {}
         for level in by_depth:
             run = [node for node in level if index[node] in self.inner]
             if not run:
@@ -282,7 +285,7 @@ class AssistantTrees:
         ids, model = start.ids, self._assistant
         self._device = ids.device
         # the text, its new tokens, and the keys of the nodes with what fills up the last pass
-        num = trees.aligned(start.max_length + self._num_nodes + 2 * self._num_rows)
+        num = tree.cache_length(start.max_length + self._num_nodes + 2 * self._num_rows)
         self._cache = croppable(model, num, 0).cache
         self._seen = start.seen(num)
         self._offset, self._last = start.position_at(0), start.position_at(start.max_length - 1)
@@ -348,11 +351,11 @@ class AssistantTrees:
         """The most likely tokens after each of these, of shape (rows, ranks). The keys of the first `first` ancestors
         lie after the text's already."""
         model, cache = self._assistant, self._cache
-        mask = trees.mask_of(self._seen, self._length, ancestors)
+        mask = tree.mask_of(self._seen, self._length, ancestors)
         cache.crop(self._length + first - self._num_cached)
         self._num_cached = self._length + first + self._num_rows
         positions = (positions + self._offset).clamp(max=self._last)
-        logits = trees.run_nodes(self._forward, cache, model.config, tokens, positions, mask, model.dtype)
+        logits = tree.run_nodes(self._forward, cache, model.config, tokens, positions, mask, model.dtype)
         return logits[:, : self._num_words].topk(self._rates.num_ranks).indices
 
     def _forward(self, **kwargs: Any) -> Any:

@@ -1,5 +1,4 @@
-"""The loop of `generate` with trees of drafted tokens: transformers prepares inputs, processors and criteria, and calls
-it.
+"""The loop of `generate` with trees of drafted tokens, which transformers calls when it has prepared all that it needs.
 
 A round drafts a tree, verifies it in one pass, follows the chosen tokens and compacts the cache, all on the device.
 Then the host waits once, for the accepted tokens.
@@ -13,15 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.hf import private, trees
+from weightstream.adapters.hf import private
 from weightstream.adapters.hf.croppable_cache import croppable, is_croppable
 from weightstream.adapters.hf.decode_steps import cache_in
 from weightstream.adapters.hf.drafts import DraftCounts
 from weightstream.adapters.hf.graph_runner import GraphRunner
 from weightstream.adapters.hf.serial_rows import Mode
 from weightstream.adapters.hf.speculation import Draft, SpeculationReport
-from weightstream.adapters.hf.tree_drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
-from weightstream.adapters.hf.trees import Tree
+from weightstream.adapters.hf.trees import tree
+from weightstream.adapters.hf.trees.drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
+from weightstream.adapters.hf.trees.tree import Tree
 from weightstream.errors import UnsupportedError
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")  # settings of `generate` that choose the draft of a tree
@@ -53,9 +53,9 @@ def check(num_nodes: int, draft: Draft | None, bits: str | None) -> None:
         )
 
 
-def unsuited(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str | None:
+def why_no_trees(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str | None:
     """Reason against trees for this call, or None; `generate` may still run it in transformers' way."""
-    if (reason := trees.unsuited(model, "the model")) is not None:
+    if (reason := tree.why_no_tree(model, "the model")) is not None:
         return reason
     if chosen := [name for name in _OUTPUTS if setting(name)]:
         return f"{chosen[0]}: they are not kept for the nodes of a tree"
@@ -69,7 +69,7 @@ def unsuited(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str | N
 
 
 def _unsuited_assistant(model: Any, assistant: Any, setting: Callable[[str], Any]) -> str | None:
-    if (reason := trees.unsuited(assistant, "the assistant")) is not None:
+    if (reason := tree.why_no_tree(assistant, "the assistant")) is not None:
         return reason
     if setting("assistant_tokenizer") is not None or _num_words(assistant) != _num_words(model):
         return "the assistant has other tokens than the model"
@@ -128,12 +128,12 @@ class TreeSteps:
 
         def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
             for name, each in (("model", self._model), ("assistant", self._assistant)):
-                if each is not None and trees.has_window_within(each, length):
+                if each is not None and tree.has_window_within(each, length):
                     raise UnsupportedError(
                         f"tree_nodes: the text may have {length + 1} tokens, more than a sliding window of the {name}, "
                         "and the mask of a tree has no windows; a smaller max_new_tokens, or no tree_nodes"
                     )
-            made = croppable(self._model, trees.aligned(length + self.width), 0)
+            made = croppable(self._model, tree.cache_length(length + self.width), 0)
             model_kwargs[private.cache_argument()] = made.cache
 
         with private.generating(self._model, put_cache=put_cache):
@@ -172,7 +172,7 @@ class TreeSteps:
         rule = _Rule(logits_processor, bool(generation_config.do_sample))
         logits = private.prefill(model, input_ids, generation_config, model_kwargs).logits[0, -1:]
         choose = _Choice(rule, text.ids, logits)
-        path = trees.follow(trees.root_only(logits.device), 0, choose, waits=False)
+        path = tree.accepted_path(tree.root_only(logits.device), 0, choose, waits=False)
         new = text.take(path.tokens, path.tokens.tolist(), choose)
         if not text.is_done:
             self._drafts.start(start)
@@ -188,12 +188,12 @@ class TreeSteps:
         """Verify a tree. Returns the new tokens of the text."""
         length, depth = text.num_tokens - 1, self._max_depth
         positions = (nodes.depths + start.position_at(length)).clamp(max=start.position_at(start.max_length - 1))
-        mask = trees.mask_of(can_see, length, nodes.ancestors)
+        mask = tree.mask_of(can_see, length, nodes.ancestors)
         model = self._model
-        logits = trees.run_nodes(model, cache, model.config, nodes.tokens, positions, mask, model.dtype)
+        logits = tree.run_nodes(model, cache, model.config, nodes.tokens, positions, mask, model.dtype)
         choose = _Choice(rule, text.ids, logits)
-        path = trees.follow(nodes, depth, choose, waits=rule.waits)
-        trees.keep_path(cache.layers, length, path.nodes)
+        path = tree.accepted_path(nodes, depth, choose, waits=rule.waits)
+        tree.keep_path(cache.layers, length, path.nodes)
         ranks = self._drafts.ranks(path)
         values = torch.cat([path.num_accepted, path.nodes, path.tokens, ranks]).tolist()  # the host waits here
         num = values[0] + 1
@@ -309,9 +309,9 @@ class _Text:
             num += 1
             self.ids = ids[:, : before + num]
             self.is_done = self._ends_here(tokens[num - 1])
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(tokens[num - 1 : num]))
         choice.take_back(num)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([tokens[:num]]))
         return tokens[:num]
 
     def _ends_here(self, token: int) -> bool:

@@ -1,0 +1,1 @@
+"""Speculative decoding with trees of drafted tokens, of which several continue a text in different ways."""
