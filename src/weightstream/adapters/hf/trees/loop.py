@@ -21,7 +21,7 @@ from weightstream.adapters.hf.serial_rows import Mode
 from weightstream.adapters.hf.speculation import Draft, SpeculationReport
 from weightstream.adapters.hf.trees import tree
 from weightstream.adapters.hf.trees.drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
-from weightstream.adapters.hf.trees.tree import Tree
+from weightstream.adapters.hf.trees.tree import Path, Tree
 from weightstream.errors import UnsupportedError
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")  # settings of `generate` that choose the draft of a tree
@@ -173,7 +173,7 @@ class TreeSteps:
         logits = private.prefill(model, input_ids, generation_config, model_kwargs).logits[0, -1:]
         choose = _Choice(rule, text.ids, logits)
         path = tree.accepted_path(tree.root_only(logits.device), 0, choose, waits=False)
-        new = text.take(path.tokens, path.tokens.tolist(), choose)
+        new = text.take(path, path.tokens.tolist(), choose)
         if not text.is_done:
             self._drafts.start(start)
         can_see = start.seen(cache.layers[0].max_cache_len)
@@ -199,7 +199,7 @@ class TreeSteps:
         num = values[0] + 1
         on_path, tokens, on_ranks = values[1 : 1 + num], values[2 + depth : 2 + depth + num], values[3 + 2 * depth :]
         self._drafts.learn(on_path, on_ranks[:num])
-        new = text.take(path.tokens, tokens, choose)
+        new = text.take(path, tokens, choose)
         cache.crop(len(new) - self.width)
         self.counts.passes += 1
         self.counts.drafted += self._drafts.num_drafted
@@ -237,24 +237,32 @@ class _Choice:
     """Chooses the tokens of a path one after the other, as transformers' loop does with one token a pass."""
 
     def __init__(self, rule: _Rule, ids: torch.Tensor, logits: torch.Tensor) -> None:
-        self.rows: list[torch.Tensor] = []
-        """The logits of each node, (1, words)."""
-        self.scores: list[torch.Tensor] = []
         self._rule = rule
         self._ids = ids
         self._logits = logits
+        self._best = None if rule.draws or rule.processors else logits.argmax(-1)
+        self._scores: list[torch.Tensor] = []
         self._random = torch if ids.device.type == "cpu" else torch.get_device_module(ids.device)
         self._states: list[torch.Tensor] = []  # random states before each draw
 
     def __call__(self, node: torch.Tensor) -> torch.Tensor:
-        row = self._logits.index_select(0, node).to(self._ids.device, torch.float32, copy=True)
-        scores = self._rule.processors(self._ids, row) if self._rule.processors else row
-        self.rows.append(row)
-        self.scores.append(scores)
-        token = self._draw(scores) if self._rule.draws else scores.argmax(-1)
+        if self._best is not None:
+            return self._best.index_select(0, node)
+        scores = self.logits(node)
         if self._rule.processors:
-            self._ids = torch.cat([self._ids, token[None]], 1)
+            scores = self._rule.processors(self._ids, scores)
+            self._scores.append(scores)
+        token = self._draw(scores) if self._rule.draws else scores.argmax(-1)
+        self._ids = torch.cat([self._ids, token[None]], 1)
         return token.to(node.device)
+
+    def logits(self, node: torch.Tensor) -> torch.Tensor:
+        """The logits of a node, as transformers returns them: (1, words)."""
+        return self._logits.index_select(0, node).to(self._ids.device, torch.float32, copy=True)
+
+    def scores(self, number: int, node: torch.Tensor) -> torch.Tensor:
+        """The processed logits of the node with this number on the path."""
+        return self._scores[number] if self._scores else self.logits(node)
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
         self._states.append(self._random.get_rng_state())
@@ -297,15 +305,15 @@ class _Text:
     def num_tokens(self) -> int:
         return self.ids.shape[1]
 
-    def take(self, on_device: torch.Tensor, tokens: list[int], choice: _Choice) -> list[int]:
+    def take(self, path: Path, tokens: list[int], choice: _Choice) -> list[int]:
         """Append the tokens up to the end of the text. Returns those that were appended."""
         before, num = self.num_tokens, 0
-        ids = torch.cat([self.ids, on_device[None, : len(tokens)].to(self.ids.device)], 1)
+        ids = torch.cat([self.ids, path.tokens[None, : len(tokens)].to(self.ids.device)], 1)
         while num < len(tokens) and not self.is_done:
             if self._scores is not None:
-                self._scores += (choice.scores[num],)
+                self._scores += (choice.scores(num, path.nodes[num : num + 1]),)
             if self._logits is not None:
-                self._logits += (choice.rows[num],)
+                self._logits += (choice.logits(path.nodes[num : num + 1]),)
             num += 1
             self.ids = ids[:, : before + num]
             self.is_done = self._ends_here(tokens[num - 1])

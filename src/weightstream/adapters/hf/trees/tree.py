@@ -18,6 +18,7 @@ from weightstream.adapters.hf import private, static_cache
 from weightstream.adapters.hf.croppable_cache import croppable
 
 MASKS = ("sdpa", "eager")  # attention implementations that take a mask of any form
+_EDGES = 1 << 32  # more than there are tokens: a parent and a token are one number
 _ALIGNED = 16  # positions of a cache: kernels of attention differ with the alignment of its mask
 
 
@@ -129,25 +130,21 @@ def accepted_path(nodes: Tree, max_depth: int, choose: Callable[[torch.Tensor], 
     `choose` gets a node and returns a token, both of shape (1,). At the nodes that fill up the path it is called in
     vain, unless the host `waits` at each node to see whether it was the last.
     """
-    node = nodes.parents.new_zeros(1)
-    is_on = torch.ones_like(node, dtype=torch.bool)
-    num = torch.zeros_like(node)
-    path: list[torch.Tensor] = []
+    index = torch.arange(len(nodes.tokens), device=nodes.tokens.device)
+    edges = torch.where(nodes.depths > 0, nodes.parents * _EDGES + nodes.tokens, -1)
+    node = index[:1]
+    path: list[torch.Tensor] = [node]
     chosen: list[torch.Tensor] = []
-    is_child = nodes.depths > 0
     for _ in range(max_depth + 1):
-        token = choose(node)
+        chosen.append(choose(node))
+        node = ((edges == node * _EDGES + chosen[-1]) * index).amax(0, keepdim=True)  # the root if there is none
         path.append(node)
-        chosen.append(token)
-        hits = (nodes.parents == node) & (nodes.tokens == token) & is_child
-        is_on = is_on & hits.any()
-        num = num + is_on
-        node = hits.int().argmax().view(1)  # the root if there is none
-        if waits and not bool(is_on):
+        if waits and not int(node):
             break
-    missing = max_depth + 1 - len(path)
-    filler = [torch.zeros_like(node)] * missing
-    return Path(torch.cat([*path, *filler]), torch.cat([*chosen, *filler]), num)
+    filler = [index[:1]] * (max_depth + 1 - len(chosen))
+    found = torch.cat([*path, *filler])
+    num = (found[1:] > 0).cumprod(0).sum(0, keepdim=True)
+    return Path(found[:-1], torch.cat([*chosen, *filler]), num)
 
 
 def keep_path(layers: Sequence[Any], length: int, nodes: torch.Tensor) -> None:
