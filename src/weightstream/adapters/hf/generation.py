@@ -152,8 +152,8 @@ def decode_with(
         return speculate_with(model, inputs, options, recorder, bits, tree_nodes)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
-    ranks, no_graphs = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
-    reason = common(ranks, _unsuited(model, options, ranks) if recorder else no_graphs)
+    ranks = ranks_of(model)
+    reason = common(ranks, _unsuited(model, options, ranks) if recorder else _no_graphs(device))
     if recorder is None or reason is not None:
         return model.generate(*inputs, **options), DecodeReport(reason=reason)
     if (config := options.get("generation_config")) is None:
@@ -185,7 +185,11 @@ def speculate_with(
     setting = partial(_setting, model, options)
     draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
     inputs = () if inputs is None else (inputs,)
-    reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks_of(model)) or _not_one_device(model)
+    reason = (
+        speculation.unsuited(model, setting, ids)
+        or _unsuited(model, options, ranks_of(model))
+        or _not_one_device(model)
+    )
     if reason is None and tree_nodes is not None and draft is not None:
         reason = tree_loop.why_no_trees(model, draft, setting)
     if draft is None or reason is not None:
@@ -222,7 +226,8 @@ def speculate_with(
     report = verify.report()
     if tree_nodes is None:  # most nodes of a tree are alternatives to each other
         speculation.warn_of_temperature(setting, report)
-    return result, replace(decoder.report(), speculation=report)
+    reason = decoder.report().reason if recorder is not None else _no_graphs(device)
+    return result, replace(decoder.report(), reason=reason, speculation=report)
 
 
 @contextmanager
@@ -265,6 +270,10 @@ def _serial_is_free(streamer: Any, width: int) -> bool:
     plan = streamer.plan
     one_s = plan.compute_s - plan.decode_s
     return bool(plan.decode_s + width * one_s <= speculation.FREE * max(plan.copy_s, plan.disk_s, plan.compute_s))
+
+
+def _no_graphs(device: torch.device) -> str:
+    return f"graphs are captured on CUDA, and the model is on {device}"
 
 
 def _streamer_of(model: Any) -> _CapturableStreamer | None:
@@ -397,7 +406,7 @@ class Decoder:
     def report(self) -> DecodeReport:
         runner = self._runner
         if runner is None:
-            return DecodeReport(reason="graphs are captured on CUDA only")
+            return DecodeReport()
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
             return DecodeReport(reason="no two steps in a row were alike")
         return DecodeReport(replays=runner.num_replays, reason=runner.reason)

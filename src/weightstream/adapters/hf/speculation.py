@@ -87,10 +87,12 @@ def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
     return Draft("assistant", int(assistant.generation_config.num_assistant_tokens or _ASSISTANT_TOKENS))
 
 
-def unsuited(setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
+def unsuited(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
     """Reason against passes of one width for this call, or None; `generate` may still run it in transformers' way."""
     if inputs is None or inputs.dim() != 2 or inputs.shape[0] != 1:
         return "several tokens a pass need the ids of one text"
+    if setting("assistant_model") is model:
+        return "assistant_model is the model itself"
     if setting("assistant_ensemble_weight") is not None:
         return "assistant_ensemble_weight mixes the draft's distribution into the text"
     return None
@@ -188,7 +190,7 @@ class VerifySteps:
             return None
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
-        output, is_equal = rows.try_out(step)
+        output, is_equal = rows.try_out(step, keeps_serial=self._may_be_serial())
         self._num_tried += 1
         if not is_equal or self._num_tried == _NUM_TRIALS:
             known[key] = is_equal
@@ -205,12 +207,15 @@ class VerifySteps:
         if is_equal:
             self._bits = "token"
             return
-        if self._wanted is None and not self._serial_is_free(self.width):
+        if not self._may_be_serial():
             self._settle_for_rows("rows one after the other would take longer than the copies")
             return
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
         self._bits, rows.mode = "token", Mode.SERIAL
+
+    def _may_be_serial(self) -> bool:
+        return self._wanted == "token" or self._serial_is_free(self.width)
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":
