@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from weightstream.adapters.generation.croppable_cache import CroppableCache, croppable, is_croppable
+from weightstream.adapters.generation.decode_steps import cache_in
+from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
+from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.croppable_cache import CroppableCache, croppable, is_croppable
-from weightstream.adapters.hf.decode_steps import cache_in
-from weightstream.adapters.hf.drafts import DraftCounts, DrawsByPosition, drafting
-from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
 from weightstream.errors import UnsupportedError
 
 logger = logging.getLogger("weightstream")
@@ -87,7 +87,7 @@ def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
     return Draft("assistant", int(assistant.generation_config.num_assistant_tokens or _ASSISTANT_TOKENS))
 
 
-def unsuited(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
+def why_not_drafted(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
     """Reason against passes of one width for this call, or None; `generate` may still run it in transformers' way."""
     if inputs is None or inputs.dim() != 2 or inputs.shape[0] != 1:
         return "several tokens a pass need the ids of one text"
@@ -183,8 +183,8 @@ class VerifySteps:
             self._settle_for_rows(reason)
             return None
         config, known = self._model.config, trials(self._model)
-        cache = self._cache.cache
-        key = (self.width, cache.layers[0].max_cache_len, str(self._model.dtype), config._attn_implementation)
+        device, dtype = str(self._model.device), str(self._model.dtype)
+        key = (self.width, self.num_positions, device, dtype, config._attn_implementation)
         if key in known:
             self._choose(rows, known[key])
             return None

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.hf import deferred_stop, speculation, static_cache
-from weightstream.adapters.hf.decode_steps import CACHES, cache_in
-from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation import deferred_stop, speculation, static_cache
+from weightstream.adapters.generation.decode_steps import CACHES, cache_in
+from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
-from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
@@ -167,7 +167,7 @@ def speculate_with(
     draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
     inputs = () if inputs is None else (inputs,)
     reason = (
-        speculation.unsuited(model, setting, ids)
+        speculation.why_not_drafted(model, setting, ids)
         or _unsuited(model, options, ranks_of(model))
         or _not_one_device(model)
     )
