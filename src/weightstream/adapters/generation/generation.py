@@ -17,6 +17,7 @@ from weightstream.adapters.generation import deferred_stop, speculation, static_
 from weightstream.adapters.generation.decode_steps import CACHES, cache_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
@@ -134,6 +135,7 @@ def decode_with(
     model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
 ) -> tuple[Any, DecodeReport]:
     """`generate` with this recorder; None: the model's device has no graphs. `bits`: with a draft, see `generate`."""
+    speculation.check_bits(bits)
     if draft_of(model, partial(_setting, model, options)) is not None:
         return speculate_with(model, inputs, options, recorder, bits)
     device: torch.device = model.device  # of an offloaded model, its streamer's
@@ -189,13 +191,14 @@ def speculate_with(
             stack.enter_context(torch.accelerator.device_index(device.index))
             runner = GraphRunner(recorder, device, None)
         free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
-        verify = VerifySteps(model, draft, bits, runner, free, draws=draws)
+        ends = TokenByToken(options.get("streamer"))
+        verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
         decoder = Decoder(runner, _LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
         stack.enter_context(verify.installed())
         if draft.kind == "assistant" and runner is not None:
             stack.enter_context(_captured_assistant(setting, verify))
-        result = model.generate(*inputs, **options)
+        result = ends.trimmed(model.generate(*inputs, **ends.options(options)))
     report = verify.report()
     speculation.warn_of_temperature(setting, report)
     reason = decoder.report().reason if recorder is not None else _no_graphs(device)
@@ -351,8 +354,8 @@ class _Steps(Protocol):
     def owns(self, kwargs: dict[str, Any], /) -> bool:
         """Whether a forward is such a step."""
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /) -> Any:
-        """The output of a step."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /, *, may_capture: bool) -> Any:
+        """The output of a step. `may_capture`: it may run in a graph."""
 
 
 class Decoder:
@@ -380,9 +383,9 @@ class Decoder:
         if runner is not None and runner.reason is None and not self._step.is_entered:  # noqa: SIM102 - ranks agree
             if least(self._ranks, self._step.is_due()):
                 runner.reason = common(self._ranks, self._step.enter())
-        if not self._step.is_entered or not self._steps.owns(kwargs):
+        if not self._steps.owns(kwargs):
             return forward(*args, **kwargs)
-        output = self._steps.run(forward, args, kwargs)
+        output = self._steps.run(forward, args, kwargs, may_capture=self._step.is_entered)
         self.is_replaying = runner is not None and runner.num_replays > num_replays
         return output
 
@@ -399,5 +402,7 @@ class _TokenSteps:
             return False
         return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
+        if not may_capture:
+            return forward(*args, **kwargs)
         return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)

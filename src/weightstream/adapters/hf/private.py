@@ -686,3 +686,21 @@ def cache_argument() -> str:
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def static_cache_length(model: Any, config: Any, length: int) -> int:
+    """The length of the static cache that `generate` would make for a text of `length` positions.
+
+    It is that of the longest text so far, and a shorter one runs other kernels. So it is kept for later texts, too.
+    """
+    length = max(length, getattr(config, "max_cache_len", None) or 0, getattr(model, "_previous_max_cache_length", 0))
+    model._previous_max_cache_length = length
+    return length
+
+
+@contextlib.contextmanager
+def stopping_by(model: Any, wrap: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `generate` asks what `wrap` makes of its stopping criteria."""
+    made = model._get_stopping_criteria
+    with set_inside(model, "_get_stopping_criteria", lambda *args, **kwargs: wrap(made(*args, **kwargs))):
+        yield
