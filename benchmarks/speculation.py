@@ -25,7 +25,7 @@ import rows
 import torch
 
 import weightstream
-from weightstream.adapters.hf import serial_rows
+from weightstream.adapters.generation import serial_rows
 
 PROMPT, TEXT, SHORT, LONG = 61, 256, 12, 40
 WIDTHS = (8, 16, 4, 64, 256)

@@ -110,7 +110,7 @@ def _compared(model: str, loading: Loading, seconds: float, *, progress: bool) -
 
     with reporting("loading libraries", progress):
         from weightstream import from_pretrained
-        from weightstream.adapters.hf.decode_steps import DecodeSteps
+        from weightstream.adapters.generation.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **loading)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +23,8 @@ from weightstream.adapters.modules.partition import find_blocks
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.undo import Undo
+
+_TRIALS = "_weightstream_row_trials"  # an attribute of a model
 
 
 class Mode(Enum):
@@ -164,12 +165,10 @@ class SerialRows:
                 self._differs = is_other if self._differs is None else self._differs | is_other.to(self._differs.device)
 
 
-_TRIALS: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
-
-
 def trials(model: nn.Module) -> dict[object, bool]:
     """What trials with this model have found, by what may decide which kernels run."""
-    return _TRIALS.setdefault(model, {})
+    found: dict[object, bool] = vars(model).setdefault(_TRIALS, {})
+    return found
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.hf import private, static_cache
-from weightstream.adapters.hf.croppable_cache import croppable
+from weightstream.adapters.generation import static_cache
+from weightstream.adapters.generation.croppable_cache import croppable
+from weightstream.adapters.hf import private
 
 MASKS = ("sdpa", "eager")  # attention implementations that take a mask of any form
 _EDGES = 1 << 32  # more than there are tokens: a parent and a token are one number

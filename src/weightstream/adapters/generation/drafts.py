@@ -18,6 +18,8 @@ class DraftCounts:
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    length: int = 0
+    """Of the text before the pass under way."""
     candidates: list[int] = field(default_factory=list)
     """Of the pass under way, filled up to its width."""
 
@@ -43,12 +45,15 @@ class FixedWidthDrafts:
     them a sampled token is accepted if it is the drafted one, so that a text does not depend on its drafts.
     """
 
-    def __init__(self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts) -> None:
+    def __init__(
+        self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts, on_pass: Callable[[int], None]
+    ) -> None:
         self._generator = generator
         self._num = num
         self._eos_ids = eos_ids
         self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self._counts = counts
+        self._on_pass = on_pass
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
         _draft_greedily(generator)
 
@@ -67,11 +72,13 @@ class FixedWidthDrafts:
         new = new[: ends[0]] if ends else new
         self._num_drafted = len(new)
         self._counts.passes += 1
+        self._counts.length = input_ids.shape[1]
         self._counts.drafted += len(new)
         self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
         return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
+        self._on_pass(input_ids.shape[1])
         if self._num_drafted is None or scores.shape[1] == 1:  # the prompt
             return
         accepted = min(int(num_matches), self._num_drafted)
@@ -116,12 +123,15 @@ class DrawsByPosition(TorchFunctionMode):
         return torch.cat([*drawn, *drawn[-1:] * (len(args[0]) - len(drawn))])  # those behind are not looked at
 
 
-def drafting(make: Callable[..., Any], num: int, counts: DraftCounts) -> Callable[..., FixedWidthDrafts]:
-    """Wrap the method by which a model makes its candidate generator."""
+def drafting(
+    make: Callable[..., Any], num: int, counts: DraftCounts, on_pass: Callable[[int], None]
+) -> Callable[..., FixedWidthDrafts]:
+    """Wrap the method by which a model makes its candidate generator. `on_pass` gets the text's length after a pass."""
 
     def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
         generator = make(generation_config, *args, **kwargs)
         eos = getattr(generation_config, "_eos_token_tensor", None)
-        return FixedWidthDrafts(generator, num, frozenset() if eos is None else frozenset(eos.tolist()), counts)
+        eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass)
 
     return made

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weightstream.adapters.generation.croppable_cache import croppable, is_croppable
+from weightstream.adapters.generation.decode_steps import cache_in
+from weightstream.adapters.generation.drafts import DraftCounts
+from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.serial_rows import Mode
+from weightstream.adapters.generation.speculation import Draft, SpeculationReport
+from weightstream.adapters.generation.trees import tree
+from weightstream.adapters.generation.trees.drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
+from weightstream.adapters.generation.trees.tree import Path, Tree
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.croppable_cache import croppable, is_croppable
-from weightstream.adapters.hf.decode_steps import cache_in
-from weightstream.adapters.hf.drafts import DraftCounts
-from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.serial_rows import Mode
-from weightstream.adapters.hf.speculation import Draft, SpeculationReport
-from weightstream.adapters.hf.trees import tree
-from weightstream.adapters.hf.trees.drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
-from weightstream.adapters.hf.trees.tree import Path, Tree
 from weightstream.errors import UnsupportedError
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")  # settings of `generate` that choose the draft of a tree
@@ -150,9 +150,9 @@ class TreeSteps:
         ids = kwargs.get("input_ids")
         return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The output of a pass that verifies a tree."""
-        if self._runner is None or self._runner.reason is not None:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
+        """The output of a pass that verifies a tree. `may_capture`: it may run in a graph."""
+        if self._runner is None or self._runner.reason is not None or not may_capture:
             return forward(*args, **kwargs)
         return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 

@@ -25,12 +25,13 @@ from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.hf import private, speculation  # noqa: E402
-from weightstream.adapters.hf.croppable_cache import croppable  # noqa: E402
-from weightstream.adapters.hf.generation import DecodeReport, decode_with, generate  # noqa: E402
-from weightstream.adapters.hf.graph_runner import GraphRunner  # noqa: E402
-from weightstream.adapters.hf.trees import loop, tree  # noqa: E402
-from weightstream.adapters.hf.trees.drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
+from weightstream.adapters.generation import speculation  # noqa: E402
+from weightstream.adapters.generation.croppable_cache import croppable  # noqa: E402
+from weightstream.adapters.generation.generation import DecodeReport, decode_with, generate  # noqa: E402
+from weightstream.adapters.generation.graph_runner import GraphRunner  # noqa: E402
+from weightstream.adapters.generation.trees import loop, tree  # noqa: E402
+from weightstream.adapters.generation.trees.drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
+from weightstream.adapters.hf import private  # noqa: E402
 from weightstream.errors import UnsupportedError  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -321,7 +322,7 @@ def test_a_tree_may_be_a_chain() -> None:
     """With as many nodes as levels, and rates near 1, a node has one child."""
     model, ids = build(), prompt()
     chains, _ = decode_with(model, ids, options(**LOOKUP), None)
-    for more in (LOOKUP, {"assistant_model": build()}):
+    for more in (LOOKUP, {"assistant_model": copy.deepcopy(model)}):
         got, report = grown(model, ids, nodes=6, **more)
         assert torch.equal(got, chains)
         assert report.speculation.tokens_per_pass > 1.5

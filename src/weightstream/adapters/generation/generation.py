@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.hf import deferred_stop, speculation, static_cache
-from weightstream.adapters.hf.decode_steps import CACHES, cache_in
-from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation import deferred_stop, speculation, static_cache
+from weightstream.adapters.generation.decode_steps import CACHES, cache_in
+from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.adapters.generation.token_by_token import TokenByToken
+from weightstream.adapters.generation.trees import loop as tree_loop
+from weightstream.adapters.generation.trees.loop import TreeSteps
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
-from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
-from weightstream.adapters.hf.trees import loop as tree_loop
-from weightstream.adapters.hf.trees.loop import TreeSteps
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
@@ -145,6 +146,7 @@ def decode_with(
     tree_nodes: int | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with this recorder; None: the model's device has no graphs. `bits`, `tree_nodes`: see `generate`."""
+    speculation.check_bits(bits)
     draft = draft_of(model, partial(_setting, model, options))
     if tree_nodes is not None:
         tree_loop.check(tree_nodes, draft, bits)
@@ -186,7 +188,7 @@ def speculate_with(
     draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
     inputs = () if inputs is None else (inputs,)
     reason = (
-        speculation.unsuited(model, setting, ids)
+        speculation.why_not_drafted(model, setting, ids)
         or _unsuited(model, options, ranks_of(model))
         or _not_one_device(model)
     )
@@ -209,11 +211,13 @@ def speculate_with(
         if recorder is not None:
             stack.enter_context(torch.accelerator.device_index(device.index))
             runner = GraphRunner(recorder, device, None)
+        ends = TokenByToken(options.get("streamer"))
         verify: VerifySteps | TreeSteps
         if tree_nodes is None:
             free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
-            verify = VerifySteps(model, draft, bits, runner, free, draws=draws)
-        else:
+            verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
+            options = ends.options(options)
+        else:  # its loop adds token after token by itself
             drafting = _tree_assistant_runner(setting) if draft.kind == "assistant" and runner is not None else None
             verify = TreeSteps(model, draft, tree_nodes, runner, setting, drafting)
             options = verify.options(options)
@@ -222,7 +226,7 @@ def speculate_with(
         stack.enter_context(verify.installed())
         if isinstance(verify, VerifySteps) and draft.kind == "assistant" and runner is not None:
             stack.enter_context(_captured_assistant(setting, verify))
-        result = model.generate(*inputs, **options)
+        result = ends.trimmed(model.generate(*inputs, **options))
     report = verify.report()
     if tree_nodes is None:  # most nodes of a tree are alternatives to each other
         speculation.warn_of_temperature(setting, report)
@@ -389,8 +393,8 @@ class _Steps(Protocol):
     def owns(self, kwargs: dict[str, Any], /) -> bool:
         """Whether a forward is such a step."""
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /) -> Any:
-        """The output of a step."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /, *, may_capture: bool) -> Any:
+        """The output of a step. `may_capture`: it may run in a graph."""
 
 
 class Decoder:
@@ -418,9 +422,9 @@ class Decoder:
         if runner is not None and runner.reason is None and not self._step.is_entered:  # noqa: SIM102 - ranks agree
             if least(self._ranks, self._step.is_due()):
                 runner.reason = common(self._ranks, self._step.enter())
-        if not self._step.is_entered or not self._steps.owns(kwargs):
+        if not self._steps.owns(kwargs):
             return forward(*args, **kwargs)
-        output = self._steps.run(forward, args, kwargs)
+        output = self._steps.run(forward, args, kwargs, may_capture=self._step.is_entered)
         self.is_replaying = runner is not None and runner.num_replays > num_replays
         return output
 
@@ -437,5 +441,7 @@ class _TokenSteps:
             return False
         return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
+        if not may_capture:
+            return forward(*args, **kwargs)
         return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from weightstream.adapters.generation.croppable_cache import croppable
+from weightstream.adapters.generation.decode_steps import options_of
+from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.trees import tree
+from weightstream.adapters.generation.trees.tree import Path, Tree
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.croppable_cache import croppable
-from weightstream.adapters.hf.decode_steps import options_of
-from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.trees import tree
-from weightstream.adapters.hf.trees.tree import Path, Tree
 
 NGRAM = 3  # words of the text's end that are looked up, at most
 _MOST_MATCHES = 64  # that are read in a round: a text that repeats itself has thousands, and all say the same
