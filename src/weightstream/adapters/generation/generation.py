@@ -125,7 +125,7 @@ def generate(
 
     Raises:
         UnsupportedError: for `assistant_early_exit`, where `bits="token"` cannot be had, as with `tree_nodes`, and for
-            `tree_nodes` with another draft or a sliding window shorter than the text.
+            `tree_nodes` with another draft, or with layers that see chunks of a text.
         The errors of `model.generate`.
     """
     result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits, tree_nodes)
