@@ -25,12 +25,15 @@ from models import TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation import speculation  # noqa: E402
+from weightstream.adapters.generation import (  # noqa: E402
+    speculation,
+    tree,
+)
+from weightstream.adapters.generation import tree_loop as loop
 from weightstream.adapters.generation.croppable_cache import croppable  # noqa: E402
 from weightstream.adapters.generation.generation import DecodeReport, decode_with, generate  # noqa: E402
 from weightstream.adapters.generation.graph_runner import GraphRunner  # noqa: E402
-from weightstream.adapters.generation.trees import loop, tree  # noqa: E402
-from weightstream.adapters.generation.trees.drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
+from weightstream.adapters.generation.tree_drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
 from weightstream.errors import UnsupportedError  # noqa: E402
 

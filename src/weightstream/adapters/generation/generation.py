@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.generation import deferred_stop, speculation, static_cache
+from weightstream.adapters.generation import deferred_stop, speculation, static_cache, tree_loop
 from weightstream.adapters.generation.decode_steps import CACHES, cache_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
-from weightstream.adapters.generation.trees import loop as tree_loop
-from weightstream.adapters.generation.trees.loop import TreeSteps
+from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weightstream.adapters.generation import tree
 from weightstream.adapters.generation.croppable_cache import croppable, is_croppable
 from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts
 from weightstream.adapters.generation.graph_runner import GraphRunner
 from weightstream.adapters.generation.serial_rows import Mode
 from weightstream.adapters.generation.speculation import Draft, SpeculationReport
-from weightstream.adapters.generation.trees import tree
-from weightstream.adapters.generation.trees.drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
-from weightstream.adapters.generation.trees.tree import NodePass, Path, Tree
+from weightstream.adapters.generation.tree import NodePass, Path, Tree
+from weightstream.adapters.generation.tree_drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
 from weightstream.adapters.hf import private
 from weightstream.errors import UnsupportedError
 

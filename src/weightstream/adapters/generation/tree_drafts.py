@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from weightstream.adapters.generation import tree
 from weightstream.adapters.generation.croppable_cache import croppable
 from weightstream.adapters.generation.decode_steps import options_of
 from weightstream.adapters.generation.graph_runner import GraphRunner
-from weightstream.adapters.generation.trees import tree
-from weightstream.adapters.generation.trees.tree import Path, Tree
+from weightstream.adapters.generation.tree import Path, Tree
 from weightstream.adapters.hf import private
 
 NGRAM = 3  # words of the text's end that are looked up, at most
