@@ -21,7 +21,7 @@ FUNCTIONS = {
     "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, {ANY_CONFIG}, "
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
     "allow_missing: bool = False, **kwargs: Any) -> Any",
-    "generate": "(model: Any, inputs: Any = None, *, bits: Bits | None = None, "
+    "generate": "(model: Any, inputs: Any = None, *, bits: Bits | None = None, tree_nodes: int | None = None, "
     "on_decoding: Callable[[DecodeReport], None] | None = None, "
     "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.generation import deferred_stop, speculation, static_cache
+from weightstream.adapters.generation import deferred_stop, speculation, static_cache, tree_loop
 from weightstream.adapters.generation.decode_steps import CACHES, cache_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
+from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
@@ -92,6 +93,7 @@ def generate(
     inputs: Any = None,
     *,
     bits: Bits | None = None,
+    tree_nodes: int | None = None,
     on_decoding: Callable[[DecodeReport], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -111,6 +113,8 @@ def generate(
         inputs: token ids of shape (batch, tokens), as for `model.generate`.
         bits: with a draft, "token": text and scores have the bits of one token at a time; "rows": those of passes of
             this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
+        tree_nodes: with `prompt_lookup_num_tokens` or `assistant_model`, a pass verifies so many drafted tokens: a tree
+            of several continuations, none longer than the draft's number of tokens. None: a single continuation.
         on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
             replayed), instead of the warning.
         kwargs: for `model.generate`.
@@ -119,10 +123,11 @@ def generate(
         The return value of `model.generate`.
 
     Raises:
-        UnsupportedError: for `assistant_early_exit`, and where `bits="token"` cannot be had.
+        UnsupportedError: for `assistant_early_exit`, where `bits="token"` cannot be had, as with `tree_nodes`, and for
+            `tree_nodes` with another draft or a sliding window shorter than the text.
         The errors of `model.generate`.
     """
-    result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits)
+    result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits, tree_nodes)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -132,12 +137,20 @@ def generate(
 
 @restored
 def decode_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+    model: Any,
+    inputs: Any,
+    options: dict[str, Any],
+    recorder: Recorder | None,
+    bits: Bits | None = None,
+    tree_nodes: int | None = None,
 ) -> tuple[Any, DecodeReport]:
-    """`generate` with this recorder; None: the model's device has no graphs. `bits`: with a draft, see `generate`."""
+    """`generate` with this recorder; None: the model's device has no graphs. `bits`, `tree_nodes`: see `generate`."""
     speculation.check_bits(bits)
-    if draft_of(model, partial(_setting, model, options)) is not None:
-        return speculate_with(model, inputs, options, recorder, bits)
+    draft = draft_of(model, partial(_setting, model, options))
+    if tree_nodes is not None:
+        tree_loop.check(tree_nodes, draft, bits)
+    if draft is not None:
+        return speculate_with(model, inputs, options, recorder, bits, tree_nodes)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
     ranks = ranks_of(model)
@@ -162,7 +175,12 @@ def decode_with(
 
 
 def speculate_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+    model: Any,
+    inputs: Any,
+    options: dict[str, Any],
+    recorder: Recorder | None,
+    bits: Bits | None = None,
+    tree_nodes: int | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
@@ -173,6 +191,8 @@ def speculate_with(
         or _unsuited(model, options, ranks_of(model))
         or _not_one_device(model)
     )
+    if reason is None and tree_nodes is not None and draft is not None:
+        reason = tree_loop.why_no_trees(model, draft, setting)
     if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
@@ -190,17 +210,25 @@ def speculate_with(
         if recorder is not None:
             stack.enter_context(torch.accelerator.device_index(device.index))
             runner = GraphRunner(recorder, device, None)
-        free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+        verify: VerifySteps | TreeSteps
         ends = TokenByToken(options.get("streamer"))
-        verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
+        if tree_nodes is None:
+            free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+            verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
+            options = ends.options(options)
+        else:
+            drafting = _tree_assistant_runner(setting) if draft.kind == "assistant" and runner is not None else None
+            verify = TreeSteps(model, draft, tree_nodes, runner, setting, drafting)
+            options = verify.options(options)
         decoder = Decoder(runner, _LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
         stack.enter_context(verify.installed())
-        if draft.kind == "assistant" and runner is not None:
+        if isinstance(verify, VerifySteps) and draft.kind == "assistant" and runner is not None:
             stack.enter_context(_captured_assistant(setting, verify))
-        result = ends.trimmed(model.generate(*inputs, **ends.options(options)))
+        result = ends.trimmed(model.generate(*inputs, **options))
     report = verify.report()
-    speculation.warn_of_temperature(setting, report)
+    if tree_nodes is None:  # most nodes of a tree are alternatives to each other
+        speculation.warn_of_temperature(setting, report)
     reason = decoder.report().reason if recorder is not None else _no_graphs(device)
     return result, replace(decoder.report(), reason=reason, speculation=report)
 
@@ -209,16 +237,26 @@ def speculate_with(
 def _captured_assistant(setting: Callable[[str], Any], verify: VerifySteps) -> Iterator[None]:
     """Inside, the assistant drafts from graphs of its own, if it is a resident model that works with a static cache."""
     assistant = setting("assistant_model")
-    recorder = _recorder(assistant)
-    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None or recorder is None:
-        yield
-        return
-    if _unsuited(assistant, {}, ranks_of(assistant)) is not None:
+    recorder = _assistant_recorder(setting)
+    if recorder is None:
         yield
         return
     steps = AssistantSteps(assistant, GraphRunner(recorder, assistant.device, None, AssistantSteps.NUM_WIDTHS), verify)
     with _standing_in(assistant, Decoder(steps.runner, _LongStep(None, ExitStack()), None, steps)), steps.installed():
         yield
+
+
+def _assistant_recorder(setting: Callable[[str], Any]) -> Recorder | None:
+    """The recorder of an assistant of which steps can be captured; None: of this one they cannot."""
+    assistant = setting("assistant_model")
+    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None:
+        return None
+    return None if _unsuited(assistant, {}, ranks_of(assistant)) is not None else _recorder(assistant)
+
+
+def _tree_assistant_runner(setting: Callable[[str], Any]) -> GraphRunner | None:
+    recorder = _assistant_recorder(setting)
+    return None if recorder is None else GraphRunner(recorder, setting("assistant_model").device, None)
 
 
 def _not_one_device(model: Any) -> str | None:

@@ -622,6 +622,11 @@ def forget_hooks(module: torch.nn.Module) -> None:
     vars(module).pop("_output_capturing_hooks_installed", None)
 
 
+def prefill(model: Any, ids: Any, config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The output of the prompt's forward, or of the last one where settings cut the prompt into parts."""
+    return model._prefill(ids, config, model_kwargs)
+
+
 def candidate_generator_method(model: Any) -> Callable[..., Any]:
     """The method of `generate` that makes the generator of drafted tokens."""
     found: Callable[..., Any] = model._get_candidate_generator
