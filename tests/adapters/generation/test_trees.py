@@ -322,7 +322,7 @@ def test_a_tree_may_be_a_chain() -> None:
     """With as many nodes as levels, and rates near 1, a node has one child."""
     model, ids = build(), prompt()
     chains, _ = decode_with(model, ids, options(**LOOKUP), None)
-    for more in (LOOKUP, {"assistant_model": build()}):
+    for more in (LOOKUP, {"assistant_model": copy.deepcopy(model)}):
         got, report = grown(model, ids, nodes=6, **more)
         assert torch.equal(got, chains)
         assert report.speculation.tokens_per_pass > 1.5
