@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Speculate = Literal["off", "auto", "lookup", "draft"]
-_WEIGHT = 4.0  # a prior weighs as much as this many tokens that were verified
-_FADE = 0.97  # weight of a count after each later one: about the last 30 count
+_RECENT = 9  # passes whose median counts
+_WEIGHT = 2.0  # a prior weighs as much as this many tokens that were verified
+_FADE = 0.9  # weight of a count after each later one: about the last 10 count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class SpeculationStats:
 class Acceptances:
     """For each position of a draft, the probability that its token is accepted if all before it were.
 
-    It follows the text: each count fades with later ones. Positions that were never reached have the prior.
+    It follows the text: each count fades with later ones. Positions that were never reached are like those before.
     """
 
     def __init__(self) -> None:
@@ -65,9 +66,12 @@ class Acceptances:
 
     def estimates(self, prior: float, num: int) -> Sequence[float]:
         """The probabilities of the first `num` positions."""
-        return [
-            (_WEIGHT * prior + self._accepted.get(p, 0.0)) / (_WEIGHT + self._tried.get(p, 0.0)) for p in range(num)
-        ]
+        found: list[float] = []
+        for position in range(num):
+            accepted, tried = self._accepted.get(position, 0.0), self._tried.get(position, 0.0)
+            prior = (_WEIGHT * prior + accepted) / (_WEIGHT + tried)
+            found.append(prior)
+        return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +84,7 @@ class Drafting:
         token_s: predicted seconds of a token of that model.
         predicted_tokens_per_s: of the last text with drafts.
         acceptances: by kind of draft.
+        recent_s: seconds of the last passes, by their number of rows.
     """
 
     mode: Speculate = "off"
@@ -93,6 +98,7 @@ class Drafting:
     draft_s: float = 0.0
     verify_s: float = 0.0
     acceptances: defaultdict[str, Acceptances] = field(default_factory=lambda: defaultdict(Acceptances))
+    recent_s: defaultdict[int, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_RECENT)))
 
     def stats(self) -> SpeculationStats | None:
         """The counts as of now; None: no pass was counted."""
