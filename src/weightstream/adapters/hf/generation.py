@@ -16,11 +16,13 @@ import torch
 from weightstream.adapters.hf import deferred_stop, speculation, static_cache
 from weightstream.adapters.hf.decode_steps import CACHES, cache_in
 from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.hf.pacing import Pacing, drafts_for
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
 from weightstream.adapters.hf.speculation import Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.tensors.thread_state import restored
 
 logger = logging.getLogger("weightstream")
@@ -91,6 +93,7 @@ def generate(
     inputs: Any = None,
     *,
     bits: Bits | None = None,
+    speculate: Speculate | None = None,
     on_decoding: Callable[[DecodeReport], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -110,6 +113,9 @@ def generate(
         inputs: token ids of shape (batch, tokens), as for `model.generate`.
         bits: with a draft, "token": text and scores have the bits of one token at a time; "rows": those of passes of
             this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
+        speculate: "auto": draft where the plan says that it is faster, by prompt lookup or by the draft model that was
+            loaded with the model, and only as long as it is; "lookup" or "draft": always by that one; "off": only as
+            the other arguments say. None: as the model was loaded.
         on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
             replayed), instead of the warning.
         kwargs: for `model.generate`.
@@ -121,10 +127,20 @@ def generate(
         UnsupportedError: for `assistant_early_exit`, and where `bits="token"` cannot be had.
         The errors of `model.generate`.
     """
-    if draft_of(model, partial(_setting, model, kwargs)) is not None:
-        result, decoding = speculate_with(model, inputs, kwargs, _recorder(model), bits)
+    recorder = _recorder(model)
+    drafts = drafts_for(
+        model,
+        speculate,
+        partial(_setting, model, kwargs),
+        in_graphs=recorder is not None,
+        unsuited=partial(_unsuited_for_drafts, model, inputs, kwargs),
+    )
+    if drafts is not None:
+        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, drafts.pace)
+    elif draft_of(model, partial(_setting, model, kwargs)) is not None:
+        result, decoding = speculate_with(model, inputs, kwargs, recorder, bits)
     else:
-        result, decoding = decode_with(model, inputs, kwargs, _recorder(model))
+        result, decoding = decode_with(model, inputs, kwargs, recorder)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -162,21 +178,21 @@ def decode_with(
 
 @restored
 def speculate_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+    model: Any,
+    inputs: Any,
+    options: dict[str, Any],
+    recorder: Recorder | None,
+    bits: Bits | None = None,
+    pace: Pacing | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
     draft = draft_of(model, setting)
     assert draft is not None
-    ids = options.get("input_ids") if inputs is None else inputs
+    if pace is not None:
+        draft = draft._replace(num=pace.width - 1)
     given = () if inputs is None else (inputs,)
-    ranks = ranks_of(model)
-    reason = speculation.unsuited(setting, ids) or _unsuited(model, options, ranks)
-    if reason is None and ranks is not None:
-        reason = "the model is sharded over several processes, which would have to agree on each draft"
-    if reason is None and (streamer := _streamer_of(model)) is not None and not hasattr(streamer.plan, "manifest"):
-        reason = "the model is spread over several GPUs"
-    if reason is not None:
+    if (reason := _unsuited_for_drafts(model, inputs, options)) is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
         return model.generate(*given, **options), DecodeReport(reason=reason)
@@ -191,7 +207,14 @@ def speculate_with(
     with torch.no_grad(), in_device, ExitStack() as stack:
         runner = None if recorder is None else GraphRunner(recorder, device, None)
         verify = VerifySteps(
-            model, draft, bits, runner, partial(_serial_is_free, _streamer_of(model)), draws=bool(setting("do_sample"))
+            model,
+            draft,
+            bits,
+            runner,
+            partial(_serial_is_free, _streamer_of(model)),
+            draws=bool(setting("do_sample")),
+            pace=pace,
+            single=None if recorder is None or pace is None else GraphRunner(recorder, device, None),
         )
         decoder = Decoder(runner, _LongStep(_streamer_of(model) if runner else None, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
@@ -201,6 +224,19 @@ def speculate_with(
     if report.speculation is not None:
         speculation.warn_of_temperature(setting, report.speculation)
     return result, report
+
+
+def _unsuited_for_drafts(model: Any, inputs: Any, options: dict[str, Any]) -> str | None:
+    """Reason against passes of one width for this model and these arguments, or None."""
+    ids, ranks = options.get("input_ids") if inputs is None else inputs, ranks_of(model)
+    reason = speculation.unsuited(partial(_setting, model, options), ids) or _unsuited(model, options, ranks)
+    if reason is None and (_setting(model, options, "num_return_sequences") or 1) > 1:
+        reason = "several tokens a pass need one text for each call"
+    if reason is None and ranks is not None:
+        reason = "the model is sharded over several processes, which would have to agree on each draft"
+    if reason is None and (streamer := _streamer_of(model)) is not None and not hasattr(streamer.plan, "manifest"):
+        reason = "the model is spread over several GPUs"
+    return reason
 
 
 def _serial_is_free(streamer: Any, width: int) -> bool:
@@ -339,7 +375,8 @@ class Decoder:
             return DecodeReport(reason="graphs are captured on CUDA only", speculation=found)
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
             return DecodeReport(reason="no two steps in a row were alike", speculation=found)
-        return DecodeReport(replays=runner.num_replays, reason=runner.reason, speculation=found)
+        replays = runner.num_replays + (self._verify.num_single_replays if self._verify is not None else 0)
+        return DecodeReport(replays=replays, reason=runner.reason, speculation=found)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.is_replaying = False

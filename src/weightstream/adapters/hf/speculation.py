@@ -20,6 +20,7 @@ from weightstream.adapters.hf.croppable_cache import CroppableCache, croppable, 
 from weightstream.adapters.hf.decode_steps import cache_in
 from weightstream.adapters.hf.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.hf.graph_runner import GraphRunner
+from weightstream.adapters.hf.pacing import Pacing
 from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
 from weightstream.errors import UnsupportedError
 
@@ -45,9 +46,10 @@ class Draft(NamedTuple):
 class SpeculationReport:
     """How several tokens a pass went.
 
-    `passes` of the model after the prompt, each of `width` tokens. `tokens_per_pass`: tokens of the text for each of
-    them. `acceptance`: the share of drafted tokens that were accepted. `bits`: "token" if the text and its scores have
-    the bits of one token at a time, else "rows". `rows`: how the rows of a pass ran.
+    `passes` of the model after the prompt, each of `width` tokens, or of one in `singles` of them, which had no draft.
+    `tokens_per_pass`: tokens of the text for each of them. `acceptance`: the share of drafted tokens that were
+    accepted. `bits`: "token" if the text and its scores have the bits of one token at a time, else "rows". `rows`: how
+    the rows of a pass ran.
     """
 
     draft: str
@@ -57,11 +59,13 @@ class SpeculationReport:
     acceptance: float
     bits: Bits
     rows: str
+    singles: int = 0
 
     def __str__(self) -> str:
+        singles = f" ({self.singles} of {self.passes} passes had one)" if self.singles else ""
         return (
-            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows, {self.acceptance:.0%} of the tokens "
-            f'drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
+            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows{singles}, {self.acceptance:.0%} of the "
+            f'tokens drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
         )
 
 
@@ -108,6 +112,8 @@ class VerifySteps:
         serial_is_free: Callable[[int], bool],
         *,
         draws: bool,
+        pace: Pacing | None = None,
+        single: GraphRunner | None = None,
     ) -> None:
         self.width = draft.num + 1
         self.counts = DraftCounts()
@@ -116,6 +122,10 @@ class VerifySteps:
         self._wanted = bits
         self._bits: Bits | None = None  # None: not decided yet
         self._runner = runner
+        self._pace = pace
+        self._single = single  # of passes of one token
+        if pace is not None:
+            pace.allows_one = self._allows_one
         self._serial_is_free = serial_is_free
         self._draws = draws  # tokens are sampled
         self._rows: SerialRows | None = None
@@ -133,7 +143,22 @@ class VerifySteps:
             acceptance=self.counts.acceptance,
             bits=self._bits or "rows",
             rows=rows.value,
+            singles=self.counts.singles,
         )
+
+    def _allows_one(self) -> bool:
+        """Whether rounds without a draft may have passes of one token.
+
+        With the bits of passes of `width` rows, scores would depend on the pace. That is accepted only where these
+        passes take longer, and no bits were asked for.
+        """
+        is_slow = self._pace is not None and not self._pace.is_free
+        return self._bits == "token" or (self._bits == "rows" and self._wanted is None and is_slow)
+
+    @property
+    def num_single_replays(self) -> int:
+        """Passes of one token that were replayed from a graph."""
+        return self._single.num_replays if self._single is not None else 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -143,7 +168,7 @@ class VerifySteps:
             self._cache = croppable(self._model, length, self.width)
             model_kwargs[private.cache_argument()] = self._cache.cache
 
-        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts)
+        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts, self._pace)
         with self._stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             if self._draws:
                 with DrawsByPosition(self.counts):
@@ -152,19 +177,21 @@ class VerifySteps:
                 yield
 
     def is_verify(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a forward verifies drafted tokens."""
+        """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
         ids = kwargs.get("input_ids")
-        return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
+        return ids is not None and ids.shape[-1] in (self.width, 1) and is_croppable(cache_in(kwargs))
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The output of a pass that verifies tokens."""
-        if self._bits is None:
+        """The output of a pass after the prompt."""
+        is_single = kwargs["input_ids"].shape[-1] == 1
+        if self._bits is None and not is_single:
             output = self._try(lambda: forward(*args, **kwargs))
             if output is not None:
                 return output
-        if self._runner is None or self._runner.reason is not None:
+        runner = self._single if is_single else self._runner
+        if runner is None or runner.reason is not None:
             return forward(*args, **kwargs)
-        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        return runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
     def _try(self, step: Callable[[], Any]) -> Any | None:
         """Decide about bits, by a trial if need be. Returns the output of the step if it was one."""
