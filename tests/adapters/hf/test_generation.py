@@ -232,7 +232,6 @@ def test_an_offloaded_model_without_cuda() -> None:
         ({"cache_implementation": "dynamic"}, "cache_implementation was given"),
         ({"num_beams": 3}, "only greedy search and sampling"),
         ({"use_cache": False}, "only greedy search and sampling"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens was given"),
         ({"generation_config": transformers.GenerationConfig(num_beams=2)}, "only greedy search and sampling"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from weightstream.adapters.hf.decode_steps import CACHES, cache_in
 from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
 from weightstream.adapters.hf.pacing import Pacing, drafts_for
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
-from weightstream.adapters.hf.speculation import Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
@@ -135,12 +135,10 @@ def generate(
         in_graphs=recorder is not None,
         unsuited=partial(_unsuited_for_drafts, model, inputs, kwargs),
     )
-    if drafts is not None:
-        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, drafts.pace)
-    elif draft_of(model, partial(_setting, model, kwargs)) is not None:
-        result, decoding = speculate_with(model, inputs, kwargs, recorder, bits)
+    if drafts is None:
+        result, decoding = decode_with(model, inputs, kwargs, recorder, bits)
     else:
-        result, decoding = decode_with(model, inputs, kwargs, recorder)
+        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, drafts.pace)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -150,9 +148,11 @@ def generate(
 
 @restored
 def decode_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None
+    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
 ) -> tuple[Any, DecodeReport]:
-    """`generate` with this recorder; None: the model's device has no graphs."""
+    """`generate` with this recorder; None: the model's device has no graphs. `bits`: with a draft, see `generate`."""
+    if draft_of(model, partial(_setting, model, options)) is not None:
+        return speculate_with(model, inputs, options, recorder, bits)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
     ranks, no_graphs = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
@@ -167,7 +167,7 @@ def decode_with(
         options = options | {"generation_config": config}
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
         runner = GraphRunner(recorder, device, ranks)
-        decoder = Decoder(runner, _LongStep(_streamer_of(model), stack), ranks)
+        decoder = Decoder(runner, _LongStep(_streamer_of(model), stack), ranks, _TokenSteps(runner))
         stack.enter_context(_standing_in(model, decoder))
         if least(ranks, _may_spare_a_step(model, options)):  # all ranks or none: in a step that only some ran they hang
             draws = bool(_setting(model, options, "do_sample")) or model.training
@@ -188,14 +188,14 @@ def speculate_with(
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
     draft = draft_of(model, setting)
-    assert draft is not None
-    if pace is not None:
+    reason = _unsuited_for_drafts(model, inputs, options)
+    inputs = () if inputs is None else (inputs,)
+    if draft is not None and pace is not None:
         draft = draft._replace(num=pace.width - 1)
-    given = () if inputs is None else (inputs,)
-    if (reason := _unsuited_for_drafts(model, inputs, options)) is not None:
+    if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
-        return model.generate(*given, **options), DecodeReport(reason=reason)
+        return model.generate(*inputs, **options), DecodeReport(reason=reason)
     if (config := options.get("generation_config")) is None:
         options = options | {"disable_compile": True}
     else:
@@ -203,40 +203,54 @@ def speculate_with(
         config.update(disable_compile=True)
         options = options | {"generation_config": config}
     device: torch.device = model.device
-    in_device = torch.accelerator.device_index(device.index) if recorder is not None else nullcontext()
-    with torch.no_grad(), in_device, ExitStack() as stack:
-        runner = None if recorder is None else GraphRunner(recorder, device, None)
-        verify = VerifySteps(
-            model,
-            draft,
-            bits,
-            runner,
-            partial(_serial_is_free, _streamer_of(model)),
-            draws=bool(setting("do_sample")),
-            pace=pace,
-            single=None if recorder is None or pace is None else GraphRunner(recorder, device, None),
-        )
-        decoder = Decoder(runner, _LongStep(_streamer_of(model) if runner else None, stack), None, verify)
+    streamer = _streamer_of(model)
+    with torch.no_grad(), ExitStack() as stack:
+        runner = None
+        if recorder is not None:
+            stack.enter_context(torch.accelerator.device_index(device.index))
+            runner = GraphRunner(recorder, device, None, 1 if pace is None else 2)
+        free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+        verify = VerifySteps(model, draft, bits, runner, free, draws=draws, pace=pace)
+        decoder = Decoder(runner, _LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
         stack.enter_context(verify.installed())
-        result = model.generate(*given, **options)
-    report = decoder.report()
-    if report.speculation is not None:
-        speculation.warn_of_temperature(setting, report.speculation)
-    return result, report
+        if draft.kind == "assistant" and runner is not None:
+            stack.enter_context(_captured_assistant(setting, verify))
+        result = model.generate(*inputs, **options)
+    report = verify.report()
+    speculation.warn_of_temperature(setting, report)
+    return result, replace(decoder.report(), speculation=report)
+
+
+@contextmanager
+def _captured_assistant(setting: Callable[[str], Any], verify: VerifySteps) -> Iterator[None]:
+    """Inside, the assistant drafts from graphs of its own, if it is a resident model that works with a static cache."""
+    assistant = setting("assistant_model")
+    recorder = _recorder(assistant)
+    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None or recorder is None:
+        yield
+        return
+    if _unsuited(assistant, {}, ranks_of(assistant)) is not None:
+        yield
+        return
+    steps = AssistantSteps(assistant, GraphRunner(recorder, assistant.device, None, AssistantSteps.NUM_WIDTHS), verify)
+    with _standing_in(assistant, Decoder(steps.runner, _LongStep(None, ExitStack()), None, steps)), steps.installed():
+        yield
 
 
 def _unsuited_for_drafts(model: Any, inputs: Any, options: dict[str, Any]) -> str | None:
     """Reason against passes of one width for this model and these arguments, or None."""
-    ids, ranks = options.get("input_ids") if inputs is None else inputs, ranks_of(model)
-    reason = speculation.unsuited(partial(_setting, model, options), ids) or _unsuited(model, options, ranks)
-    if reason is None and (_setting(model, options, "num_return_sequences") or 1) > 1:
-        reason = "several tokens a pass need one text for each call"
-    if reason is None and ranks is not None:
-        reason = "the model is sharded over several processes, which would have to agree on each draft"
-    if reason is None and (streamer := _streamer_of(model)) is not None and not hasattr(streamer.plan, "manifest"):
-        reason = "the model is spread over several GPUs"
-    return reason
+    setting, ids, ranks = partial(_setting, model, options), options.get("input_ids"), ranks_of(model)
+    if (reason := speculation.unsuited(setting, ids if inputs is None else inputs)) is not None:
+        return reason
+    if (reason := _unsuited(model, options, ranks)) is not None:
+        return reason
+    if (setting("num_return_sequences") or 1) > 1:
+        return "several tokens a pass need one text for each call"
+    if ranks is not None:
+        return "the model is sharded over several processes, which would have to agree on each draft"
+    streamer = _streamer_of(model)
+    return None if streamer is None or hasattr(streamer.plan, "manifest") else "the model is spread over several GPUs"
 
 
 def _serial_is_free(streamer: Any, width: int) -> bool:
@@ -355,49 +369,59 @@ def _standing_in(model: Any, decoder: Decoder) -> Iterator[None]:
             model.__dict__["forward"] = patched
 
 
-class Decoder:
-    """The forwards of one `generate`: decode steps, of one token on a static cache, go to the runner of graphs; steps
-    that verify drafted tokens to `verify`."""
+class _Steps(Protocol):
+    """The steps of a `generate` that are alike, so that they may be captured."""
 
-    def __init__(
-        self, runner: GraphRunner | None, step: _LongStep, ranks: Ranks | None, verify: VerifySteps | None = None
-    ) -> None:
-        self._runner = runner
+    def owns(self, kwargs: dict[str, Any], /) -> bool:
+        """Whether a forward is such a step."""
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, /) -> Any:
+        """The output of a step."""
+
+
+class Decoder:
+    """The forwards of one `generate`. `steps` run those that are alike, once the streamer's long step is entered."""
+
+    def __init__(self, runner: GraphRunner | None, step: _LongStep, ranks: Ranks | None, steps: _Steps) -> None:
+        self._runner = runner  # of graphs; None: the device has none
         self._step = step
         self._ranks = ranks
-        self._verify = verify
+        self._steps = steps
         self.is_replaying = False  # whether the last forward was a replay
 
     def report(self) -> DecodeReport:
         runner = self._runner
-        found = self._verify.report() if self._verify is not None else None
         if runner is None:
-            return DecodeReport(reason="graphs are captured on CUDA only", speculation=found)
+            return DecodeReport(reason="graphs are captured on CUDA only")
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
-            return DecodeReport(reason="no two steps in a row were alike", speculation=found)
-        replays = runner.num_replays + (self._verify.num_single_replays if self._verify is not None else 0)
-        return DecodeReport(replays=replays, reason=runner.reason, speculation=found)
+            return DecodeReport(reason="no two steps in a row were alike")
+        return DecodeReport(replays=runner.num_replays, reason=runner.reason)
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.is_replaying = False
-        verifies = self._verify is not None and self._verify.is_verify(kwargs)
-        if (runner := self._runner) is None:
-            return self._verify.run(forward, args, kwargs) if self._verify and verifies else forward(*args, **kwargs)
-        num_replays = runner.num_replays
-        if runner.reason is None and not self._step.is_entered and least(self._ranks, self._step.is_due()):
-            runner.reason = common(self._ranks, self._step.enter())
-        if self._verify is not None and verifies and (self._step.is_entered or runner.reason is not None):
-            return self._verify.run(forward, args, kwargs)
-        if runner.reason is not None or not self._step.is_entered or not _is_decode_step(kwargs):
+        runner = self._runner
+        num_replays = 0 if runner is None else runner.num_replays
+        if runner is not None and runner.reason is None and not self._step.is_entered:  # noqa: SIM102 - ranks agree
+            if least(self._ranks, self._step.is_due()):
+                runner.reason = common(self._ranks, self._step.enter())
+        if not self._step.is_entered or not self._steps.owns(kwargs):
             return forward(*args, **kwargs)
-        output = runner.run(forward, args, kwargs, cache_in(kwargs).layers)
-        self.is_replaying = runner.num_replays > num_replays
+        output = self._steps.run(forward, args, kwargs)
+        self.is_replaying = runner is not None and runner.num_replays > num_replays
         return output
 
 
-def _is_decode_step(kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is that of one token on a static cache which the prompt has filled."""
-    cache, ids = cache_in(kwargs), kwargs.get("input_ids")
-    if not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
-        return False
-    return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
+class _TokenSteps:
+    """Steps of one token on a static cache that the prompt has filled."""
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner = runner
+
+    def owns(self, kwargs: dict[str, Any]) -> bool:
+        cache, ids = cache_in(kwargs), kwargs.get("input_ids")
+        if self._runner.reason is not None or not static_cache.is_static(cache) or ids is None or ids.shape[-1] != 1:
+            return False
+        return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)

@@ -1,4 +1,4 @@
-"""The decode steps of one text, run eagerly, captured or replayed from a graph. Knows no weights and no loop.
+"""The decode steps of one text, run eagerly, captured or replayed from graphs. Knows no weights and no loop.
 
 A graph repeats kernels, not Python. So a step is replayed only if all that its Python looks at is as it was in the
 capture: shapes, objects and plain values of the arguments, addresses in the cache, and whether a sliding window is
@@ -8,6 +8,7 @@ as the graph would keep the value of its capture.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
@@ -58,20 +59,23 @@ class _Signature(NamedTuple):
 class _Readiness(IntEnum):
     """What can be done with a step. Ranks do what all of them can do: a graph repeats their collectives as well."""
 
-    WATCH = 1  # no step before it was alike
-    CAPTURE = 2  # the step before it was alike
-    REPLAY = 3  # the captured step was alike
+    WATCH = 1  # no step that was watched was alike
+    CAPTURE = 2  # one was
+    REPLAY = 3  # a captured step was alike
 
 
 class GraphRunner:
-    """Runs decode steps: of steps that are alike the first is watched, the second captured, all others replayed."""
+    """Runs decode steps: of steps that are alike the first is watched, the second captured, all others replayed.
 
-    def __init__(self, recorder: Recorder, device: torch.device, ranks: Ranks | None) -> None:
+    `num_graphs`: as many kinds of steps are known at a time, such as steps of one token and of two.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, ranks: Ranks | None, num_graphs: int = 1) -> None:
         self._recorder = recorder
         self._device = device
         self._ranks = ranks
-        self._watched: _Signature | None = None  # of the step before
-        self._captured: _CapturedStep | None = None
+        self._watched: deque[_Signature] = deque(maxlen=num_graphs)
+        self._captured: deque[_CapturedStep] = deque(maxlen=num_graphs)
         self.num_steps = 0
         self.num_replays = 0
         self.reason: str | None = None  # why a step cannot be captured; all later ones run eagerly, too
@@ -81,25 +85,27 @@ class GraphRunner:
         self.num_steps += 1
         leaves, spec = tree_flatten((args, kwargs))
         signature = _Signature.of(spec, leaves, layers)
-        readiness = _Readiness(least(self._ranks, self._readiness(signature)))
+        captured = next((step for step in self._captured if step.signature == signature), None)
+        readiness = _Readiness(least(self._ranks, self._readiness(signature, captured)))
         if readiness is _Readiness.WATCH:
-            self._watched = signature
+            self._watched.append(signature)
             with _HostWatch() as watch:  # type: ignore[no-untyped-call]
                 output = forward(*args, **kwargs)
             self.reason = common(self._ranks, watch.found)
             return output
         if readiness is _Readiness.CAPTURE:
             self.reason = common(self._ranks, self._capture(signature, forward, leaves, layers))
-        if self._captured is None or self.reason is not None:
-            self._captured = None
+            captured = self._captured[-1] if self._captured else None
+        if captured is None or self.reason is not None:
+            self._captured.clear()
             return forward(*args, **kwargs)
         self.num_replays += 1
-        return self._captured.replay(leaves)
+        return captured.replay(leaves)
 
-    def _readiness(self, signature: _Signature) -> _Readiness:
-        if self._captured is not None and self._captured.signature == signature:
+    def _readiness(self, signature: _Signature, captured: _CapturedStep | None) -> _Readiness:
+        if captured is not None:
             return _Readiness.REPLAY
-        return _Readiness.CAPTURE if self._watched == signature else _Readiness.WATCH
+        return _Readiness.CAPTURE if signature in self._watched else _Readiness.WATCH
 
     def _capture(
         self, signature: _Signature, forward: Callable[..., Any], leaves: Sequence[Any], layers: Sequence[Any]
@@ -108,7 +114,8 @@ class GraphRunner:
 
         Not the error: its traceback would keep the tensors of the failed capture alive.
         """
-        self._captured = None  # its memory is freed before the next graph takes some
+        if len(self._captured) == self._captured.maxlen:
+            self._captured.popleft()  # its memory is freed before the next graph takes some
         errors: list[Exception] = []  # a capture that fails at its end hides the error that broke it
 
         def step() -> Any:
@@ -121,7 +128,7 @@ class GraphRunner:
         try:
             inputs = [leaf.to(self._device, copy=True) if torch.is_tensor(leaf) else leaf for leaf in leaves]
             own_args, own_kwargs = tree_unflatten(inputs, signature.spec)
-            self._captured = _CapturedStep(self._recorder, signature, inputs, step, layers)
+            self._captured.append(_CapturedStep(self._recorder, signature, inputs, step, layers))
         except Exception as error:  # whatever the forward, the capture or the driver raises
             reason = _reason([*errors, error][0])
             errors.clear()  # their tracebacks hold this frame

@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -630,17 +630,47 @@ def candidate_generator_method(model: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def generating(
-    model: Any, *, make_candidates: Callable[..., Any], put_cache: Callable[[Any, dict[str, Any], Any, int, int], None]
+    model: Any,
+    *,
+    put_cache: Callable[[Any, dict[str, Any], Any, int, int], None],
+    make_candidates: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """Inside, `generate` makes its generator of drafted tokens and its cache with these functions.
+    """Inside, `generate` makes its cache, and its generator of drafted tokens, with these functions.
 
     `put_cache` gets the settings, the arguments of the model, the kind of loop, the batch, and the length of the cache.
     """
-    with (
-        set_inside(model, "_get_candidate_generator", make_candidates),
-        set_inside(model, "_prepare_cache_for_generation", put_cache),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(set_inside(model, "_prepare_cache_for_generation", put_cache))
+        if make_candidates is not None:
+            stack.enter_context(set_inside(model, "_get_candidate_generator", make_candidates))
         yield
+
+
+_ATTENDING: dict[int, Callable[..., Any]] = {}  # of the process, as transformers' table of functions is; by module
+_SDPA = "sdpa"
+
+
+def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module of sdpa attention call `run(attention, module, args, kwargs)` in place of transformers' function;
+    returns a function that undoes it."""
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface._global_mapping
+    if not _ATTENDING:
+        table[_SDPA] = partial(_attend, table[_SDPA])
+    _ATTENDING[id(module)] = run
+
+    def undo() -> None:
+        _ATTENDING.pop(id(module), None)
+        if not _ATTENDING and isinstance(table[_SDPA], partial):
+            table[_SDPA] = table[_SDPA].args[0]
+
+    return undo
+
+
+def _attend(attention: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = _ATTENDING.get(id(module))
+    return attention(module, *args, **kwargs) if run is None else run(attention, module, args, kwargs)
 
 
 @cache

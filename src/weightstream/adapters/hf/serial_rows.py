@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from weightstream.adapters.hf import private
 from weightstream.adapters.modules.partition import find_blocks
+from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.undo import Undo
-
-_ROW_MASKS = ("sdpa", "eager")  # attention implementations whose static masks have a row for each token
 
 
 class Mode(Enum):
@@ -34,25 +34,38 @@ class Mode(Enum):
     TRIAL = "one after the other, after running them at once to compare"
 
 
+class _Part(NamedTuple):
+    """A module that runs row by row. `is_leaf`: it computes with tensors of its own alone, such as a linear layer."""
+
+    module: nn.Module
+    is_leaf: bool
+
+
 class SerialRows:
-    """Runs the modules of a model, which hold all its weights, row by row."""
+    """Runs the modules of a model, which hold all its weights, row by row.
+
+    These are whole blocks, unless parts of a block are streamed one by one. Then each part runs its rows while its
+    weights are there, and so does attention, which has no weights; all else in a block treats rows alone anyway.
+    """
 
     def __init__(self, model: nn.Module, width: int) -> None:
         self.mode = Mode.AT_ONCE
         self._width = width
         self._model: Any = model
-        self._modules = list(_row_modules(model))
+        self._parts = list(_parts(model))
+        covered = {id(each) for part in self._parts for each in part.module.modules()}
+        self._attention = [module for module in _attention(model) if id(module) not in covered]
+        self._seen: set[int] = set()  # ids of attention modules that ran row by row
         self._differs: torch.Tensor | None = None
 
     @property
     def unsuited(self) -> str | None:
         """Reason why the rows of this model cannot run one after the other, or None."""
-        attention = getattr(self._model.config, "_attn_implementation", None)
-        if attention not in _ROW_MASKS:
-            return f"masks of {attention} attention have no row for each token"
-        covered = {id(each) for module in self._modules for each in module.modules()}
-        if any(id(module) not in covered for module in _cached_modules(self._model)):
-            return "parts of a layer are streamed one by one; with a larger device_budget whole layers are"
+        kind = getattr(self._model.config, "_attn_implementation", None)
+        if kind not in ("sdpa", "eager"):
+            return f"masks of {kind} attention have no row for each token"
+        if kind == "eager" and self._attention:
+            return "parts of a layer are streamed one by one, which needs sdpa attention; its attention is eager"
         return None
 
     @contextmanager
@@ -60,8 +73,10 @@ class SerialRows:
         """Inside, the model's modules run forwards of `width` tokens in the mode that is set."""
         undo = Undo()
         try:
-            for module in self._modules:
-                undo.add(forward_patch.add_inside(module, partial(self._run, module)))
+            for part in self._parts:
+                undo.add(forward_patch.add_inside(part.module, partial(self._run, part)))
+            for module in self._attention:
+                undo.add(private.attend_by(module, self._attend))
             yield
         finally:
             undo()
@@ -69,31 +84,64 @@ class SerialRows:
     def try_out(self, step: Callable[[], Any]) -> tuple[Any, bool]:
         """Run a step row by row, and also at once. Returns the output row by row, and whether both had equal bits.
 
-        Waits for the device.
+        Waits for the device. Raises `UnsupportedError` if attention of the model's own did not run row by row.
         """
         self._differs, self.mode = None, Mode.TRIAL
         try:
             output = step()
         finally:
             self.mode = Mode.AT_ONCE
+        if not self._seen >= set(map(id, self._attention)):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} has attention of its own, whose rows cannot run one after the other "
+                "where parts of a layer are streamed one by one"
+            )
         return output, self._differs is not None and not bool(self._differs)
 
-    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        cuts = [_row_dim(leaf, self._width) for leaf in leaves]
-        if self.mode is Mode.AT_ONCE or not any(c == 1 and leaves[i].dim() > 2 for i, c in enumerate(cuts)):
-            return forward(*args, **kwargs)  # a prompt, or a module that sees no tokens
+        cuts = [_row_dim(leaf, self._width, is_leaf=part.is_leaf) for leaf in leaves]
+        is_state = (c is not None and leaf.is_floating_point() for c, leaf in zip(cuts, leaves, strict=True))
+        if self.mode is Mode.AT_ONCE or not any(is_state):
+            return forward(*args, **kwargs)  # or a prompt, or a module that sees no tokens
         at_once = None
         if self.mode is Mode.TRIAL:
             at_once = forward(*args, **kwargs)
-            for layer in _cache_layers(module, leaves):
+            for layer in _cache_layers(part.module, leaves):
                 layer.crop(-self._width)
+        dim = next(c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point())
+        return self._by_row(forward, leaves, spec, cuts, dim if part.is_leaf else 1, at_once)
+
+    def _attend(self, attention: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Attention as transformers calls it: with queries of shape (batch, heads, tokens, width), keys and values."""
+        leaves, spec = tree_flatten(((module, *args), kwargs))
+        if self.mode is Mode.AT_ONCE or args[0].shape[2] != self._width:
+            return attention(module, *args, **kwargs)
+        self._seen.add(id(module))
+        of_keys = {id(args[1]), id(args[2])}
+        cuts = [
+            None if id(leaf) in of_keys else 2 if leaf is args[0] else _row_dim(leaf, self._width, is_leaf=False)
+            for leaf in leaves
+        ]
+        at_once = attention(module, *args, **kwargs) if self.mode is Mode.TRIAL else None
+        return self._by_row(attention, leaves, spec, cuts, 1, at_once)
+
+    def _by_row(
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        spec: TreeSpec,
+        cuts: list[int | None],
+        dim: int,
+        at_once: Any | None,
+    ) -> Any:
+        """Call the function for each row of these leaves of its arguments; outputs are joined along `dim`."""
         rows = []
         for row in range(self._width):
             own = [leaf if c is None else leaf.narrow(c, row, 1).clone() for leaf, c in zip(leaves, cuts, strict=True)]
-            own_args, own_kwargs = tree_unflatten(own, spec)
-            rows.append(forward(*own_args, **own_kwargs))
-        output = _joined(rows)
+            args, kwargs = tree_unflatten(own, spec)
+            rows.append(function(*args, **kwargs))
+        output = _joined(rows, dim)
         if at_once is not None:
             self._compare(at_once, output)
         return output
@@ -118,24 +166,29 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(integers[tensor.element_size()])
 
 
-def _row_dim(leaf: Any, width: int) -> int | None:
+def _row_dim(leaf: Any, width: int, *, is_leaf: bool) -> int | None:
     """The dimension of an argument that has one entry for each token; None: there is none.
 
-    States are of shape (batch, tokens, …) and positions (…, tokens). What has four dimensions is a mask (batch, heads,
-    tokens, keys), or angles of several kinds of positions (kinds, batch, tokens, width).
+    A block's states are of shape (batch, tokens, …) and positions (…, tokens). What has four dimensions is a mask
+    (batch, heads, tokens, keys), or angles of several kinds of positions (kinds, batch, tokens, width). A leaf module
+    has only states: (tokens, …), (batch, tokens, …), or (batch, heads, tokens, width).
     """
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return None
-    is_position = not leaf.is_floating_point() and leaf.dtype != torch.bool
-    dim = leaf.dim() - 1 if is_position else {3: 1, 4: 2}.get(leaf.dim())
-    return dim if dim is not None and leaf.shape[dim] == width else None
+    if is_leaf:
+        dims = [0] if leaf.dim() == 2 else [1, 2] if leaf.dim() > 2 else []
+    elif leaf.is_floating_point() or leaf.dtype == torch.bool:
+        dims = [leaf.dim() - 2] if leaf.dim() in (3, 4) else []
+    else:
+        dims = [leaf.dim() - 1]
+    return next((dim for dim in dims if leaf.shape[dim] == width), None)
 
 
-def _joined(rows: list[Any]) -> Any:
+def _joined(rows: list[Any], dim: int) -> Any:
     """The outputs of all rows as one: tensors of one token each are joined, all else is that of the last row."""
     found, spec = zip(*map(tree_flatten, rows), strict=True)
     joined = [
-        torch.cat(each, 1) if isinstance(each[0], torch.Tensor) and each[0].dim() > 2 else each[-1]
+        torch.cat(each, dim) if isinstance(each[0], torch.Tensor) and each[0].dim() > max(dim, 1) else each[-1]
         for each in zip(*found, strict=True)
     ]
     return tree_unflatten(joined, spec[0])
@@ -148,7 +201,7 @@ def _cache_layers(module: nn.Module, leaves: list[Any]) -> list[Any]:
     return [cache.layers[index] for cache in caches[:1] for index in sorted(indices)]
 
 
-def _row_modules(model: nn.Module) -> Iterator[nn.Module]:
+def _parts(model: nn.Module) -> Iterator[_Part]:
     """The largest modules that can run row by row: blocks, or parts of a block that are streamed one by one, and
     modules outside of blocks. Not embeddings, which read rows anyway."""
     blocks = {id(block) for block in find_blocks(model)}
@@ -163,10 +216,12 @@ def _row_modules(model: nn.Module) -> Iterator[nn.Module]:
         else:
             yield module
 
-    yield from {id(module): module for module in visit(model)}.values()
+    for module in {id(module): module for module in visit(model)}.values():
+        is_leaf = all(next(child.parameters(), None) is None for child in module.children())
+        yield _Part(module, is_leaf and id(module) not in blocks)
 
 
-def _cached_modules(model: nn.Module) -> Iterator[nn.Module]:
+def _attention(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost modules that have a layer of the cache: attention."""
     found = {id(m): m for m in model.modules() if isinstance(vars(m).get("layer_idx"), int)}
     outer = {id(m) for m in found.values() for each in m.modules() if each is not m and id(each) in found}

@@ -113,7 +113,6 @@ class VerifySteps:
         *,
         draws: bool,
         pace: Pacing | None = None,
-        single: GraphRunner | None = None,
     ) -> None:
         self.width = draft.num + 1
         self.counts = DraftCounts()
@@ -123,7 +122,6 @@ class VerifySteps:
         self._bits: Bits | None = None  # None: not decided yet
         self._runner = runner
         self._pace = pace
-        self._single = single  # of passes of one token
         if pace is not None:
             pace.allows_one = self._allows_one
         self._serial_is_free = serial_is_free
@@ -132,6 +130,11 @@ class VerifySteps:
         self._stack = ExitStack()  # what is undone at the end
         self._num_tried = 0
         self._cache: CroppableCache | None = None
+
+    @property
+    def num_positions(self) -> int:
+        """The positions of the text's cache."""
+        return 0 if self._cache is None else int(self._cache.cache.layers[0].max_cache_len)
 
     def report(self) -> SpeculationReport:
         rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
@@ -155,11 +158,6 @@ class VerifySteps:
         is_slow = self._pace is not None and not self._pace.is_free
         return self._bits == "token" or (self._bits == "rows" and self._wanted is None and is_slow)
 
-    @property
-    def num_single_replays(self) -> int:
-        """Passes of one token that were replayed from a graph."""
-        return self._single.num_replays if self._single is not None else 0
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the model's `generate` drafts in steps of one width, on a cache that can be cropped."""
@@ -176,7 +174,7 @@ class VerifySteps:
             else:
                 yield
 
-    def is_verify(self, kwargs: dict[str, Any]) -> bool:
+    def owns(self, kwargs: dict[str, Any]) -> bool:
         """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
         ids = kwargs.get("input_ids")
         return ids is not None and ids.shape[-1] in (self.width, 1) and is_croppable(cache_in(kwargs))
@@ -188,10 +186,9 @@ class VerifySteps:
             output = self._try(lambda: forward(*args, **kwargs))
             if output is not None:
                 return output
-        runner = self._single if is_single else self._runner
-        if runner is None or runner.reason is not None:
+        if self._runner is None or self._runner.reason is not None:
             return forward(*args, **kwargs)
-        return runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
     def _try(self, step: Callable[[], Any]) -> Any | None:
         """Decide about bits, by a trial if need be. Returns the output of the step if it was one."""
@@ -239,6 +236,38 @@ class VerifySteps:
             raise UnsupportedError(f'bits="token": {reason}')
         logger.info('generate: bits="rows", as %s', reason)
         self._bits = "rows"
+
+
+class AssistantSteps:
+    """The forwards by which an assistant drafts, on a cache that can be cropped: of one token, and the first of a round
+    of two, as the cache lacks the last tokens of the text."""
+
+    NUM_WIDTHS = 2
+
+    def __init__(self, assistant: Any, runner: GraphRunner, verify: VerifySteps) -> None:
+        self._assistant = assistant
+        self.runner = runner
+        self._verify = verify
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the assistant's `generate` uses one cache for the whole text."""
+
+        def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+            name = private.cache_argument()
+            if model_kwargs.get(name) is None:
+                model_kwargs[name] = croppable(self._assistant, max(length, self._verify.num_positions), 0).cache
+
+        with private.generating(self._assistant, put_cache=put_cache):
+            yield
+
+    def owns(self, kwargs: dict[str, Any]) -> bool:
+        ids = kwargs.get("input_ids")
+        is_short = ids is not None and ids.shape[-1] <= self.NUM_WIDTHS
+        return is_short and self.runner.reason is None and is_croppable(cache_in(kwargs))
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self.runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
 
 def warn_of_temperature(setting: Callable[[str], Any], report: SpeculationReport) -> None:
