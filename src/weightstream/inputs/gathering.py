@@ -155,14 +155,14 @@ class Gatherer:
             logger.info("passes of several tokens are not planned for: %s", error)
             return inputs
         settings: Any = self.called.config
-        words = settings.get_text_config().vocab_size
+        words, positions = settings.get_text_config().vocab_size, workload.context + max(found)
         passes = {
             width: tuple(
                 Demand(
                     workload=replace(workload, batch=1, tokens=width),
                     work=_by_unit(work, units),
                     activation_nbytes=work.activation_nbytes + _LOGITS_COPIES * width * words * _FLOAT_NBYTES,
-                    cache_nbytes=work.cache_nbytes,
+                    cache_nbytes=work.cache_nbytes * (workload.context + width) // positions,  # traced with the most
                     is_text=inputs.config.pin_memory,
                 )
                 for units in self.grains

@@ -196,11 +196,13 @@ class PlannerInputs:
         machine = self.machine
         workspace_nbytes = machine.profile.workspace_nbytes
         needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
+        needed += self.reserved_nbytes
         is_known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
         if not is_known or needed <= machine.free_nbytes:
             return None
+        draft = f"draft {human(self.reserved_nbytes)} + " if self.reserved_nbytes else ""
         return (
-            f"weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
+            f"{draft}weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
             f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
             f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
         )
