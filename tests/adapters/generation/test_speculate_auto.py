@@ -309,7 +309,7 @@ def test_passes_of_both_widths_are_replayed(name: str, monkeypatch: pytest.Monke
     pace = Pacing("prompt lookup", 8, passes, Drafting())
     lookup = options(prompt_lookup_num_tokens=7)
     got, decoding = speculate_with(
-        model, repeating(), lookup, cuda.recorder, None if name == "gemma2" else "token", pace
+        model, repeating(), lookup, cuda.recorder, None if name == "gemma2" else "token", pace=pace
     )
     assert torch.equal(got.sequences, want.sequences)
     assert decoding.reason is None

@@ -34,7 +34,7 @@ from weightstream.runtime.streamer.drafting import Drafting, Speculate
 
 logger = logging.getLogger("weightstream")
 
-Kind = Literal["prompt lookup", "assistant"]
+DraftKind = Literal["prompt lookup", "assistant"]
 _SETTLING = 2  # first passes of a width: one is watched, one captured
 _MOST_LOST = 0.01  # share of the time that drafts may lose
 _ALLOWED = 1.0  # passes of one token that they may lose before that
@@ -78,7 +78,7 @@ class Pacing:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: DraftKind,
         width: int,
         passes: Passes,
         drafting: Drafting,
@@ -87,7 +87,7 @@ class Pacing:
         token_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.kind: Kind = kind
+        self.kind: DraftKind = kind
         self.width = width
         self.allows_one: Callable[[], bool] = lambda: True  # whether a pass of one token has the bits of the others
         self._passes = passes
@@ -242,7 +242,7 @@ class Pacing:
 # -- the choice of a draft ---------------------------------------------------------------------------------------------
 
 
-class Drafts(NamedTuple):
+class DraftChoice(NamedTuple):
     """A draft for a call of `generate`: its settings, and its pace."""
 
     settings: dict[str, Any]
@@ -256,7 +256,7 @@ def drafts_for(
     *,
     in_graphs: bool,
     unsuited: Callable[[], str | None],
-) -> Drafts | None:
+) -> DraftChoice | None:
     """The draft for a call of `generate`; None: one token a pass, or drafts as the settings have them.
 
     Args:
@@ -298,10 +298,10 @@ def drafts_for(
     width = choice.tokens if choice.tokens > 1 else 2 if mode == "auto" else MOST_ROWS
     token_s = drafting.token_s if kind == "assistant" else 0.0
     pace = Pacing(kind, width, passes, drafting, may_stop=mode == "auto", token_s=token_s)
-    return Drafts({} if own else _settings_of(kind, width, drafting), pace)
+    return DraftChoice({} if own else _settings_of(kind, width, drafting), pace)
 
 
-def own_draft(setting: Callable[[str], Any]) -> Kind | Literal["other"] | None:
+def own_draft(setting: Callable[[str], Any]) -> DraftKind | Literal["other"] | None:
     """The kind of draft that the settings of `generate` choose; None: they choose none."""
     if setting("use_mtp") or setting("speculation_type") == "dflash" or setting("assistant_early_exit") is not None:
         return "other"
@@ -311,10 +311,10 @@ def own_draft(setting: Callable[[str], Any]) -> Kind | Literal["other"] | None:
 
 
 def _choices(
-    mode: Speculate, own: Kind | Literal["other"] | None, drafting: Drafting, passes: Passes
-) -> Mapping[Kind, PassChoice]:
+    mode: Speculate, own: DraftKind | Literal["other"] | None, drafting: Drafting, passes: Passes
+) -> Mapping[DraftKind, PassChoice]:
     """The kinds of drafts that may be used, and what is expected of each."""
-    kinds: list[Kind] = ["prompt lookup", "assistant"]
+    kinds: list[DraftKind] = ["prompt lookup", "assistant"]
     if own is not None:
         kinds = [kind for kind in kinds if kind == own]
     elif mode == "lookup" or drafting.model is None:
@@ -331,7 +331,7 @@ def _choices(
     }
 
 
-def _settings_of(kind: Kind, width: int, drafting: Drafting) -> dict[str, Any]:
+def _settings_of(kind: DraftKind, width: int, drafting: Drafting) -> dict[str, Any]:
     """The settings of `generate` that choose this draft."""
     if kind == "prompt lookup":
         return {"prompt_lookup_num_tokens": width - 1}
