@@ -25,11 +25,8 @@ from models import TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation import (  # noqa: E402
-    speculation,
-    tree,
-)
-from weightstream.adapters.generation import tree_loop as loop
+from weightstream.adapters.generation import speculation, tree  # noqa: E402
+from weightstream.adapters.generation import tree_loop as loop  # noqa: E402
 from weightstream.adapters.generation.croppable_cache import croppable  # noqa: E402
 from weightstream.adapters.generation.generation import DecodeReport, decode_with, generate  # noqa: E402
 from weightstream.adapters.generation.graph_runner import GraphRunner  # noqa: E402

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weightstream.adapters.generation.pacing import Pacing, limit
+
 
 @dataclass(kw_only=True, slots=True)
 class DraftCounts:
-    """Counts of one `generate`: `passes` of the model after the prompt, `drafted` tokens that these verified, and
-    `accepted` ones of them."""
+    """Counts of one `generate`: `passes` of the model after the prompt, `singles` of them of one token, `drafted`
+    tokens that were verified, and `accepted` ones of them."""
 
     passes: int = 0
+    singles: int = 0
     drafted: int = 0
     accepted: int = 0
     length: int = 0
@@ -41,12 +44,20 @@ class FixedWidthDrafts:
     ends the text, which then is the model's own. None are verified together with the prompt: what a draft says must not
     decide which kernels run the prompt.
 
+    With a pace, rounds may have no draft, and then the pass may have one row.
+
     Logits of the draft are not passed on. With them transformers would accept by comparing two distributions; without
     them a sampled token is accepted if it is the drafted one, so that a text does not depend on its drafts.
     """
 
     def __init__(
-        self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts, on_pass: Callable[[int], None]
+        self,
+        generator: Any,
+        num: int,
+        eos_ids: frozenset[int],
+        counts: DraftCounts,
+        on_pass: Callable[[int], None],
+        pace: Pacing | None = None,
     ) -> None:
         self._generator = generator
         self._num = num
@@ -54,6 +65,7 @@ class FixedWidthDrafts:
         self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self._counts = counts
         self._on_pass = on_pass
+        self._pace = pace
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
         _draft_greedily(generator)
 
@@ -62,28 +74,44 @@ class FixedWidthDrafts:
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """The ids with `num` candidates behind them, but none with the prompt; and no logits."""
-        ids, _ = self._generator.get_candidates(input_ids, **kwargs)
         if self._num_drafted is None:
+            self._generator.get_candidates(input_ids, **kwargs)
             self._num_drafted = 0
             _forget_round(self._generator)
             return input_ids, None
-        new = ids[0, input_ids.shape[1] :].tolist()[: self._num]
-        ends = [index for index, token in enumerate(new) if token in self._eos_ids]
-        new = new[: ends[0]] if ends else new
+        num = self._num if self._pace is None else self._pace.begin(input_ids.shape[1])
+        new = self._drafted(input_ids, num, kwargs) if num else []
         self._num_drafted = len(new)
+        if self._pace is not None and not self._pace.runs_rows(len(new)):
+            self._counts.passes += 1
+            self._counts.singles += 1
+            self._counts.candidates = []
+            return input_ids, None
         self._counts.passes += 1
         self._counts.length = input_ids.shape[1]
         self._counts.drafted += len(new)
         self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
         return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
 
+    def _drafted(self, input_ids: torch.Tensor, num: int, kwargs: Any) -> list[int]:
+        """Up to `num` drafted tokens."""
+        if self._pace is not None:
+            limit(self._generator, num)
+        ids, _ = self._generator.get_candidates(input_ids, **kwargs)
+        new: list[int] = ids[0, input_ids.shape[1] :].tolist()[:num]
+        ends = [index for index, token in enumerate(new) if token in self._eos_ids]
+        return new[: ends[0]] if ends else new
+
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
         self._on_pass(input_ids.shape[1])
-        if self._num_drafted is None or scores.shape[1] == 1:  # the prompt
+        if self._num_drafted is None or scores.shape[1] == 1:  # the prompt, or a pass of one row
             return
         accepted = min(int(num_matches), self._num_drafted)
         self._counts.accepted += int(num_matches)
-        self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
+        if self._pace is not None and self._num_drafted:
+            self._pace.verified(accepted)
+        if self._num_drafted or self._pace is None:
+            self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
 
 
 def _draft_greedily(generator: Any) -> None:
@@ -124,14 +152,18 @@ class DrawsByPosition(TorchFunctionMode):
 
 
 def drafting(
-    make: Callable[..., Any], num: int, counts: DraftCounts, on_pass: Callable[[int], None]
+    make: Callable[..., Any],
+    num: int,
+    counts: DraftCounts,
+    on_pass: Callable[[int], None],
+    pace: Pacing | None = None,
 ) -> Callable[..., FixedWidthDrafts]:
     """Wrap the method by which a model makes its candidate generator. `on_pass` gets the text's length after a pass."""
 
     def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
         generator = make(generation_config, *args, **kwargs)
         eos = getattr(generation_config, "_eos_token_tensor", None)
-        eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
-        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass)
+        eos_ids = frozenset[int]() if eos is None else frozenset(eos.tolist())
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, pace)
 
     return made

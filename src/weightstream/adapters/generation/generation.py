@@ -16,6 +16,7 @@ import torch
 from weightstream.adapters.generation import deferred_stop, speculation, static_cache, tree_loop
 from weightstream.adapters.generation.decode_steps import CACHES, cache_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation.pacing import Pacing, drafts_for
 from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.generation.tree_loop import TreeSteps
@@ -23,6 +24,7 @@ from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, 
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.tensors.thread_state import restored
 
 logger = logging.getLogger("weightstream")
@@ -94,6 +96,7 @@ def generate(
     *,
     bits: Bits | None = None,
     tree_nodes: int | None = None,
+    speculate: Speculate | None = None,
     on_decoding: Callable[[DecodeReport], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -115,6 +118,9 @@ def generate(
             this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
         tree_nodes: with `prompt_lookup_num_tokens` or `assistant_model`, a pass verifies so many drafted tokens: a tree
             of several continuations, none longer than the draft's number of tokens. None: a single continuation.
+        speculate: "auto": draft where the plan says that it is faster, by prompt lookup or by the draft model that was
+            loaded with the model, and only as long as it is; "lookup" or "draft": always by that one; "off": only as
+            the other arguments say. None: as the model was loaded.
         on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
             replayed), instead of the warning.
         kwargs: for `model.generate`.
@@ -127,7 +133,18 @@ def generate(
             `tree_nodes` with another draft, or with layers that see chunks of a text.
         The errors of `model.generate`.
     """
-    result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits, tree_nodes)
+    recorder = _recorder(model)
+    drafts = drafts_for(
+        model,
+        speculate,
+        partial(_setting, model, kwargs),
+        in_graphs=recorder is not None,
+        unsuited=partial(_unsuited_for_drafts, model, inputs, kwargs),
+    )
+    if drafts is None or tree_nodes is not None:
+        result, decoding = decode_with(model, inputs, kwargs, recorder, bits, tree_nodes)
+    else:
+        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, pace=drafts.pace)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -174,6 +191,7 @@ def decode_with(
     return result, decoder.report()
 
 
+@restored
 def speculate_with(
     model: Any,
     inputs: Any,
@@ -181,18 +199,17 @@ def speculate_with(
     recorder: Recorder | None,
     bits: Bits | None = None,
     tree_nodes: int | None = None,
+    pace: Pacing | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
-    draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
+    draft = draft_of(model, setting)
+    reason = _unsuited_for_drafts(model, inputs, options)
     inputs = () if inputs is None else (inputs,)
-    reason = (
-        speculation.why_not_drafted(model, setting, ids)
-        or _unsuited(model, options, ranks_of(model))
-        or _not_one_device(model)
-    )
     if reason is None and tree_nodes is not None and draft is not None:
         reason = tree_loop.why_no_trees(model, draft, setting)
+    if draft is not None and pace is not None:
+        draft = draft._replace(num=pace.width - 1)
     if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
@@ -209,14 +226,14 @@ def speculate_with(
         runner = None
         if recorder is not None:
             stack.enter_context(torch.accelerator.device_index(device.index))
-            runner = GraphRunner(recorder, device, None)
-        ends = TokenByToken(options.get("streamer"))
+            runner = GraphRunner(recorder, device, None, 1 if pace is None else 2)
         verify: VerifySteps | TreeSteps
+        ends = TokenByToken(options.get("streamer"))
         if tree_nodes is None:
             free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
-            verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
+            verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws, pace=pace)
             options = ends.options(options)
-        else:  # its loop adds token after token by itself
+        else:
             drafting = _tree_assistant_runner(setting) if draft.kind == "assistant" and runner is not None else None
             verify = TreeSteps(model, draft, tree_nodes, runner, setting, drafting)
             options = verify.options(options)
@@ -259,8 +276,16 @@ def _tree_assistant_runner(setting: Callable[[str], Any]) -> GraphRunner | None:
     return None if recorder is None else GraphRunner(recorder, setting("assistant_model").device, None)
 
 
-def _not_one_device(model: Any) -> str | None:
-    if ranks_of(model) is not None:
+def _unsuited_for_drafts(model: Any, inputs: Any, options: dict[str, Any]) -> str | None:
+    """Reason against passes of one width for this model and these arguments, or None."""
+    setting, ids, ranks = partial(_setting, model, options), options.get("input_ids"), ranks_of(model)
+    if (reason := speculation.why_not_drafted(model, setting, ids if inputs is None else inputs)) is not None:
+        return reason
+    if (reason := _unsuited(model, options, ranks)) is not None:
+        return reason
+    if (setting("num_return_sequences") or 1) > 1:
+        return "several tokens a pass need one text for each call"
+    if ranks is not None:
         return "the model is sharded over several processes, which would have to agree on each draft"
     streamer = _streamer_of(model)
     return None if streamer is None or hasattr(streamer.plan, "manifest") else "the model is spread over several GPUs"

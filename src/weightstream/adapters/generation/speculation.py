@@ -19,6 +19,7 @@ from weightstream.adapters.generation.croppable_cache import CroppableCache, cro
 from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.pacing import Pacing
 from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
@@ -46,9 +47,10 @@ class Draft(NamedTuple):
 class SpeculationReport:
     """How several tokens a pass went.
 
-    `passes` of the model after the prompt, each of `width` tokens. `tokens_per_pass`: tokens of the text for each of
-    them. `acceptance`: the share of drafted tokens that were accepted. `bits`: "token" if the text and its scores have
-    the bits of one token at a time, else "rows". `rows`: how the rows of a pass ran.
+    `passes` of the model after the prompt, each of `width` tokens, or of one in `singles` of them, which had no draft.
+    `tokens_per_pass`: tokens of the text for each of them. `acceptance`: the share of drafted tokens that were
+    accepted. `bits`: "token" if the text and its scores have the bits of one token at a time, else "rows". `rows`: how
+    the rows of a pass ran.
     """
 
     draft: str
@@ -58,11 +60,13 @@ class SpeculationReport:
     acceptance: float
     bits: Bits
     rows: str
+    singles: int = 0
 
     def __str__(self) -> str:
+        singles = f" ({self.singles} of {self.passes} passes had one)" if self.singles else ""
         return (
-            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows, {self.acceptance:.0%} of the tokens "
-            f'drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
+            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows{singles}, {self.acceptance:.0%} of the "
+            f'tokens drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
         )
 
 
@@ -118,6 +122,7 @@ class VerifySteps:
         ends: TokenByToken,
         *,
         draws: bool,
+        pace: Pacing | None = None,
     ) -> None:
         self.width = draft.num + 1
         self.counts = DraftCounts()
@@ -127,6 +132,9 @@ class VerifySteps:
         self._wanted = bits
         self._bits: Bits | None = None  # None: not decided yet
         self._runner = runner
+        self._pace = pace
+        if pace is not None:
+            pace.allows_one = self._allows_one
         self._serial_is_free = serial_is_free
         self._draws = draws  # tokens are sampled
         self._rows: SerialRows | None = None
@@ -150,7 +158,17 @@ class VerifySteps:
             acceptance=self.counts.acceptance,
             bits=self._bits or self._wanted or "token",  # undecided: no pass, or one, whose rows ran one by one
             rows=rows.value,
+            singles=self.counts.singles,
         )
+
+    def _allows_one(self) -> bool:
+        """Whether rounds without a draft may have passes of one token.
+
+        With the bits of passes of `width` rows, scores would depend on the pace. That is accepted only where these
+        passes take longer, and no bits were asked for.
+        """
+        is_slow = self._pace is not None and not self._pace.is_free
+        return self._bits == "token" or (self._bits == "rows" and self._wanted is None and is_slow)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -161,7 +179,8 @@ class VerifySteps:
             self._cache = croppable(self._model, private.static_cache_length(self._model, config, length), self.width)
             model_kwargs[private.cache_argument()] = self._cache.cache
 
-        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts, self.ends.passed)
+        method = private.candidate_generator_method(self._model)
+        make = drafting(method, self.width - 1, self.counts, self.ends.passed, self._pace)
         stack = self._stack
         with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             stack.enter_context(self.ends.installed(self._model))
@@ -172,14 +191,15 @@ class VerifySteps:
                 yield
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a forward verifies drafted tokens."""
+        """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
         ids = kwargs.get("input_ids")
-        return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
+        return ids is not None and ids.shape[-1] in (self.width, 1) and is_croppable(cache_in(kwargs))
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
-        """The output of a pass that verifies tokens. `may_capture`: it may run in a graph."""
-        kwargs = self._in_range(kwargs)
-        if self._bits is None:
+        """The output of a pass after the prompt. `may_capture`: it may run in a graph."""
+        is_single = kwargs["input_ids"].shape[-1] == 1
+        kwargs = kwargs if is_single else self._in_range(kwargs)
+        if self._bits is None and not is_single:
             output = self._try(lambda: forward(*args, **kwargs))
             if output is not None:
                 return output
