@@ -34,7 +34,7 @@ from weightstream.runtime.streamer.drafting import Drafting, Speculate
 
 logger = logging.getLogger("weightstream")
 
-Kind = Literal["prompt lookup", "assistant"]
+DraftKind = Literal["prompt lookup", "assistant"]
 _SETTLING = 2  # first passes of a width: one is watched, one captured
 _MOST_LOST = 0.01  # share of the time that drafts may lose
 _ALLOWED = 1.0  # passes of one token that they may lose before that
@@ -78,7 +78,7 @@ class Pacing:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: DraftKind,
         width: int,
         passes: Passes,
         drafting: Drafting,
@@ -87,7 +87,7 @@ class Pacing:
         token_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.kind: Kind = kind
+        self.kind: DraftKind = kind
         self.width = width
         self.allows_one: Callable[[], bool] = lambda: True  # whether a pass of one token has the bits of the others
         self._passes = passes
@@ -174,12 +174,13 @@ class Pacing:
         self._is_rows = bool(num_drafted) or not (self._may_stop and matters and self.allows_one())
         return self._is_rows
 
-    def verified(self, num_accepted: int) -> None:
-        """Count the tokens of a draft that a pass has accepted."""
-        self._drafting.tokens += num_accepted
-        self._drafting.drafted += self._num_drafted
-        self._drafting.accepted += num_accepted
-        self._acceptances.add(num_accepted, self._num_drafted)
+    def verified(self, num_accepted: int, num_matches: int) -> None:
+        """Count the drafted tokens that a pass has accepted, and with them those that filled up its rows."""
+        self._drafting.tokens += num_matches
+        if self._num_drafted:
+            self._drafting.drafted += self._num_drafted
+            self._drafting.accepted += num_accepted
+            self._acceptances.add(num_accepted, self._num_drafted)
 
     def _end(self, now: float, num_new: int) -> None:
         """Count the round that ends now, which yielded so many tokens."""
@@ -301,7 +302,7 @@ def drafts_for(
     return Drafts({} if own else _settings_of(kind, width, drafting), pace)
 
 
-def own_draft(setting: Callable[[str], Any]) -> Kind | Literal["other"] | None:
+def own_draft(setting: Callable[[str], Any]) -> DraftKind | Literal["other"] | None:
     """The kind of draft that the settings of `generate` choose; None: they choose none."""
     if setting("use_mtp") or setting("speculation_type") == "dflash" or setting("assistant_early_exit") is not None:
         return "other"
@@ -311,10 +312,10 @@ def own_draft(setting: Callable[[str], Any]) -> Kind | Literal["other"] | None:
 
 
 def _choices(
-    mode: Speculate, own: Kind | Literal["other"] | None, drafting: Drafting, passes: Passes
-) -> Mapping[Kind, PassChoice]:
+    mode: Speculate, own: DraftKind | Literal["other"] | None, drafting: Drafting, passes: Passes
+) -> Mapping[DraftKind, PassChoice]:
     """The kinds of drafts that may be used, and what is expected of each."""
-    kinds: list[Kind] = ["prompt lookup", "assistant"]
+    kinds: list[DraftKind] = ["prompt lookup", "assistant"]
     if own is not None:
         kinds = [kind for kind in kinds if kind == own]
     elif mode == "lookup" or drafting.model is None:
@@ -331,7 +332,7 @@ def _choices(
     }
 
 
-def _settings_of(kind: Kind, width: int, drafting: Drafting) -> dict[str, Any]:
+def _settings_of(kind: DraftKind, width: int, drafting: Drafting) -> dict[str, Any]:
     """The settings of `generate` that choose this draft."""
     if kind == "prompt lookup":
         return {"prompt_lookup_num_tokens": width - 1}
