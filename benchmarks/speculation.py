@@ -25,7 +25,7 @@ import rows
 import torch
 
 import weightstream
-from weightstream.adapters.hf import serial_rows
+from weightstream.adapters.generation import serial_rows
 
 PROMPT, TEXT, SHORT, LONG = 61, 256, 12, 40
 WIDTHS = (8, 16, 4, 64, 256)
@@ -202,8 +202,8 @@ def serial(bench: Bench, plain_s: float) -> None:
     """Rows one after the other, as on a device where rows at once have other bits."""
     plain = serial_rows.SerialRows.try_out
 
-    def never_equal(*args: Any) -> Any:
-        return plain(*args)[0], False
+    def never_equal(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)[0], False
 
     serial_rows.SerialRows.try_out = never_equal  # type: ignore[method-assign]
     serial_rows.trials(bench.model).clear()

@@ -22,8 +22,9 @@ FUNCTIONS = {
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
     "allow_missing: bool = False, speculate: Speculate | None = None, draft: str | Path | None = None, "
     "**kwargs: Any) -> Any",
-    "generate": "(model: Any, inputs: Any = None, *, bits: Bits | None = None, speculate: Speculate | None = None, "
-    "on_decoding: Callable[[DecodeReport], None] | None = None, **kwargs: Any) -> Any",
+    "generate": "(model: Any, inputs: Any = None, *, bits: Bits | None = None, tree_nodes: int | None = None, "
+    "speculate: Speculate | None = None, on_decoding: Callable[[DecodeReport], None] | None = None, "
+    "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",
     "offload": f"(model: nn.Module | Any, *, {DEVICES}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
     "offload_pipeline": f"(pipe: Any, *, {DEVICE}, example_inputs: Mapping[str, Any] | None = None, {CONFIG}, "

@@ -13,9 +13,9 @@ from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.hf import serial_rows  # noqa: E402
-from weightstream.adapters.hf.generation import DecodeReport, generate  # noqa: E402
-from weightstream.adapters.hf.serial_rows import SerialRows  # noqa: E402
+from weightstream.adapters.generation import serial_rows  # noqa: E402
+from weightstream.adapters.generation.generation import DecodeReport, generate  # noqa: E402
+from weightstream.adapters.generation.serial_rows import SerialRows  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -71,7 +71,7 @@ def test_tokens_and_scores_are_those_of_one_token_at_a_time(
         weightstream.offload(model, device="cuda", device_budget=int(sum(p.nbytes for p in model.parameters()) * share))
     if is_serial:
         plain_trial = SerialRows.try_out
-        monkeypatch.setattr(SerialRows, "try_out", lambda *args: (plain_trial(*args)[0], False))
+        monkeypatch.setattr(SerialRows, "try_out", lambda *args, **kwargs: (plain_trial(*args, **kwargs)[0], False))
     serial_rows.trials(model).clear()
     for _ in range(2):  # the second time, the streamer knows the order, and what the trial has found
         got, decoding = drafted(model, bits="token", **more, **sample)

@@ -44,7 +44,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.hf.generation import DecodeReport
+    from weightstream.adapters.generation.generation import DecodeReport
     from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
@@ -253,7 +253,7 @@ class ModelSession:
         import torch
         from transformers import TextStreamer
 
-        from weightstream.adapters.hf.generation import generate
+        from weightstream.adapters.generation.generation import generate
 
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text)

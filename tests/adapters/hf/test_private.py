@@ -22,7 +22,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import cache_utils, core_model_loading  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters.hf import deferred_stop, private, static_cache  # noqa: E402
+from weightstream.adapters.generation import deferred_stop, static_cache  # noqa: E402
+from weightstream.adapters.hf import private  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 

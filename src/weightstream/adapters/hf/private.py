@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -622,6 +622,11 @@ def forget_hooks(module: torch.nn.Module) -> None:
     vars(module).pop("_output_capturing_hooks_installed", None)
 
 
+def prefill(model: Any, ids: Any, config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The output of the prompt's forward, or of the last one where settings cut the prompt into parts."""
+    return model._prefill(ids, config, model_kwargs)
+
+
 def candidate_generator_method(model: Any) -> Callable[..., Any]:
     """The method of `generate` that makes the generator of drafted tokens."""
     found: Callable[..., Any] = model._get_candidate_generator
@@ -646,8 +651,19 @@ def generating(
         yield
 
 
-_ATTENDING: dict[int, Callable[..., Any]] = {}  # of the process, as transformers' table of functions is; by module
 _SDPA = "sdpa"
+
+
+class _Attending:
+    """Stands in for transformers' function of sdpa attention while modules have other functions run, by id."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+        self.runs: dict[int, Callable[..., Any]] = {}
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self.runs.get(id(module))
+        return self.plain(module, *args, **kwargs) if run is None else run(self.plain, module, args, kwargs)
 
 
 def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
@@ -656,21 +672,17 @@ def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], 
     from transformers.modeling_utils import AttentionInterface
 
     table = AttentionInterface._global_mapping
-    if not _ATTENDING:
-        table[_SDPA] = partial(_attend, table[_SDPA])
-    _ATTENDING[id(module)] = run
+    if not isinstance(table[_SDPA], _Attending):
+        table[_SDPA] = _Attending(table[_SDPA])
+    attending = table[_SDPA]
+    attending.runs[id(module)] = run
 
     def undo() -> None:
-        _ATTENDING.pop(id(module), None)
-        if not _ATTENDING and isinstance(table[_SDPA], partial):
-            table[_SDPA] = table[_SDPA].args[0]
+        attending.runs.pop(id(module), None)
+        if not attending.runs and table[_SDPA] is attending:
+            table[_SDPA] = attending.plain
 
     return undo
-
-
-def _attend(attention: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    run = _ATTENDING.get(id(module))
-    return attention(module, *args, **kwargs) if run is None else run(attention, module, args, kwargs)
 
 
 @cache
@@ -679,3 +691,21 @@ def cache_argument() -> str:
     from transformers import LlamaForCausalLM
 
     return "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+def static_cache_length(model: Any, config: Any, length: int) -> int:
+    """The length of the static cache that `generate` would make for a text of `length` positions.
+
+    It is that of the longest text so far, and a shorter one runs other kernels. So it is kept for later texts, too.
+    """
+    length = max(length, getattr(config, "max_cache_len", None) or 0, getattr(model, "_previous_max_cache_length", 0))
+    model._previous_max_cache_length = length
+    return length
+
+
+@contextlib.contextmanager
+def stopping_by(model: Any, wrap: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `generate` asks what `wrap` makes of its stopping criteria."""
+    made = model._get_stopping_criteria
+    with set_inside(model, "_get_stopping_criteria", lambda *args, **kwargs: wrap(made(*args, **kwargs))):
+        yield

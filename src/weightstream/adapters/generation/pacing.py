@@ -243,7 +243,7 @@ class Pacing:
 # -- the choice of a draft ---------------------------------------------------------------------------------------------
 
 
-class Drafts(NamedTuple):
+class DraftChoice(NamedTuple):
     """A draft for a call of `generate`: its settings, and its pace."""
 
     settings: dict[str, Any]
@@ -257,7 +257,7 @@ def drafts_for(
     *,
     in_graphs: bool,
     unsuited: Callable[[], str | None],
-) -> Drafts | None:
+) -> DraftChoice | None:
     """The draft for a call of `generate`; None: one token a pass, or drafts as the settings have them.
 
     Args:
@@ -299,7 +299,7 @@ def drafts_for(
     width = choice.tokens if choice.tokens > 1 else 2 if mode == "auto" else MOST_ROWS
     token_s = drafting.token_s if kind == "assistant" else 0.0
     pace = Pacing(kind, width, passes, drafting, may_stop=mode == "auto", token_s=token_s)
-    return Drafts({} if own else _settings_of(kind, width, drafting), pace)
+    return DraftChoice({} if own else _settings_of(kind, width, drafting), pace)
 
 
 def own_draft(setting: Callable[[str], Any]) -> DraftKind | Literal["other"] | None:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -25,13 +24,15 @@ from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.undo import Undo
 
+_TRIALS = "_weightstream_row_trials"  # an attribute of a model
+
 
 class Mode(Enum):
     """How the rows of a forward run."""
 
     AT_ONCE = "at once"
     SERIAL = "one after the other"
-    TRIAL = "one after the other, after running them at once to compare"
+    TRIAL = "both, to compare"
 
 
 class _Part(NamedTuple):
@@ -57,6 +58,7 @@ class SerialRows:
         self._attention = [module for module in _attention(model) if id(module) not in covered]
         self._seen: set[int] = set()  # ids of attention modules that ran row by row
         self._differs: torch.Tensor | None = None
+        self._keeps_serial = False
 
     @property
     def unsuited(self) -> str | None:
@@ -81,12 +83,13 @@ class SerialRows:
         finally:
             undo()
 
-    def try_out(self, step: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run a step row by row, and also at once. Returns the output row by row, and whether both had equal bits.
+    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> tuple[Any, bool]:
+        """Run a step in both ways, module by module. Returns its output, and whether all outputs had equal bits.
 
-        Waits for the device. Raises `UnsupportedError` if attention of the model's own did not run row by row.
+        `keeps_serial`: modules pass on what they computed row by row, else what they computed at once. Waits for the
+        device. Raises `UnsupportedError` if attention of the model's own did not run row by row.
         """
-        self._differs, self.mode = None, Mode.TRIAL
+        self._differs, self.mode, self._keeps_serial = None, Mode.TRIAL, keeps_serial
         try:
             output = step()
         finally:
@@ -104,13 +107,17 @@ class SerialRows:
         is_state = (c is not None and leaf.is_floating_point() for c, leaf in zip(cuts, leaves, strict=True))
         if self.mode is Mode.AT_ONCE or not any(is_state):
             return forward(*args, **kwargs)  # or a prompt, or a module that sees no tokens
-        at_once = None
-        if self.mode is Mode.TRIAL:
-            at_once = forward(*args, **kwargs)
+        dim = next(c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point())
+        joined = dim if part.is_leaf else 1
+
+        def serial() -> Any:
+            return self._by_row(forward, leaves, spec, cuts, joined)
+
+        def take_back() -> None:
             for layer in _cache_layers(part.module, leaves):
                 layer.crop(-self._width)
-        dim = next(c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point())
-        return self._by_row(forward, leaves, spec, cuts, dim if part.is_leaf else 1, at_once)
+
+        return self._ran(serial, lambda: forward(*args, **kwargs), take_back)
 
     def _attend(self, attention: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Attention as transformers calls it: with queries of shape (batch, heads, tokens, width), keys and values."""
@@ -123,17 +130,25 @@ class SerialRows:
             None if id(leaf) in of_keys else 2 if leaf is args[0] else _row_dim(leaf, self._width, is_leaf=False)
             for leaf in leaves
         ]
-        at_once = attention(module, *args, **kwargs) if self.mode is Mode.TRIAL else None
-        return self._by_row(attention, leaves, spec, cuts, 1, at_once)
+        return self._ran(
+            lambda: self._by_row(attention, leaves, spec, cuts, 1), lambda: attention(module, *args, **kwargs)
+        )
+
+    def _ran(
+        self, serial: Callable[[], Any], at_once: Callable[[], Any], take_back: Callable[[], None] = lambda: None
+    ) -> Any:
+        """The output of a module in the mode that is set. `take_back` takes the tokens out of the cache again."""
+        if self.mode is Mode.SERIAL:
+            return serial()
+        dropped, kept = (at_once, serial) if self._keeps_serial else (serial, at_once)
+        other = dropped()
+        take_back()
+        output = kept()  # last, as the cache holds the keys of the last one
+        self._compare(other, output)
+        return output
 
     def _by_row(
-        self,
-        function: Callable[..., Any],
-        leaves: list[Any],
-        spec: TreeSpec,
-        cuts: list[int | None],
-        dim: int,
-        at_once: Any | None,
+        self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, cuts: list[int | None], dim: int
     ) -> Any:
         """Call the function for each row of these leaves of its arguments; outputs are joined along `dim`."""
         rows = []
@@ -141,24 +156,19 @@ class SerialRows:
             own = [leaf if c is None else leaf.narrow(c, row, 1).clone() for leaf, c in zip(leaves, cuts, strict=True)]
             args, kwargs = tree_unflatten(own, spec)
             rows.append(function(*args, **kwargs))
-        output = _joined(rows, dim)
-        if at_once is not None:
-            self._compare(at_once, output)
-        return output
+        return _joined(rows, dim)
 
-    def _compare(self, at_once: Any, serial: Any) -> None:
-        for a, b in zip(tree_flatten(at_once)[0], tree_flatten(serial)[0], strict=True):
+    def _compare(self, first: Any, second: Any) -> None:
+        for a, b in zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True):
             if isinstance(a, torch.Tensor):
                 is_other = (_bits(a) != _bits(b)).any()
                 self._differs = is_other if self._differs is None else self._differs | is_other.to(self._differs.device)
 
 
-_TRIALS: WeakKeyDictionary[nn.Module, dict[object, bool]] = WeakKeyDictionary()
-
-
 def trials(model: nn.Module) -> dict[object, bool]:
     """What trials with this model have found, by what may decide which kernels run."""
-    return _TRIALS.setdefault(model, {})
+    found: dict[object, bool] = vars(model).setdefault(_TRIALS, {})
+    return found
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

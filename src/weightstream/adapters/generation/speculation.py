@@ -11,18 +11,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from weightstream.adapters.generation.croppable_cache import CroppableCache, croppable, is_croppable
+from weightstream.adapters.generation.decode_steps import cache_in
+from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
+from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.pacing import Pacing
+from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
+from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.croppable_cache import CroppableCache, croppable, is_croppable
-from weightstream.adapters.hf.decode_steps import cache_in
-from weightstream.adapters.hf.drafts import DraftCounts, DrawsByPosition, drafting
-from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.pacing import Pacing
-from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
-from weightstream.errors import UnsupportedError
+from weightstream.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("weightstream")
 
@@ -91,13 +92,21 @@ def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
     return Draft("assistant", int(assistant.generation_config.num_assistant_tokens or _ASSISTANT_TOKENS))
 
 
-def unsuited(setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
+def why_not_drafted(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
     """Reason against passes of one width for this call, or None; `generate` may still run it in transformers' way."""
     if inputs is None or inputs.dim() != 2 or inputs.shape[0] != 1:
         return "several tokens a pass need the ids of one text"
+    if setting("assistant_model") is model:
+        return "assistant_model is the model itself"
     if setting("assistant_ensemble_weight") is not None:
         return "assistant_ensemble_weight mixes the draft's distribution into the text"
     return None
+
+
+def check_bits(bits: object) -> None:
+    """Raise a `ConfigError` for a value of `bits` that `generate` does not know."""
+    if bits is not None and bits not in get_args(Bits):
+        raise ConfigError(f'bits={bits!r}: it is "token", "rows" or None')
 
 
 class VerifySteps:
@@ -110,12 +119,14 @@ class VerifySteps:
         bits: Bits | None,
         runner: GraphRunner | None,
         serial_is_free: Callable[[int], bool],
+        ends: TokenByToken,
         *,
         draws: bool,
         pace: Pacing | None = None,
     ) -> None:
         self.width = draft.num + 1
         self.counts = DraftCounts()
+        self.ends = ends
         self._model = model
         self._draft = draft
         self._wanted = bits
@@ -130,6 +141,7 @@ class VerifySteps:
         self._stack = ExitStack()  # what is undone at the end
         self._num_tried = 0
         self._cache: CroppableCache | None = None
+        self._length = 0  # the positions that a text of this call may fill
 
     @property
     def num_positions(self) -> int:
@@ -144,7 +156,7 @@ class VerifySteps:
             passes=self.counts.passes,
             tokens_per_pass=self.counts.tokens_per_pass,
             acceptance=self.counts.acceptance,
-            bits=self._bits or "rows",
+            bits=self._bits or self._wanted or "token",  # undecided: no pass, or one, whose rows ran one by one
             rows=rows.value,
             singles=self.counts.singles,
         )
@@ -163,11 +175,15 @@ class VerifySteps:
         """Inside, the model's `generate` drafts in steps of one width, on a cache that can be cropped."""
 
         def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
-            self._cache = croppable(self._model, length, self.width)
+            self._length = length
+            self._cache = croppable(self._model, private.static_cache_length(self._model, config, length), self.width)
             model_kwargs[private.cache_argument()] = self._cache.cache
 
-        make = drafting(private.candidate_generator_method(self._model), self.width - 1, self.counts, self._pace)
-        with self._stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
+        method = private.candidate_generator_method(self._model)
+        make = drafting(method, self.width - 1, self.counts, self.ends.passed, self._pace)
+        stack = self._stack
+        with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
+            stack.enter_context(self.ends.installed(self._model))
             if self._draws:
                 with DrawsByPosition(self.counts):
                     yield
@@ -179,16 +195,29 @@ class VerifySteps:
         ids = kwargs.get("input_ids")
         return ids is not None and ids.shape[-1] in (self.width, 1) and is_croppable(cache_in(kwargs))
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The output of a pass after the prompt."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
+        """The output of a pass after the prompt. `may_capture`: it may run in a graph."""
         is_single = kwargs["input_ids"].shape[-1] == 1
+        kwargs = kwargs if is_single else self._in_range(kwargs)
         if self._bits is None and not is_single:
             output = self._try(lambda: forward(*args, **kwargs))
             if output is not None:
                 return output
-        if self._runner is None or self._runner.reason is not None:
+        if self._runner is None or self._runner.reason is not None or not may_capture:
             return forward(*args, **kwargs)
         return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+
+    def _in_range(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass, with positions that the text can have.
+
+        Tokens beyond its last position are rejected, whatever their own is. A table of positions may end there.
+        """
+        positions = kwargs.get("position_ids")
+        num = self._length - (self.counts.length - 1)  # rows from the last token of the text on
+        if positions is None or num >= self.width:
+            return kwargs
+        last = positions[..., num - 1 : num].expand(*positions.shape[:-1], self.width - num)
+        return kwargs | {"position_ids": torch.cat([positions[..., :num], last], -1)}
 
     def _try(self, step: Callable[[], Any]) -> Any | None:
         """Decide about bits, by a trial if need be. Returns the output of the step if it was one."""
@@ -200,14 +229,14 @@ class VerifySteps:
             self._settle_for_rows(reason)
             return None
         config, known = self._model.config, trials(self._model)
-        cache = self._cache.cache
-        key = (self.width, cache.layers[0].max_cache_len, str(self._model.dtype), config._attn_implementation)
+        kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
+        key = (self.width, self.num_positions, *kernels, str(getattr(config, "_experts_implementation", None)))
         if key in known:
             self._choose(rows, known[key])
             return None
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
-        output, is_equal = rows.try_out(step)
+        output, is_equal = rows.try_out(step, keeps_serial=self._may_be_serial())
         self._num_tried += 1
         if not is_equal or self._num_tried == _NUM_TRIALS:
             known[key] = is_equal
@@ -224,12 +253,15 @@ class VerifySteps:
         if is_equal:
             self._bits = "token"
             return
-        if self._wanted is None and not self._serial_is_free(self.width):
+        if not self._may_be_serial():
             self._settle_for_rows("rows one after the other would take longer than the copies")
             return
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
         self._bits, rows.mode = "token", Mode.SERIAL
+
+    def _may_be_serial(self) -> bool:
+        return self._wanted == "token" or self._serial_is_free(self.width)
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":
@@ -266,7 +298,7 @@ class AssistantSteps:
         is_short = ids is not None and ids.shape[-1] <= self.NUM_WIDTHS
         return is_short and self.runner.reason is None and is_croppable(cache_in(kwargs))
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
         return self.runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
 

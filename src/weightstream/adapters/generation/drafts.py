@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from weightstream.adapters.hf.pacing import Pacing, limit
+from weightstream.adapters.generation.pacing import Pacing, limit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,6 +21,8 @@ class DraftCounts:
     singles: int = 0
     drafted: int = 0
     accepted: int = 0
+    length: int = 0
+    """Of the text before the pass under way."""
     candidates: list[int] = field(default_factory=list)
     """Of the pass under way, filled up to its width."""
 
@@ -49,13 +51,20 @@ class FixedWidthDrafts:
     """
 
     def __init__(
-        self, generator: Any, num: int, eos_ids: frozenset[int], counts: DraftCounts, pace: Pacing | None = None
+        self,
+        generator: Any,
+        num: int,
+        eos_ids: frozenset[int],
+        counts: DraftCounts,
+        on_pass: Callable[[int], None],
+        pace: Pacing | None = None,
     ) -> None:
         self._generator = generator
         self._num = num
         self._eos_ids = eos_ids
         self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self._counts = counts
+        self._on_pass = on_pass
         self._pace = pace
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
         _draft_greedily(generator)
@@ -79,6 +88,7 @@ class FixedWidthDrafts:
             self._counts.candidates = []
             return input_ids, None
         self._counts.passes += 1
+        self._counts.length = input_ids.shape[1]
         self._counts.drafted += len(new)
         self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
         return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
@@ -93,6 +103,7 @@ class FixedWidthDrafts:
         return new[: ends[0]] if ends else new
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
+        self._on_pass(input_ids.shape[1])
         if self._num_drafted is None or scores.shape[1] == 1:  # the prompt, or a pass of one row
             return
         accepted = min(int(num_matches), self._num_drafted)
@@ -141,14 +152,18 @@ class DrawsByPosition(TorchFunctionMode):
 
 
 def drafting(
-    make: Callable[..., Any], num: int, counts: DraftCounts, pace: Pacing | None = None
+    make: Callable[..., Any],
+    num: int,
+    counts: DraftCounts,
+    on_pass: Callable[[int], None],
+    pace: Pacing | None = None,
 ) -> Callable[..., FixedWidthDrafts]:
-    """Wrap the method by which a model makes its candidate generator."""
+    """Wrap the method by which a model makes its candidate generator. `on_pass` gets the text's length after a pass."""
 
     def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
         generator = make(generation_config, *args, **kwargs)
         eos = getattr(generation_config, "_eos_token_tensor", None)
         eos_ids = frozenset[int]() if eos is None else frozenset(eos.tolist())
-        return FixedWidthDrafts(generator, num, eos_ids, counts, pace)
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, pace)
 
     return made

@@ -15,8 +15,8 @@ from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.hf.generation import DecodeReport, generate, speculate_with  # noqa: E402
-from weightstream.adapters.hf.pacing import Pacing  # noqa: E402
+from weightstream.adapters.generation.generation import DecodeReport, generate, speculate_with  # noqa: E402
+from weightstream.adapters.generation.pacing import Pacing  # noqa: E402
 from weightstream.plan.speculation import Passes, PassSeconds, tokens_per_pass  # noqa: E402
 from weightstream.runtime.streamer.drafting import Drafting  # noqa: E402
 
@@ -309,7 +309,7 @@ def test_passes_of_both_widths_are_replayed(name: str, monkeypatch: pytest.Monke
     pace = Pacing("prompt lookup", 8, passes, Drafting())
     lookup = options(prompt_lookup_num_tokens=7)
     got, decoding = speculate_with(
-        model, repeating(), lookup, cuda.recorder, None if name == "gemma2" else "token", pace
+        model, repeating(), lookup, cuda.recorder, None if name == "gemma2" else "token", pace=pace
     )
     assert torch.equal(got.sequences, want.sequences)
     assert decoding.reason is None
