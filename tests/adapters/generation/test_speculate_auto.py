@@ -67,7 +67,7 @@ class Text:
                 self.now += ONE_S
             accepted = min(wanted, self._accepts(length))
             if wanted:
-                self.pace.verified(accepted)
+                self.pace.verified(accepted, accepted)
             length += 1 + accepted
         return (self.now - begun) / ((length - begin) * ONE_S)
 

@@ -108,8 +108,8 @@ class FixedWidthDrafts:
             return
         accepted = min(int(num_matches), self._num_drafted)
         self._counts.accepted += int(num_matches)
-        if self._pace is not None and self._num_drafted:
-            self._pace.verified(accepted)
+        if self._pace is not None:
+            self._pace.verified(accepted, int(num_matches))
         if self._num_drafted or self._pace is None:
             self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
 

@@ -174,12 +174,13 @@ class Pacing:
         self._is_rows = bool(num_drafted) or not (self._may_stop and matters and self.allows_one())
         return self._is_rows
 
-    def verified(self, num_accepted: int) -> None:
-        """Count the tokens of a draft that a pass has accepted."""
-        self._drafting.tokens += num_accepted
-        self._drafting.drafted += self._num_drafted
-        self._drafting.accepted += num_accepted
-        self._acceptances.add(num_accepted, self._num_drafted)
+    def verified(self, num_accepted: int, num_matches: int) -> None:
+        """Count the drafted tokens that a pass has accepted, and with them those that filled up its rows."""
+        self._drafting.tokens += num_matches
+        if self._num_drafted:
+            self._drafting.drafted += self._num_drafted
+            self._drafting.accepted += num_accepted
+            self._acceptances.add(num_accepted, self._num_drafted)
 
     def _end(self, now: float, num_new: int) -> None:
         """Count the round that ends now, which yielded so many tokens."""
