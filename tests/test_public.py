@@ -20,8 +20,10 @@ FUNCTIONS = {
     "create_offloader": "(config: OffloadConfig) -> BaseOffloader",
     "from_pretrained": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, {ANY_CONFIG}, "
     "offload_folder: str | Path | None = None, host_budget: int | str | None = None, progress: bool | None = None, "
-    "allow_missing: bool = False, **kwargs: Any) -> Any",
-    "generate": "(model: Any, inputs: Any = None, *, on_decoding: Callable[[DecodeReport], None] | None = None, "
+    "allow_missing: bool = False, speculate: Speculate | None = None, draft: str | Path | None = None, "
+    "**kwargs: Any) -> Any",
+    "generate": "(model: Any, inputs: Any = None, *, bits: Bits | None = None, tree_nodes: int | None = None, "
+    "speculate: Speculate | None = None, on_decoding: Callable[[DecodeReport], None] | None = None, "
     "**kwargs: Any) -> Any",
     "get_offloader": "() -> BaseOffloader",
     "offload": f"(model: nn.Module | Any, *, {DEVICES}, example_inputs: Any = None, {CONFIG}, **settings: Any) -> Any",
@@ -33,7 +35,8 @@ FUNCTIONS = {
     "progress: bool | None = None, **kwargs: Any) -> Any",
     "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, "
     f"profile: Profile | str | Path | None = None, {ANY_CONFIG}, trust_remote_code: bool = False, "
-    "variant: str | None = None, example_inputs: Mapping[str, Any] | None = None, **settings: Any) "
+    "variant: str | None = None, example_inputs: Mapping[str, Any] | None = None, "
+    "speculate: Speculate | None = None, draft: str | Path | None = None, **settings: Any) "
     "-> Plan | PipelinePlan | StripedPlan",
     "set_offloader": "(instance: BaseOffloader | None) -> None",
 }

@@ -54,8 +54,9 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "adapters": {
         "hf": set(),
         "modules": {"hf"},
-        "tracing": {"hf"},
-        "diffusers": {"hf", "modules", "tracing"},
+        "generation": {"hf", "modules"},
+        "tracing": {"hf", "generation"},
+        "diffusers": {"hf", "modules", "generation", "tracing"},
     },
 }
 FILES_IN_ROOT, FILES_IN_ROOM = 4, 19

@@ -17,7 +17,7 @@ from weightstream.plan.plan import Plan
 from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 if TYPE_CHECKING:
-    from weightstream.adapters.hf.generation import generate
+    from weightstream.adapters.generation.generation import generate
     from weightstream.api.multi_gpu import Stripes
     from weightstream.api.offload import from_pretrained, offload
     from weightstream.api.offloaders import (
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: 
     if name == "Stripes":
         return import_module("weightstream.api.multi_gpu").Stripes
     if name == "generate":
-        return import_module("weightstream.adapters.hf.generation").generate
+        return import_module("weightstream.adapters.generation.generation").generate
     if name in ("offload_pipeline", "pipeline_from_pretrained"):
         return getattr(import_module("weightstream.api.pipelines"), name)
     if name == "plan_model":

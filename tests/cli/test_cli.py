@@ -88,7 +88,7 @@ def test_counts_streamed_bytes(folder: Path) -> None:
     assert 0 < stats["held_nbytes"]["device"] <= 512 * 1024 < stats["model_nbytes"]
     assert stats["filled_nbytes"] >= stats["steps"] * (stats["model_nbytes"] - 512 * 1024)
     assert found["device"] == "cpu"
-    assert found["decoding"] == {"replays": 0, "reason": EAGER}
+    assert found["decoding"] == {"replays": 0, "reason": EAGER, "speculation": None}
     assert found["identical"] is None
     assert found["text"] == " ".join(f"w{i}" for i in found["tokens"] if i > 2)
 

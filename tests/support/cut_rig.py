@@ -174,8 +174,8 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
     """Captured generation: the prompt and the first tokens run eager, the others from a graph."""
     import expert_rig
     import generating
-    from weightstream.adapters.hf.generation import decode_with
-    from weightstream.adapters.hf.graph_runner import Recorder
+    from weightstream.adapters.generation.generation import decode_with
+    from weightstream.adapters.generation.graph_runner import Recorder
 
     captures_on_the_cpu(monkeypatch)
     model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)

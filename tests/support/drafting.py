@@ -12,7 +12,7 @@ import torch
 from fake_cuda import FakeCuda
 from generating import MODELS, STATIC, WINDOW
 from models import cache_name, randomise
-from weightstream.adapters.hf.generation import DecodeReport, speculate_with
+from weightstream.adapters.generation.generation import DecodeReport, speculate_with
 
 transformers = pytest.importorskip("transformers")
 

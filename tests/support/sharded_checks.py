@@ -34,8 +34,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters.hf import deferred_stop, generation, graph_runner
-from weightstream.adapters.hf.generation import DecodeReport
+from weightstream.adapters.generation import deferred_stop, generation, graph_runner
+from weightstream.adapters.generation.generation import DecodeReport
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
 from weightstream.api.offload import _offload
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.hf import static_cache
-from weightstream.adapters.hf.decode_steps import cache_in
+from weightstream.adapters.generation import static_cache
+from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.modules import device_map
 from weightstream.codec.device import on
 from weightstream.errors import OffloadError

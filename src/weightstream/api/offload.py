@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ from torch import nn
 
 from weightstream.adapters.hf.ranks import join, ranks_of, ranks_together
 from weightstream.adapters.modules.partition import Grain
+from weightstream.api.drafts import Describe, DraftModel, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.inputs.gathering import Example, LayerSubset
 from weightstream.inputs.machine import Kernels
 from weightstream.measure.progress import lasting
+from weightstream.plan.speculation import MOST_ROWS
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.opening import opened_backend
 from weightstream.runtime.devices.warmup import preloading
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
 from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
@@ -136,6 +140,8 @@ def from_pretrained(
     host_budget: int | str | None = None,
     progress: bool | None = None,
     allow_missing: bool = False,
+    speculate: Speculate | None = None,
+    draft: str | Path | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a transformers model directly from its safetensors files, and stream it. There is no second copy in RAM.
@@ -150,6 +156,11 @@ def from_pretrained(
         offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
         progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
         allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
+        speculate: what `weightstream.generate` does with this model unless it is told otherwise: "auto" drafts where
+            that is faster, "lookup" and "draft" always, "off" never. Memory for passes of several tokens is then part
+            of the plan. Default: "auto" with a `draft`, else "off".
+        draft: the folder or repository of a small model with the same tokens. It is loaded to the device, inside of
+            `device_budget`, if more tokens per second are expected with it than without; a log line has both figures.
         kwargs: attributes of the model's config, such as `use_cache`, and arguments of the Hub and of transformers,
             such as `revision`, `subfolder`, `trust_remote_code` and `attn_implementation`. `device_map="auto"` uses
             all GPUs. With `distributed_config`, under torchrun, each process streams its tensor-parallel shards.
@@ -173,6 +184,11 @@ def from_pretrained(
     config, model_config = of_model(config)
     config = resolve_config(config, **settings)
     ranks = join(tensor_parallel.wanted(kwargs), config)
+    speculate = speculate or ("auto" if draft is not None else "off")
+    if draft is not None and (config.stripes or ranks is not None):
+        raise ConfigError("draft: only a model on one GPU has a draft model inside of its budget; leave it out")
+    if speculate == "draft" and draft is None:
+        raise ConfigError("speculate='draft' needs a draft model: pass draft='FOLDER'")
     # the device first: a wrong one is reported before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], requested_dtype(dtype, torch_dtype)
@@ -195,8 +211,17 @@ def from_pretrained(
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
-        facts = CallerFacts(memories=memories, folder=loaded.folder, ranks=ranks, progress=progress)
-        _placed(loaded.model, backends, config, facts)
+        most_rows = MOST_ROWS if speculate != "off" and not config.stripes else 1
+        facts = CallerFacts(
+            memories=memories, folder=loaded.folder, ranks=ranks, progress=progress, most_rows=most_rows
+        )
+        describe = None
+        if draft is not None and speculate in ("auto", "draft"):
+            trusts = bool(kwargs.get("trust_remote_code"))
+            describe = partial(describe_draft, draft, config, trust_remote_code=trusts, progress=progress)
+        if speculate != "off" and (config.stripes or ranks is not None):
+            logger.warning("speculate=%r is ignored: a model on several GPUs has one token a pass", speculate)
+        _placed(loaded.model, backends, config, facts, speculate, describe)
         on_failure.pop_all()
     return loaded.model
 
@@ -256,21 +281,51 @@ def offload_layers(
 
 @torch.no_grad()
 def _placed(
-    model: nn.Module, backends: Sequence[Backend], config: OffloadConfig, facts: CallerFacts
+    model: nn.Module,
+    backends: Sequence[Backend],
+    config: OffloadConfig,
+    facts: CallerFacts,
+    speculate: Speculate = "off",
+    describe: Describe | None = None,
 ) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
     if backends[1:] and facts.ranks is not None:
         raise ConfigError("each process of tensor parallelism computes on one GPU: leave out gpus")
-    return stripe(model, backends, config, facts) if backends[1:] else _offload(model, backends[0], config, facts)
+    if backends[1:]:
+        return stripe(model, backends, config, facts)
+    return _offload(model, backends[0], config, facts, speculate, describe)
 
 
-def _offload(model: nn.Module, backend: Backend, config: OffloadConfig, facts: CallerFacts) -> Streamer:
-    """Find the weights, give each a home, plan, and attach the plan to the model."""
+def _offload(
+    model: Any,
+    backend: Backend,
+    config: OffloadConfig,
+    facts: CallerFacts,
+    speculate: Speculate = "off",
+    describe: Describe | None = None,
+) -> Streamer:
+    """Find the weights, give each a home, plan, and attach the plan to the model. `describe` describes its draft."""
+    draft: DraftModel | None = None
     with assembled(model, backend, config, facts) as builder:
         logger.debug("planning %s with\n%s", type(model).__name__, builder.inputs)
         with lasting("planning", facts.progress):
-            plan = builder.inputs.plan().plan
+            if describe is None:
+                plan = builder.inputs.plan().plan
+            else:
+                draft = describe(builder.inputs.machine)
+                found = plan_with_draft(builder.inputs, draft, speculate, model.config.get_text_config().vocab_size)
+                logger.info("draft: %s", found.reason)
+                builder.plan_with(found.inputs)
+                plan, draft = found.plan, draft if found.is_drafted else None
         streamer = builder.attach(plan)
+    streamer.drafting.mode = "auto" if speculate == "draft" and draft is None else speculate
+    if draft is not None:
+        try:
+            streamer.drafting.model = draft.load(streamer.device)
+            streamer.drafting.token_s = draft.needs.token_s
+        except BaseException:
+            streamer.remove()
+            raise
     if facts.ranks is not None:
         try:
             facts.ranks.confirm()

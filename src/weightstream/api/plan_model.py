@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weightstream.adapters.hf import ranks
+from weightstream.api.drafts import DraftedPlan, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import sketch_striped
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs.gathering import sketch_of
@@ -23,8 +24,10 @@ from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.planner_inputs import PlannerInputs
+from weightstream.plan.speculation import MOST_ROWS, WIDTHS
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
@@ -46,6 +49,8 @@ def plan_model(
     trust_remote_code: bool = False,
     variant: str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
+    speculate: Speculate | None = None,
+    draft: str | Path | None = None,
     **settings: Any,
 ) -> Plan | PipelinePlan | StripedPlan:
     """Make the plan that `from_pretrained` would make, with its predicted speed, without loading the model.
@@ -58,6 +63,8 @@ def plan_model(
         profile: the profile of another machine to plan for, or the file that `weightstream doctor --save` wrote there.
             Default: the GPU of this machine; without one, a GPU with assumed rates.
         trust_remote_code: run Python code that comes with the model, as for transformers.
+        speculate, draft: as for `from_pretrained`. The plan then has the seconds of passes of several tokens; with a
+            draft model it is the faster one of that with room for it and that without.
         variant, example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
         settings: other settings of `from_pretrained`, such as `host_budget`, `batch`, `context` and `tokens`. With
             `distributed_config`, or `tp_plan` and `tp_size`, the plan is for the first of that many processes, each on
@@ -77,9 +84,10 @@ def plan_model(
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
+    drafts = {name: value for name, value in (("speculate", speculate), ("draft", draft)) if value is not None}
     if is_pipeline_checkpoint(path_or_repo_id):
-        if sharded:
-            raise ConfigError(f"{path_or_repo_id} is a diffusers pipeline: leave out {', '.join(sharded)}")
+        if sharded or drafts:
+            raise ConfigError(f"{path_or_repo_id} is a diffusers pipeline: leave out {', '.join([*sharded, *drafts])}")
         sketch = sketch_pipeline(
             path_or_repo_id,
             config,
@@ -99,7 +107,13 @@ def plan_model(
         is_sharded = ranks.is_wanted(tensor_parallel.wanted(sharded), config)
         loading |= sharded if is_sharded else {}
     if config.stripes:
+        if drafts:
+            raise ConfigError(f"{', '.join(drafts)}: only for a model on one GPU; leave out gpus and max_memory")
         return plan_stripes(path_or_repo_id, config, device=device, profile=profile, **loading)
+    mode = speculate or ("auto" if draft is not None else "off")
+    if draft is not None:
+        return plan_drafted(path_or_repo_id, config, draft, mode, device=device, profile=profile, **loading).plan
+    loading["speculates"] = mode != "off"
     return planner_inputs_of(path_or_repo_id, config, device=device, profile=profile, **loading).plan().plan
 
 
@@ -152,18 +166,58 @@ def plan_stripes(
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
+def plan_drafted(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    draft: str | Path,
+    mode: Speculate,
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> DraftedPlan:
+    """The plan of `plan_model` with a draft model, or the plan without, whichever has more tokens per second.
+
+    `options` as for `planner_inputs_of`.
+    """
+    options["trust_remote_code"] = trust_remote_code
+    sketched = _sketched(path_or_repo_id, config, speculates=True, **options)
+    model = describe_draft(draft, config, sketched.inputs.machine, trust_remote_code=trust_remote_code)
+    return plan_with_draft(sketched.inputs, model, mode, sketched.num_words)
+
+
 def planner_inputs_of(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
     device: torch.device | str | None = None,
     profile: Profile | str | Path | None = None,
+    speculates: bool = False,
     **options: Any,
 ) -> PlannerInputs:
     """The planner's inputs of `plan_model`, from which plans can be made at any budget.
 
-    `options` are `dtype`, `trust_remote_code`, `model_config` and the arguments of tensor parallelism.
+    `options` are `dtype`, `trust_remote_code`, `model_config` and the arguments of tensor parallelism. `speculates`:
+    with passes of several tokens.
     """
+    return _sketched(path_or_repo_id, config, device=device, profile=profile, speculates=speculates, **options).inputs
+
+
+class _Sketched(NamedTuple):
+    """The planner's inputs of a model, and the size of its vocabulary; 0: it has none."""
+
+    inputs: PlannerInputs
+    num_words: int
+
+
+def _sketched(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    speculates: bool = False,
+    **options: Any,
+) -> _Sketched:
     from weightstream.adapters.hf import tensor_parallel
     from weightstream.adapters.hf.load import described
 
@@ -173,7 +227,10 @@ def planner_inputs_of(
     machine = _machine(config, device, profile, dtypes_of(model))
     if wanted is not None and is_sharded:
         config, machine = ranks.alike(config, machine, wanted.tp_size)
-    inputs = sketch_of(model, checkpoint, config, machine).inputs
+    sketch = sketch_of(model, checkpoint, config, machine)
+    inputs = sketch.inputs
+    if speculates:
+        inputs = sketch.gatherer.with_passes(inputs, WIDTHS[-1]).with_memory_of(MOST_ROWS)
     if wanted is not None and is_sharded and not inputs.demands[0].work:
         logger.warning(
             "%s: a step of one of %d processes cannot be traced (the log has the reason). It may fail, for example "
@@ -181,7 +238,7 @@ def planner_inputs_of(
             path_or_repo_id,
             wanted.tp_size,
         )
-    return inputs
+    return _Sketched(inputs, getattr(model.config.get_text_config(), "vocab_size", 0))
 
 
 def _machine(

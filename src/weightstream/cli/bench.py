@@ -19,10 +19,12 @@ from weightstream import __version__
 from weightstream.cli import pipelines
 from weightstream.cli.terminal import (
     AsJson,
+    Draft,
     Frames,
     Height,
     Loading,
     Model,
+    SpeculateMode,
     Steps,
     Variant,
     Width,
@@ -51,6 +53,8 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.05, help="Seconds to time each of the three.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this image file, such as a.png.")] = None,
+    speculate: SpeculateMode = None,
+    draft: Draft = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
@@ -73,7 +77,8 @@ def bench(
     A step is a forward of --batch sequences with --tokens new tokens each, on a
     KV cache that fills --context positions. Outputs of offloaded and resident
     are compared bit by bit; the command exits with 1 if they differ. For a
-    pipeline of diffusers whole calls are timed, at least two.
+    pipeline of diffusers whole calls are timed, at least two. With --speculate
+    or --draft, passes of several tokens are timed, too.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
@@ -82,6 +87,7 @@ def bench(
     if out is not None:
         write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
     if is_pipeline_checkpoint(model):
+        pipelines.refuse_options(model, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
         planned, comparison = pipelines.bench_pipeline(
             model, loading, call, variant=variant, seconds=seconds, as_json=as_json
@@ -89,7 +95,8 @@ def bench(
         plan = None
     else:
         pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
-        plan, comparison = _compared(model, loading, seconds, progress=sys.stderr.isatty() and not as_json)
+        options = {**loading, "speculate": speculate, "draft": draft}
+        plan, comparison = _compared(model, options, seconds, progress=sys.stderr.isatty() and not as_json)
     row = environment() | {"model": model} | comparison
     if out is not None:
         write_file("--out", out, json.dumps(row) + "\n", append=True)
@@ -104,17 +111,18 @@ def bench(
     raise typer.Exit(1 if row["equal"] is False else 0)
 
 
-def _compared(model: str, loading: Loading, seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
+def _compared(model: str, options: dict[str, Any], seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
     """A comparison of a language model; a terminal shows its phase."""
     from weightstream.measure.progress import reporting
 
     with reporting("loading libraries", progress):
         from weightstream import from_pretrained
-        from weightstream.adapters.hf.decode_steps import DecodeSteps
+        from weightstream.adapters.generation.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
-    loaded = from_pretrained(model, progress=progress, **loading)
-    with reporting("timing", progress, total=4) as advance:
+    loaded = from_pretrained(model, progress=progress, **options)
+    total = 5 if getattr(loaded.weightstream.plan, "passes", ()) else 4
+    with reporting("timing", progress, total=total) as advance:
         return compare(loaded, DecodeSteps, seconds, lambda name: advance(description=f"timing: {name}"))
 
 
@@ -151,7 +159,14 @@ def show_bench(plan: AnyPlan, row: dict[str, Any]) -> None:
     lines["link"] = f"{per_second(row['link_bytes_per_s'])} now; {all_weights}"
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
+    if row["timed_passes"]:
+        lines["passes"] = "of several tokens take " + ", ".join(map(_pass_text, row["timed_passes"]))
     print_labelled(lines | {"equal": _verdict(row)})
+
+
+def _pass_text(timed: dict[str, Any]) -> str:
+    ratios = f"{timed['x_one']:.2f} x one token, {timed['predicted_x_one']:.2f} x predicted"
+    return f"{milliseconds(timed['p50_s'])} ({ratios}) for {timed['tokens']}"
 
 
 def _machine(row: dict[str, Any]) -> str:

@@ -20,10 +20,12 @@ from rich.text import Text
 from weightstream.cli import pipelines
 from weightstream.cli.terminal import (
     AsJson,
+    Draft,
     Frames,
     Height,
     Loading,
     Model,
+    SpeculateMode,
     Steps,
     Variant,
     Width,
@@ -41,7 +43,9 @@ from weightstream.errors import ConfigError
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
+from weightstream.plan.speculation import PRIORS, PassChoice, Passes, choose_width
 from weightstream.plan.units import human, milliseconds, rate, scale
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.settings.config import OffloadConfig
 
 _GIB = 2**30
@@ -64,6 +68,8 @@ def plan(
         bool,
         typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows the plan of one."),
     ] = False,
+    speculate: SpeculateMode = None,
+    draft: Draft = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,
@@ -74,15 +80,15 @@ def plan(
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
     Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is
-    for the free memory. For a pipeline of diffusers it shows the time of a call, by component.
+    for the free memory. For a pipeline of diffusers it shows the time of a call, by component. With
+    --speculate or --draft it also shows the time of passes of several tokens, and what drafts gain.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
     if is_pipeline_checkpoint(model):
-        if tp:
-            raise ConfigError(f"{model} is a pipeline of diffusers: leave out --tp")
+        pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(
             model,
             loading,
@@ -99,12 +105,19 @@ def plan(
     if loading["config"].stripes and not tp:
         if flags := [f"--{name}" for name, value in (("sweep", sweep), ("plot", plot), ("save", save)) if value]:
             raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
+        if flags := [f"--{name}" for name, value in (("speculate", speculate), ("draft", draft)) if value]:
+            raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
         _on_several(model, loading, profile, as_json=as_json)
         return
+    if tp and draft:
+        raise ConfigError("--draft: only for one GPU; leave out --tp")
     num_shards = len(loading["config"].stripes) if tp else None
     if tp:
         loading["config"] = _config_of_shard(loading["config"])
-    _on_one(model, loading, profile, num_shards, sweep=sweep, plot=plot, save=save, as_json=as_json)
+    mode: Speculate = speculate or ("auto" if draft else "off")
+    _on_one(
+        model, loading, profile, num_shards, sweep=sweep, plot=plot, save=save, as_json=as_json, mode=mode, draft=draft
+    )
 
 
 def _on_one(
@@ -117,17 +130,24 @@ def _on_one(
     plot: Path | None,
     save: Path | None,
     as_json: bool,
+    mode: Speculate,
+    draft: str | None,
 ) -> None:
     """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
-    from weightstream.api.plan_model import planner_inputs_of
+    from weightstream.api.plan_model import plan_drafted, planner_inputs_of
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
-        inputs = planner_inputs_of(model, profile=profile, **loading, **sharding)
-        planned = inputs.plan()[1]
+        if draft is not None:
+            drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
+            inputs, planned = drafted.inputs, drafted.plan
+        else:
+            drafted = None
+            inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
+            planned = inputs.plan()[1]
         plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:
         gc.enable()
@@ -137,16 +157,34 @@ def _on_one(
         draw_plan(model, planned, plans, plot)
     if as_json:
         swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        typer.echo(json.dumps({"model": model, **shards, **json_facts(inputs, planned), **swept}))
+        facts = {"model": model, **shards, **json_facts(inputs, planned), **swept}
+        if mode != "off":
+            facts["speculation"] = _expected(planned)._asdict()
+        if drafted is not None:
+            facts["draft"] = {"is_loaded": drafted.is_drafted, "reason": drafted.reason}
+        typer.echo(json.dumps(facts))
         return
     whole = {"experts": inputs.whole_experts} if inputs.whole_experts and planned.offloaded_nbytes else {}
     if num_shards is not None:
         assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
         ranks = f"one of {num_shards} processes with equal plans; their all-reduces are assumed to take {assumed} GB/s"
         model, whole = f"a shard of {model}", {"ranks": ranks, **whole}
+    if drafted is not None:
+        whole["draft"] = drafted.reason
+    if mode != "off":
+        expected = _expected(planned)
+        speed = f"{rate(expected.tokens_per_s)} tokens/s, {rate(expected.plain_tokens_per_s)} without"
+        whole["lookup"] = f"passes of {expected.tokens} tokens are expected to make {speed}"
     show_plan(model, planned, whole | advice(inputs, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
+
+
+def _expected(planned: Plan) -> PassChoice:
+    """The width of passes for drafts from the text itself, and the tokens per second that are expected."""
+    if len(planned.passes) < 2:
+        return PassChoice(1, planned.tokens_per_s or 0.0, planned.tokens_per_s or 0.0)
+    return choose_width(Passes(planned.passes, in_graphs=True), PRIORS["prompt lookup"])
 
 
 def _config_of_shard(config: OffloadConfig) -> OffloadConfig:

@@ -20,10 +20,12 @@ from weightstream.cli import pipelines
 from weightstream.cli.chat import Messages, converse
 from weightstream.cli.terminal import (
     AsJson,
+    Draft,
     Frames,
     Height,
     Loading,
     Model,
+    SpeculateMode,
     Steps,
     Variant,
     Width,
@@ -32,6 +34,7 @@ from weightstream.cli.terminal import (
     prediction_lines,
     print_labelled,
     require,
+    speculation_line,
     takes_model,
 )
 from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
@@ -41,7 +44,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.hf.generation import DecodeReport
+    from weightstream.adapters.generation.generation import DecodeReport
     from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
@@ -58,6 +61,8 @@ def run(
         bool, typer.Option("--chat", help="Chat: --prompt, or each line of stdin, is a user's message.")
     ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.")] = None,
+    speculate: SpeculateMode = None,
+    draft: Draft = None,
     out: Annotated[Path | None, typer.Option(help="File for a pipeline. Default: image.png or video.gif.")] = None,
     height: Height = None,
     width: Width = None,
@@ -77,7 +82,7 @@ def run(
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
     if is_pipeline_checkpoint(model):
-        pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens)
+        pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
         identical = pipelines.run_pipeline(
             model, loading, call, variant=variant, out=out, seed=seed or 0, verify=verify, as_json=as_json
@@ -90,15 +95,16 @@ def run(
     from weightstream.measure.comparison import first_difference
 
     session = ModelSession(model, loading["trust_remote_code"])
+    drafts = {"speculate": speculate, "draft": draft}
     if chat and prompt is None and not verify and not as_json:
-        _converse(session, loading, max_new_tokens)
+        _converse(session, {**loading, **drafts}, max_new_tokens)
         return
     text = _text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
     inputs = session.encode([{"role": "user", "content": text}] if chat else text)
     if loading["config"].context is None:
         context = inputs["input_ids"].shape[1] + max_new_tokens
         loading["config"] = loading["config"].model_copy(update={"context": context})
-    session.load(progress=sys.stderr.isatty() and not as_json, **loading)
+    session.load(progress=sys.stderr.isatty() and not as_json, **loading, **drafts)
     tokens = session.generate(inputs, max_new_tokens, show=not as_json)
     report = session.report(inputs, tokens)
     if not as_json:
@@ -112,14 +118,15 @@ def run(
     raise typer.Exit(0 if difference is None else 1)
 
 
-def _converse(session: ModelSession, loading: Loading, max_new_tokens: int) -> None:
+def _converse(session: ModelSession, options: dict[str, Any], max_new_tokens: int) -> None:
     session.check_chat()
-    session.load(progress=sys.stderr.isatty(), **loading)
+    session.load(progress=sys.stderr.isatty(), **options)
     converse(functools.partial(session.answer, max_new_tokens))
 
 
 class Tokens:
-    """The tokens that `generate` makes, and the time of each. They are passed on to `text`, a transformers streamer."""
+    """The tokens that `generate` makes, and the times at which they came, several at once where they were drafted. They
+    are passed on to `text`, a transformers streamer."""
 
     def __init__(self, text: Any) -> None:
         self.ids: list[int] = []
@@ -127,10 +134,13 @@ class Tokens:
         self.decoding: DecodeReport | None = None  # set when generation ends, as is `is_cut`
         self.is_cut = False  # by the limit of tokens
         self._text = text
+        self._num_first = 0  # tokens that came first
 
     def put(self, ids: torch.Tensor) -> None:
         if self.times:  # the first call brings the prompt
             self.ids += ids.flatten().tolist()
+        if len(self.times) == 1:
+            self._num_first = len(self.ids)
         self.times.append(time.perf_counter())
         if self._text:
             self._text.put(ids)
@@ -146,7 +156,8 @@ class Tokens:
     def per_second(self) -> float:
         """The rate of the tokens after the first, whose step reads the prompt; with one token, the rate of that one."""
         first = min(1, len(self.times) - 2)
-        return (len(self.times) - 1 - first) / (self.times[-1] - self.times[first])
+        num_before = self._num_first if first else 0
+        return (len(self.ids) - num_before) / (self.times[-1] - self.times[first])
 
 
 def _lines(report: dict[str, Any], tokens: Tokens) -> dict[str, str]:
@@ -162,6 +173,8 @@ def _lines(report: dict[str, Any], tokens: Tokens) -> dict[str, str]:
         "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
         "waited": f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
     }
+    if stats["speculation"] is not None:
+        lines["drafts"] = speculation_line(stats["speculation"], tokens.per_second)
     if report["experts"] is not None:
         lines["experts"] = expert_line(report["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
@@ -240,7 +253,7 @@ class ModelSession:
         import torch
         from transformers import TextStreamer
 
-        from weightstream.adapters.hf.generation import generate
+        from weightstream.adapters.generation.generation import generate
 
         text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
         tokens = Tokens(text)

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.plan.units import human, milliseconds
+from weightstream.plan.units import human, milliseconds, rate
 from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 if TYPE_CHECKING:
@@ -52,6 +52,17 @@ Frames = Annotated[
     int | None, typer.Option(min=1, help="Frames of a video. Default: the pipeline's.", rich_help_panel=_PANEL)
 ]
 Variant = Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.", rich_help_panel=_PANEL)]
+SpeculateMode = Annotated[
+    Literal["auto", "off", "lookup", "draft"] | None,
+    typer.Option(
+        help="Verify several drafted tokens in a pass: auto where that is faster, lookup from the text itself, draft "
+        "by --draft, off never. Default: auto with --draft, else off."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Small model with the same tokens that drafts, inside of the budget, if that is faster."),
+]
 _Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
     typer.Option(help="Dtype of the weights; auto is the checkpoint's."),
@@ -223,7 +234,20 @@ def prediction_lines(
 
 def numbers_of(stats: Stats) -> dict[str, Any]:
     """The fields of stats for `--json`, with counts of experts by name."""
-    return dataclasses.asdict(stats) | {"experts": stats.experts._asdict()}
+    numbers = dataclasses.asdict(stats) | {"experts": stats.experts._asdict()}
+    if (found := stats.speculation) is not None:
+        numbers["speculation"] |= {"tokens_per_pass": found.tokens_per_pass, "acceptance": found.acceptance}
+    return numbers
+
+
+def speculation_line(found: Mapping[str, Any], measured_tokens_per_s: float) -> str:
+    """The tokens per pass, the times and the prediction of texts with drafts, as text."""
+    draft_s, verify_s = found["draft_s"], found["verify_s"]
+    return (
+        f"{found['tokens_per_pass']:.2f} tokens per pass, {found['acceptance']:.0%} of {found['drafted']} drafted ones "
+        f"accepted; drafts took {draft_s:.2f} s, passes {verify_s:.2f} s; "
+        f"{rate(found['predicted_tokens_per_s'])} tokens/s predicted, {rate(measured_tokens_per_s)} measured"
+    )
 
 
 def expert_line(experts: Mapping[str, Any]) -> str:

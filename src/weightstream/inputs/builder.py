@@ -61,6 +61,7 @@ class CallerFacts:
         subset: the layers to offload, if they are not a model of their own.
         elsewhere: ids of tensors that are weights of another offloaded model.
         progress: whether to show progress; None: only if stderr is a terminal.
+        most_rows: tokens of the widest pass that is planned for, if drafts are to be verified; 1: none are.
     """
 
     memories: Sequence[Memory] = ()
@@ -70,6 +71,7 @@ class CallerFacts:
     subset: LayerSubset | None = None
     elsewhere: frozenset[int] = frozenset()
     progress: bool | None = None
+    most_rows: int = 1
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -180,6 +182,8 @@ class OffloadBuilder:
             progress=facts.progress,
         )
         self.inputs = self.gatherer.gather(config, machine, facts.example)
+        if facts.most_rows > 1:
+            self.inputs = self.gatherer.with_passes(self.inputs, facts.most_rows).with_memory_of(facts.most_rows)
         if expected and backend.device.type == "cuda":
             # the caller may capture next: wait for threads that compile, as they use the device
             can_decompress(backend, config, expected, facts.progress)
@@ -234,7 +238,13 @@ class OffloadBuilder:
         if block is None and (short := self.inputs.shortage(plan)):  # shared memory counts once, for all models
             logger.warning("device memory may run out: %s", short)
         # passing a bound method keeps the builder alive as long as its streamer: a pipeline has only weak references
-        replanning = Replanning(self.inputs, self._inputs_for_call, partial(doubt, self._backend.device), self.known)
+        replanning = Replanning(
+            self.inputs,
+            self._inputs_for_call,
+            partial(doubt, self._backend.device),
+            self.known,
+            self._inputs_with_passes,
+        )
         with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
             streamer = Streamer(
                 self.model,
@@ -257,6 +267,9 @@ class OffloadBuilder:
 
     def _inputs_for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
         return self.gatherer.for_call(inputs, entry, args, kwargs)
+
+    def _inputs_with_passes(self, inputs: PlannerInputs) -> PlannerInputs:
+        return self.gatherer.with_passes(inputs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
         budget_check = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)

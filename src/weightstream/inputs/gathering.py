@@ -19,7 +19,7 @@ from torch import nn
 from weightstream.adapters.modules.moe import why_whole
 from weightstream.adapters.modules.partition import GRAINS, Grain, find_units, row_tables
 from weightstream.adapters.tracing import op_timing
-from weightstream.adapters.tracing.footprint import Footprint, follow, observe
+from weightstream.adapters.tracing.footprint import Footprint, follow, observe, observe_passes
 from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
@@ -30,6 +30,7 @@ from weightstream.plan.manifest import Manifest, Op, Rate, Workload
 from weightstream.plan.planner import Demand, Machine, Weights
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.schedule import aligned
+from weightstream.plan.speculation import MOST_ROWS, WIDTHS
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.weights.alias_groups import Group, UnitModule, groups, manifest, merge_tied
@@ -42,6 +43,7 @@ logger = logging.getLogger("weightstream")
 
 _TEXT = 512  # tokens of an encoder's input, unless configured
 _CONTEXT = 4096  # positions to plan for, unless configured, if the model has that many
+_LOGITS_COPIES, _FLOAT_NBYTES = 2, 4  # of a pass that verifies drafts: transformers' loop keeps two, in float32
 _FOLLOW_S = 5.0  # limit for tracing a call on shapes; FLUX.1's transformer takes 0.4 s
 Grains = list[list[UnitModule]]
 Observe = Callable[[nn.Module, Workload], Footprint]
@@ -140,6 +142,34 @@ class Gatherer:
                 type(self.called).__name__,
             )
         return for_example or inputs
+
+    def with_passes(self, inputs: PlannerInputs, most: int = MOST_ROWS) -> PlannerInputs:
+        """The inputs with the work and the memory of passes of several tokens, up to `most`; unchanged where these
+        cannot be traced, as for a model whose cache cannot be cropped."""
+        workload = _workload(self.called, inputs.config) if self.subset is None else None
+        if workload is None or not _generates(self.called):
+            return inputs
+        try:
+            found = observe_passes(self.called, workload, [width for width in WIDTHS if width <= most])
+        except UnsupportedError as error:
+            logger.info("passes of several tokens are not planned for: %s", error)
+            return inputs
+        settings: Any = self.called.config
+        words, positions = settings.get_text_config().vocab_size, workload.context + max(found)
+        passes = {
+            width: tuple(
+                Demand(
+                    workload=replace(workload, batch=1, tokens=width),
+                    work=_by_unit(work, units),
+                    activation_nbytes=work.activation_nbytes + _LOGITS_COPIES * width * words * _FLOAT_NBYTES,
+                    cache_nbytes=work.cache_nbytes * (workload.context + width) // positions,  # traced with the most
+                    is_text=inputs.config.pin_memory,
+                )
+                for units in self.grains
+            )
+            for width, work in found.items()
+        }
+        return replace(inputs, passes=passes)
 
     def for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
         """The inputs for one call of the method `entry`, with its units in the order in which they run.

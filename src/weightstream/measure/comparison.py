@@ -15,6 +15,7 @@ import torch
 
 from weightstream.errors import OffloadError, UnsupportedError
 from weightstream.measure import bench
+from weightstream.plan.manifest import Workload
 from weightstream.plan.multi_device import AnyPlan
 from weightstream.plan.plan import Plan
 from weightstream.plan.units import human
@@ -74,6 +75,10 @@ def compare(
             num_tokens = (ended.steps - begun.steps) * workload.batch * workload.tokens
             experts = of_cache(plan, ExpertTraffic(*map(sub, ended.experts, begun.experts)), num_tokens)
             del step
+            timed_passes: list[dict[str, Any]] = []
+            if isinstance(planned, Plan) and planned.passes and (workload.batch, workload.tokens) == (1, 1):
+                on_phase("passes of several tokens")
+                timed_passes = _timed_passes(planned, steps_of, model, backend, seconds, offloaded["p50_s"])
             streamer.remove()
             on_phase("raw link floor")
             floor, bytes_per_s = _floor_of(plan, ended.read_in_place, backend, seconds)
@@ -100,11 +105,37 @@ def compare(
         "link_bytes_per_s": bytes_per_s,
         "whole_floor_s": plan.decoded_nbytes / bytes_per_s,
         "experts": experts,
+        "timed_passes": timed_passes,
         "systems": systems,
         "skipped": why_skipped or None,
         "num_compared": NUM_COMPARED,
         **verdict,
     }
+
+
+def _timed_passes(
+    planned: Plan,
+    steps_of: Callable[..., ComparedStep],
+    model: Any,
+    backend: Backend,
+    seconds: float,
+    one_s: float,
+) -> list[dict[str, Any]]:
+    """Time passes of the numbers of tokens that are planned for. `one_s`: seconds of a step of one token."""
+    found: list[dict[str, Any]] = []
+    for each in planned.passes[1:]:
+        workload = replace(planned.workload or Workload(), tokens=each.tokens)
+        system, _ = _timed("pass", steps_of(model, workload, backend.device), backend, seconds / len(planned.passes))
+        found.append(
+            {
+                "tokens": each.tokens,
+                "p50_s": system["p50_s"],
+                "x_one": system["p50_s"] / one_s,
+                "predicted_s": each.step_s,
+                "predicted_x_one": each.step_s / (planned.passes[0].step_s or 1.0),
+            }
+        )
+    return found
 
 
 def timed_calls(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +14,7 @@ from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import RingExtent, aligned, allocate, first_fills, refills
+from weightstream.plan.speculation import PassSeconds
 from weightstream.plan.units import human, milliseconds, rate
 
 _LESS = 0.9  # share of an eager step's time below which the time in a CUDA graph is printed, too
@@ -61,6 +62,7 @@ class Plan(PlanReport):
         ahead: rows that a step in a CUDA graph prefetches for the unit that follows.
         found_share: predicted share of a step's rows that are in slots.
         fetched_nbytes: predicted bytes that a step in a CUDA graph fetches into slots.
+        passes: predicted seconds of passes of several tokens; empty: none are planned.
     """
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
@@ -97,6 +99,7 @@ class Plan(PlanReport):
     ahead: int = 0
     found_share: float = 0.0
     fetched_nbytes: int = 0
+    passes: tuple[PassSeconds, ...] = ()
 
     @classmethod
     def build(
@@ -293,6 +296,8 @@ class Plan(PlanReport):
                 f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step finds about "
                 f"{100 * self.found_share:.0f} % there and fetches {human(self.fetched_nbytes)}{ahead}"
             )
+        if len(self.passes) > 1:
+            lines["passes"] = _passes_text(self.passes)
         busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):
             others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != self.limit)
@@ -306,6 +311,7 @@ class Plan(PlanReport):
             "held_nbytes": self.manifest.nbytes,
             "machine": self.machine or None,
             "compressed_nbytes": sum(self.manifest.codes.values()),
+            "passes": [asdict(each) for each in self.passes],
         }
 
     def to_json(self) -> str:
@@ -319,6 +325,13 @@ class Plan(PlanReport):
             return _adapter().validate_json(text)
         except ValidationError as error:
             raise PlanError(f"not a plan: {error}") from error
+
+
+def _passes_text(passes: Sequence[PassSeconds]) -> str:
+    """The time of passes of several tokens in a graph, compared with that of one token."""
+    one_s = passes[0].graph_s or 1.0
+    ratios = ", ".join(f"{each.tokens} tokens {each.graph_s / one_s:.2f} x" for each in passes[1:])
+    return f"of several tokens take, compared with one token, in a CUDA graph: {ratios}"
 
 
 def in_a_graph(graph_s: float, step_s: float) -> str:

@@ -192,6 +192,7 @@ class Planner:
             and include the time in which kernels read from host memory: they are of the plan that was measured.
         share: replaces the budget where several models use device memory in turn.
         counts: counts of an expert cache that ran; None: its hits are estimated.
+        reserved_nbytes: bytes of the budget that another model takes, such as a draft.
     """
 
     config: OffloadConfig
@@ -201,6 +202,7 @@ class Planner:
     unit_s: Mapping[str, float] = field(default_factory=dict)
     share: Share | None = None
     counts: Counts | None = None
+    reserved_nbytes: int = 0
 
     def __call__(self, manifest: Manifest) -> Plan:
         refusals: list[Refusal] = []
@@ -225,7 +227,8 @@ class Planner:
         profile = self._profile_with_cache(manifest, option.cached, profile)
         planner = self
         if option.cached:
-            planner = replace(self, config=self.config.within((self.budget or 0) - option.cached.nbytes))
+            left_nbytes = (self.budget or 0) - option.cached.nbytes
+            planner = replace(self, config=self.config.within(left_nbytes), reserved_nbytes=0)
 
         def complete(candidate: Candidate) -> Plan | None:
             plan = candidate.plan()
@@ -293,8 +296,8 @@ class Planner:
             return sum(self.share)
         budget = self.config.device_nbytes(self.machine.total_nbytes, on_cpu=self.machine.on_cpu)
         if budget is not None or self.config.backend != "none":
-            return budget
-        free = self.machine.free_nbytes
+            return budget if budget is None else max(0, budget - self.reserved_nbytes)
+        free = max(0, self.machine.free_nbytes - self.reserved_nbytes)
         if self.machine.on_cpu:
             return free
         if not self.demand.work:

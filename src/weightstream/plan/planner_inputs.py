@@ -5,8 +5,8 @@ A model is cut into units in several grains, from blocks to single matrices; eac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from weightstream.errors import PlanError
@@ -16,6 +16,7 @@ from weightstream.plan.manifest import KEPT, Manifest, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Refusal, Weights, fastest
 from weightstream.plan.search import Candidate
+from weightstream.plan.speculation import PassSeconds
 from weightstream.plan.units import human, per_second
 from weightstream.settings.config import OffloadConfig
 
@@ -46,6 +47,8 @@ class PlannerInputs:
         share: device memory of this model where several take turns in one budget; None: the config's budget.
         counts: hits and misses of an expert cache that ran; None: assumed.
         whole_experts: why every step reads all experts, in words; None: it does not.
+        passes: what passes of several tokens need, by their number, each like `demands`; empty: none are planned.
+        reserved_nbytes: bytes of the budget that another model takes, such as a draft.
     """
 
     config: OffloadConfig
@@ -56,6 +59,8 @@ class PlannerInputs:
     share: Share | None = None
     counts: Counts | None = None
     whole_experts: str | None = None
+    passes: Mapping[int, tuple[Demand, ...]] = field(default_factory=dict)
+    reserved_nbytes: int = 0
 
     @property
     def planners(self) -> tuple[Planner, ...]:
@@ -71,6 +76,7 @@ class PlannerInputs:
             demand=self.demands[grain],
             share=self.share,
             counts=self.counts,
+            reserved_nbytes=self.reserved_nbytes,
         )
 
     @property
@@ -104,11 +110,37 @@ class PlannerInputs:
             candidates += planner.candidates(manifest, refusals)
         plan = fastest(candidates, refusals)
         grain = self.grain_of(plan.manifest)
-        return ChosenPlan(grain, self.planner(grain).priced(plan))
+        plan = self.planner(grain).priced(plan)
+        return ChosenPlan(grain, replace(plan, passes=self.pass_seconds(plan)))
+
+    def pass_seconds(self, plan: Plan) -> tuple[PassSeconds, ...]:
+        """The predicted seconds of passes of several tokens with this plan, for each number of `passes`."""
+        if not self.passes:
+            return ()
+        grain = self.grain_of(plan.manifest)
+        planner = self.planner(grain)
+        priced = {n: replace(planner, demand=each[grain]).priced(plan) for n, each in sorted(self.passes.items())}
+        return tuple(PassSeconds(tokens=n, step_s=p.step_s, graph_s=p.graph_s) for n, p in priced.items())
+
+    def with_memory_of(self, tokens: int) -> PlannerInputs:
+        """The same inputs, with room for the cache and the logits of a pass of so many tokens."""
+        width = min((n for n in self.passes if n >= tokens), default=None)
+        if width is None:
+            return self
+        demands = tuple(
+            replace(
+                demand,
+                activation_nbytes=max(demand.activation_nbytes, more.activation_nbytes),
+                cache_nbytes=max(demand.cache_nbytes, more.cache_nbytes),
+            )
+            for demand, more in zip(self.demands, self.passes[width], strict=True)
+        )
+        return replace(self, demands=demands)
 
     def coarse(self) -> PlannerInputs:
         """The same inputs with only the coarsest grain, if that has a plan; else unchanged."""
-        coarsest = replace(self, grains=self.grains[:1], demands=self.demands[:1])
+        passes = {tokens: demands[:1] for tokens, demands in self.passes.items()}
+        coarsest = replace(self, grains=self.grains[:1], demands=self.demands[:1], passes=passes)
         return coarsest if coarsest.has_plan() else self
 
     def has_plan(self) -> bool:
@@ -164,11 +196,13 @@ class PlannerInputs:
         machine = self.machine
         workspace_nbytes = machine.profile.workspace_nbytes
         needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
+        needed += self.reserved_nbytes
         is_known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
         if not is_known or needed <= machine.free_nbytes:
             return None
+        draft = f"draft {human(self.reserved_nbytes)} + " if self.reserved_nbytes else ""
         return (
-            f"weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
+            f"{draft}weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "
             f"{human(plan.cache_nbytes)} + workspace {human(workspace_nbytes)} = {human(needed)} > "
             f"{human(machine.free_nbytes)} free on the device: lower device_budget, batch or context"
         )

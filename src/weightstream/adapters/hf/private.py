@@ -622,6 +622,11 @@ def forget_hooks(module: torch.nn.Module) -> None:
     vars(module).pop("_output_capturing_hooks_installed", None)
 
 
+def prefill(model: Any, ids: Any, config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The output of the prompt's forward, or of the last one where settings cut the prompt into parts."""
+    return model._prefill(ids, config, model_kwargs)
+
+
 def candidate_generator_method(model: Any) -> Callable[..., Any]:
     """The method of `generate` that makes the generator of drafted tokens."""
     found: Callable[..., Any] = model._get_candidate_generator
@@ -644,6 +649,40 @@ def generating(
         if make_candidates is not None:
             stack.enter_context(set_inside(model, "_get_candidate_generator", make_candidates))
         yield
+
+
+_SDPA = "sdpa"
+
+
+class _Attending:
+    """Stands in for transformers' function of sdpa attention while modules have other functions run, by id."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+        self.runs: dict[int, Callable[..., Any]] = {}
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self.runs.get(id(module))
+        return self.plain(module, *args, **kwargs) if run is None else run(self.plain, module, args, kwargs)
+
+
+def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
+    """Have a module of sdpa attention call `run(attention, module, args, kwargs)` in place of transformers' function;
+    returns a function that undoes it."""
+    from transformers.modeling_utils import AttentionInterface
+
+    table = AttentionInterface._global_mapping
+    if not isinstance(table[_SDPA], _Attending):
+        table[_SDPA] = _Attending(table[_SDPA])
+    attending = table[_SDPA]
+    attending.runs[id(module)] = run
+
+    def undo() -> None:
+        attending.runs.pop(id(module), None)
+        if not attending.runs and table[_SDPA] is attending:
+            table[_SDPA] = attending.plain
+
+    return undo
 
 
 @cache

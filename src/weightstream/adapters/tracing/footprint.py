@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightstream.adapters.hf import private, static_cache
-from weightstream.adapters.hf.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
+from weightstream.adapters.generation import croppable_cache, static_cache
+from weightstream.adapters.generation.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
+from weightstream.adapters.hf import private
 from weightstream.adapters.tracing import global_state, meta_copy, op_cost, process_states
 from weightstream.adapters.tracing.known_values import UNKNOWN, KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
@@ -219,6 +220,59 @@ def observe(model: nn.Module, workload: Workload) -> Footprint:
     return _followed(model, partial(_steps, workload))
 
 
+def observe_passes(model: nn.Module, workload: Workload, widths: Sequence[int]) -> dict[int, Footprint]:
+    """Follow passes of several tokens of one text, which give the logits of all of them, as passes that verify drafts.
+
+    Their cache is the one that can be cropped: the same for eager and for captured passes.
+
+    Args:
+        model: a causal language model of transformers.
+        workload: its context is that of the passes.
+        widths: the numbers of tokens.
+
+    Returns:
+        A footprint for each width.
+
+    Raises:
+        UnsupportedError: as for `observe`, and for a model that has no such cache.
+    """
+    if (reason := static_cache.unsuited(model)) is not None:
+        raise UnsupportedError(reason)
+    workload = replace(workload, batch=1)
+    return dict(zip(widths, _each_followed(model, partial(_passes, workload, widths)), strict=True))
+
+
+def _passes(
+    workload: Workload, widths: Sequence[int], start: Callable[..., _Forward], model: nn.Module
+) -> list[list[_Forward]]:
+    """A forward for each width, after that of a prompt, whose footprint is none of theirs."""
+    takes = takes_ids(model)
+    config: Any = model.config
+    config.pad_token_id = None
+    options = options_of(takes)
+
+    def forward(num_tokens: int, **more: Any) -> _Forward:
+        ids = torch.empty(1, num_tokens, dtype=torch.long, device="meta")
+        kept = {"logits_to_keep": num_tokens} if "logits_to_keep" in takes else {}
+        return start((), {"input_ids": ids, **options, **kept, **more})
+
+    prompt = start((), {"input_ids": torch.empty(1, 2, dtype=torch.long, device="meta"), **options})
+    name = next((name for name in CACHES if name in takes and getattr(prompt.output, name, None) is not None), None)
+    if name is None:
+        raise UnsupportedError(f"{type(model).__name__} has no cache: no draft is verified")
+    cache = croppable_cache.croppable(model, workload.context, max(widths)).cache
+    for index, layer in enumerate(getattr(prompt.output, name).layers):
+        cache.update(layer.keys, layer.values, index)  # allocates the tensors of a layer, in these shapes
+    prompt.output = None
+    forwards = []
+    with private.decode_step(model, 1):  # `generate` verifies drafts in this context, too
+        for width in widths:
+            forwards.append(forward(width, **{name: cache, "attention_mask": _mask(config, width, workload.context)}))
+            forwards[-1].output = None
+            forwards[-1].cache_nbytes = sum(aligned(op_cost.touched_nbytes(tensor)) for tensor in cached(cache))
+    return [[each] for each in forwards]
+
+
 def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
     """The prompt's forward; with a cache, also the step after it, and that step as it would be captured."""
 
@@ -247,6 +301,14 @@ def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module)
     return steps
 
 
+def _mask(config: Any, num_tokens: int, num_positions: int) -> Any:
+    """The mask that `generate` makes for a static cache before each forward."""
+    dtype = torch.bool if config._attn_implementation == "sdpa" else config.dtype
+    mask = torch.empty(1, 1, num_tokens, num_positions, dtype=dtype, device="meta")
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    return mask if kinds is None else dict.fromkeys(kinds, mask)
+
+
 def _followed(
     model: nn.Module,
     steps: Callable[..., list[_Forward]],
@@ -261,24 +323,35 @@ def _followed(
     `values` are the arguments of the real call; `steps` gets copies of them on meta. Errors of the forwards and of the
     copying become `UnsupportedError`.
     """
+    return _each_followed(model, lambda *args: [steps(*args)], values, limit_s, device)[0]
+
+
+def _each_followed(
+    model: nn.Module,
+    steps: Callable[..., list[list[_Forward]]],
+    values: tuple[Any, ...] = (),
+    limit_s: float = math.inf,
+    device: torch.device = _CPU,
+) -> list[Footprint]:
+    """As `_followed`, for several lists of forwards of one copy of the model: the footprint of each list."""
     storages = meta_copy.Storages()
     until_s = time.perf_counter() + limit_s
 
-    def run() -> Footprint:
+    def run() -> list[Footprint]:
         with torch.no_grad():
             made = meta_copy.copied(model, *values, storages=storages)
             with torch.inference_mode():
                 start = partial(_Forward, made.model, made.weights, until_s, storages)
                 try:
-                    return _footprint(steps(start, made.model, *made.values), made)
+                    return [_footprint(forwards, made) for forwards in steps(start, made.model, *made.values)]
                 finally:
                     meta_copy.untie(made)
 
-    footprint, failed = None, ""
+    footprints, failed = None, ""
     try:
         global_state.refuse_side_effects(model, values)
         with global_state.without(storages, model), process_states.kept(device):
-            footprint = copy_context().run(run)
+            footprints = copy_context().run(run)
     except UnsupportedError as error:
         failed = str(error)
     except Exception as error:
@@ -286,9 +359,9 @@ def _followed(
         failed = f"{type(model).__name__}: its work cannot be found from shapes before it runs: {message}"
     if storages.are_kept():  # the copy is gone now, and so are the frames of an error
         logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
-    if footprint is None:
+    if footprints is None:
         raise UnsupportedError(failed)
-    return footprint
+    return footprints
 
 
 def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprint:

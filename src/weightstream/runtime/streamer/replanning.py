@@ -16,6 +16,7 @@ from weightstream.plan.multi_device import Lane
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Planner
 from weightstream.plan.planner_inputs import PlannerInputs, is_worth
+from weightstream.plan.speculation import PassSeconds
 from weightstream.runtime.ring.timeline import Kind, Measured, Timeline, kind_of_workload
 
 logger = logging.getLogger("weightstream")
@@ -33,7 +34,7 @@ class Replanning:
     """Plans, and plans again with the work of calls before they run; measured times correct predictions.
 
     `for_call` returns the inputs for a call, or None if it cannot be traced. `doubt()` is called if the profile was far
-    off.
+    off. `with_passes` adds the work of passes of several tokens to the inputs.
     """
 
     def __init__(
@@ -42,11 +43,14 @@ class Replanning:
         for_call: ForCall = lambda *_: None,
         doubt: Callable[[], None] = lambda: None,
         known: Collection[Kind] = (),
+        with_passes: Callable[[PlannerInputs], PlannerInputs] = lambda inputs: inputs,
     ) -> None:
         self.inputs = inputs
         self.known = known  # kinds of calls that the inputs were gathered for
         self._for_call = for_call
         self._doubt = doubt
+        self._with_passes = with_passes
+        self._has_passes = False  # the inputs have them, or they cannot be found
         self.kept = frozenset[str]()  # alias groups that are on the device for good
         self._kind: Kind | None = None  # the kind of steps whose measured times corrected the plan last
         self._foreseen = _planned(inputs)  # the kind for whose traced work the plan's seconds are predicted
@@ -83,6 +87,13 @@ class Replanning:
         """Bytes of each weight that kernels read from host memory; of tables a step reads a few rows."""
         whole = plan.mapped - self.inputs.weights.by_row
         return tuple(nbytes for alias, nbytes in plan.manifest.aliases.items() if alias in whole)
+
+    def pass_seconds(self, plan: Plan) -> tuple[PassSeconds, ...]:
+        """Predicted seconds of passes of several tokens with this plan; empty: unknown. Takes about a second once."""
+        if not self.inputs.passes and not self._has_passes:
+            self.inputs = self._with_passes(self.inputs)
+        self._has_passes = True
+        return self.inputs.pass_seconds(plan)
 
     def lane(self, plan: Plan) -> Lane:
         """The lane of a plan, for one of several devices."""

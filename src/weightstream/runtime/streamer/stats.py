@@ -10,6 +10,7 @@ from typing import Any
 from weightstream.plan.multi_device import AnyPlan
 from weightstream.runtime.ring.timeline import UnitTimes
 from weightstream.runtime.streamer.active_plan import Installation
+from weightstream.runtime.streamer.drafting import SpeculationStats
 from weightstream.runtime.trace import ExpertTraffic, total
 
 
@@ -59,6 +60,9 @@ class Stats:
 
     read_in_place: tuple[int, ...]
     """Bytes of each zero-copy weight that kernels read whole in a step; of tables they read a few rows."""
+
+    speculation: SpeculationStats | None = None
+    """Counts and times of texts that were generated with drafts; None: there was none."""
 
 
 def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.multi_device import Lane
 from weightstream.plan.plan import Plan
+from weightstream.plan.speculation import PassSeconds
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.graphs import CAPTURED
@@ -32,6 +34,7 @@ from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.attachment import Attachment
 from weightstream.runtime.streamer.base import BaseStreamer
 from weightstream.runtime.streamer.compiled import Compiled
+from weightstream.runtime.streamer.drafting import Drafting
 from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.streamer.stats import Stats, stats_of
@@ -80,6 +83,7 @@ class Streamer(BaseStreamer):
         self._gate = self._installed.gate
         self.graphs = self._installed.graphs
         self._learning = Learning(self._installed)
+        self.drafting = Drafting()
         self._installed.start(plan)
 
     # -- the plan, statistics and traces -----------------------------------------------------------------------------
@@ -88,6 +92,11 @@ class Streamer(BaseStreamer):
     def plan(self) -> Plan:
         """The plan in force. It is replaced when a step shows another order of units."""
         return self._binding.plan
+
+    def pass_seconds(self) -> tuple[PassSeconds, ...]:
+        """Predicted seconds of passes of several tokens of one text, by the plan in force; empty: unknown."""
+        with self._gate.lock:
+            return self._installed.replanning.pass_seconds(self.plan)
 
     @property
     def lane(self) -> Lane:
@@ -115,7 +124,7 @@ class Streamer(BaseStreamer):
     def stats(self) -> Stats:
         """Counters and bytes held, as of now, from any thread. Waits for the device where it caches experts."""
         with self._gate.lock:  # the plan may not change meanwhile
-            return stats_of(self._installed)
+            return replace(stats_of(self._installed), speculation=self.drafting.stats())
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -18,8 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import utils  # noqa: E402
 
-from weightstream.adapters.hf import deferred_stop, generation  # noqa: E402
-from weightstream.adapters.hf.generation import decode_with  # noqa: E402
+from weightstream.adapters.generation import deferred_stop, generation  # noqa: E402
+from weightstream.adapters.generation.generation import decode_with  # noqa: E402
 
 MANY = 24
 

@@ -13,15 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.hf import deferred_stop, speculation, static_cache
-from weightstream.adapters.hf.decode_steps import CACHES, cache_in
-from weightstream.adapters.hf.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation import deferred_stop, speculation, static_cache, tree_loop
+from weightstream.adapters.generation.decode_steps import CACHES, cache_in
+from weightstream.adapters.generation.graph_runner import GraphRunner, LaunchableGraph, Recorder
+from weightstream.adapters.generation.pacing import Pacing, drafts_for
+from weightstream.adapters.generation.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
+from weightstream.adapters.generation.token_by_token import TokenByToken
+from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import Ranks, common, least, num_processes, ranks_of
-from weightstream.adapters.hf.speculation import AssistantSteps, Bits, SpeculationReport, VerifySteps, draft_of
-from weightstream.adapters.hf.token_by_token import TokenByToken
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
+from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.tensors.thread_state import restored
 
 logger = logging.getLogger("weightstream")
@@ -92,6 +95,8 @@ def generate(
     inputs: Any = None,
     *,
     bits: Bits | None = None,
+    tree_nodes: int | None = None,
+    speculate: Speculate | None = None,
     on_decoding: Callable[[DecodeReport], None] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -111,6 +116,11 @@ def generate(
         inputs: token ids of shape (batch, tokens), as for `model.generate`.
         bits: with a draft, "token": text and scores have the bits of one token at a time; "rows": those of passes of
             this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
+        tree_nodes: with `prompt_lookup_num_tokens` or `assistant_model`, a pass verifies so many drafted tokens: a tree
+            of several continuations, none longer than the draft's number of tokens. None: a single continuation.
+        speculate: "auto": draft where the plan says that it is faster, by prompt lookup or by the draft model that was
+            loaded with the model, and only as long as it is; "lookup" or "draft": always by that one; "off": only as
+            the other arguments say. None: as the model was loaded.
         on_decoding: called at the end with how the steps ran (`replays`, and the `reason` why others were not
             replayed), instead of the warning.
         kwargs: for `model.generate`.
@@ -119,10 +129,22 @@ def generate(
         The return value of `model.generate`.
 
     Raises:
-        UnsupportedError: for `assistant_early_exit`, and where `bits="token"` cannot be had.
+        UnsupportedError: for `assistant_early_exit`, where `bits="token"` cannot be had, as with `tree_nodes`, and for
+            `tree_nodes` with another draft, or with layers that see chunks of a text.
         The errors of `model.generate`.
     """
-    result, decoding = decode_with(model, inputs, kwargs, _recorder(model), bits)
+    recorder = _recorder(model)
+    drafts = drafts_for(
+        model,
+        speculate,
+        partial(_setting, model, kwargs),
+        in_graphs=recorder is not None,
+        unsuited=partial(_unsuited_for_drafts, model, inputs, kwargs),
+    )
+    if drafts is None or tree_nodes is not None:
+        result, decoding = decode_with(model, inputs, kwargs, recorder, bits, tree_nodes)
+    else:
+        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, pace=drafts.pace)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -132,16 +154,24 @@ def generate(
 
 @restored
 def decode_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+    model: Any,
+    inputs: Any,
+    options: dict[str, Any],
+    recorder: Recorder | None,
+    bits: Bits | None = None,
+    tree_nodes: int | None = None,
 ) -> tuple[Any, DecodeReport]:
-    """`generate` with this recorder; None: the model's device has no graphs. `bits`: with a draft, see `generate`."""
+    """`generate` with this recorder; None: the model's device has no graphs. `bits`, `tree_nodes`: see `generate`."""
     speculation.check_bits(bits)
-    if draft_of(model, partial(_setting, model, options)) is not None:
-        return speculate_with(model, inputs, options, recorder, bits)
+    draft = draft_of(model, partial(_setting, model, options))
+    if tree_nodes is not None:
+        tree_loop.check(tree_nodes, draft, bits)
+    if draft is not None:
+        return speculate_with(model, inputs, options, recorder, bits, tree_nodes)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
-    ranks, no_graphs = ranks_of(model), f"graphs are captured on CUDA, and the model is on {device}"
-    reason = common(ranks, _unsuited(model, options, ranks) if recorder else no_graphs)
+    ranks = ranks_of(model)
+    reason = common(ranks, _unsuited(model, options, ranks) if recorder else _no_graphs(device))
     if recorder is None or reason is not None:
         return model.generate(*inputs, **options), DecodeReport(reason=reason)
     if (config := options.get("generation_config")) is None:
@@ -161,18 +191,25 @@ def decode_with(
     return result, decoder.report()
 
 
+@restored
 def speculate_with(
-    model: Any, inputs: Any, options: dict[str, Any], recorder: Recorder | None, bits: Bits | None = None
+    model: Any,
+    inputs: Any,
+    options: dict[str, Any],
+    recorder: Recorder | None,
+    bits: Bits | None = None,
+    tree_nodes: int | None = None,
+    pace: Pacing | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with the draft that the options choose, and with this recorder; None: the device has no graphs."""
     setting = partial(_setting, model, options)
-    draft, ids = draft_of(model, setting), options.get("input_ids") if inputs is None else inputs
+    draft = draft_of(model, setting)
+    reason = _unsuited_for_drafts(model, inputs, options)
     inputs = () if inputs is None else (inputs,)
-    reason = (
-        speculation.unsuited(model, setting, ids)
-        or _unsuited(model, options, ranks_of(model))
-        or _not_one_device(model)
-    )
+    if reason is None and tree_nodes is not None and draft is not None:
+        reason = tree_loop.why_no_trees(model, draft, setting)
+    if draft is not None and pace is not None:
+        draft = draft._replace(num=pace.width - 1)
     if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
@@ -189,30 +226,36 @@ def speculate_with(
         runner = None
         if recorder is not None:
             stack.enter_context(torch.accelerator.device_index(device.index))
-            runner = GraphRunner(recorder, device, None)
-        free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+            runner = GraphRunner(recorder, device, None, 1 if pace is None else 2)
+        verify: VerifySteps | TreeSteps
         ends = TokenByToken(options.get("streamer"))
-        verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws)
+        if tree_nodes is None:
+            free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+            verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws, pace=pace)
+            options = ends.options(options)
+        else:
+            drafting = _tree_assistant_runner(setting) if draft.kind == "assistant" and runner is not None else None
+            verify = TreeSteps(model, draft, tree_nodes, runner, setting, drafting)
+            options = verify.options(options)
         decoder = Decoder(runner, _LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(_standing_in(model, decoder))
         stack.enter_context(verify.installed())
-        if draft.kind == "assistant" and runner is not None:
+        if isinstance(verify, VerifySteps) and draft.kind == "assistant" and runner is not None:
             stack.enter_context(_captured_assistant(setting, verify))
-        result = ends.trimmed(model.generate(*inputs, **ends.options(options)))
+        result = ends.trimmed(model.generate(*inputs, **options))
     report = verify.report()
-    speculation.warn_of_temperature(setting, report)
-    return result, replace(decoder.report(), speculation=report)
+    if tree_nodes is None:  # most nodes of a tree are alternatives to each other
+        speculation.warn_of_temperature(setting, report)
+    reason = decoder.report().reason if recorder is not None else _no_graphs(device)
+    return result, replace(decoder.report(), reason=reason, speculation=report)
 
 
 @contextmanager
 def _captured_assistant(setting: Callable[[str], Any], verify: VerifySteps) -> Iterator[None]:
     """Inside, the assistant drafts from graphs of its own, if it is a resident model that works with a static cache."""
     assistant = setting("assistant_model")
-    recorder = _recorder(assistant)
-    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None or recorder is None:
-        yield
-        return
-    if _unsuited(assistant, {}, ranks_of(assistant)) is not None:
+    recorder = _assistant_recorder(setting)
+    if recorder is None:
         yield
         return
     steps = AssistantSteps(assistant, GraphRunner(recorder, assistant.device, None, AssistantSteps.NUM_WIDTHS), verify)
@@ -220,8 +263,29 @@ def _captured_assistant(setting: Callable[[str], Any], verify: VerifySteps) -> I
         yield
 
 
-def _not_one_device(model: Any) -> str | None:
-    if ranks_of(model) is not None:
+def _assistant_recorder(setting: Callable[[str], Any]) -> Recorder | None:
+    """The recorder of an assistant of which steps can be captured; None: of this one they cannot."""
+    assistant = setting("assistant_model")
+    if setting("assistant_tokenizer") is not None or _streamer_of(assistant) is not None:
+        return None
+    return None if _unsuited(assistant, {}, ranks_of(assistant)) is not None else _recorder(assistant)
+
+
+def _tree_assistant_runner(setting: Callable[[str], Any]) -> GraphRunner | None:
+    recorder = _assistant_recorder(setting)
+    return None if recorder is None else GraphRunner(recorder, setting("assistant_model").device, None)
+
+
+def _unsuited_for_drafts(model: Any, inputs: Any, options: dict[str, Any]) -> str | None:
+    """Reason against passes of one width for this model and these arguments, or None."""
+    setting, ids, ranks = partial(_setting, model, options), options.get("input_ids"), ranks_of(model)
+    if (reason := speculation.why_not_drafted(model, setting, ids if inputs is None else inputs)) is not None:
+        return reason
+    if (reason := _unsuited(model, options, ranks)) is not None:
+        return reason
+    if (setting("num_return_sequences") or 1) > 1:
+        return "several tokens a pass need one text for each call"
+    if ranks is not None:
         return "the model is sharded over several processes, which would have to agree on each draft"
     streamer = _streamer_of(model)
     return None if streamer is None or hasattr(streamer.plan, "manifest") else "the model is spread over several GPUs"
@@ -234,6 +298,10 @@ def _serial_is_free(streamer: Any, width: int) -> bool:
     plan = streamer.plan
     one_s = plan.compute_s - plan.decode_s
     return bool(plan.decode_s + width * one_s <= speculation.FREE * max(plan.copy_s, plan.disk_s, plan.compute_s))
+
+
+def _no_graphs(device: torch.device) -> str:
+    return f"graphs are captured on CUDA, and the model is on {device}"
 
 
 def _streamer_of(model: Any) -> _CapturableStreamer | None:
@@ -366,7 +434,7 @@ class Decoder:
     def report(self) -> DecodeReport:
         runner = self._runner
         if runner is None:
-            return DecodeReport(reason="graphs are captured on CUDA only")
+            return DecodeReport()
         if runner.reason is None and not runner.num_replays and runner.num_steps > 2:
             return DecodeReport(reason="no two steps in a row were alike")
         return DecodeReport(replays=runner.num_replays, reason=runner.reason)

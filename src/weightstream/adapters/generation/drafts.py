@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weightstream.adapters.generation.pacing import Pacing, limit
+
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclass(kw_only=True, slots=True)
 class DraftCounts:
-    """Counts of one `generate`: `passes` of the model after the prompt, `drafted` tokens that these verified, and
-    `accepted` ones of them."""
+    """Counts of one `generate`: `passes` of the model after the prompt, `singles` of them of one token, `drafted`
+    tokens that were verified, and `accepted` ones of them."""
 
     passes: int = 0
+    singles: int = 0
     drafted: int = 0
     accepted: int = 0
     length: int = 0
@@ -45,6 +48,8 @@ class FixedWidthDrafts:
     ends the text, which then is the model's own. None are verified together with the prompt: what a draft says must not
     decide which kernels run the prompt.
 
+    With a pace, rounds may have no draft, and then the pass may have one row.
+
     Logits of the draft are not passed on. With them transformers would accept by comparing two distributions; without
     them a sampled token is accepted if it is the drafted one, so that a text does not depend on its drafts.
     """
@@ -57,6 +62,7 @@ class FixedWidthDrafts:
         counts: DraftCounts,
         on_pass: Callable[[int], None],
         step: Callable[[], AbstractContextManager[object]],
+        pace: Pacing | None = None,
     ) -> None:
         self._generator = generator
         self._num = num
@@ -65,6 +71,7 @@ class FixedWidthDrafts:
         self._counts = counts
         self._on_pass = on_pass
         self._step = step
+        self._pace = pace
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
 
     def __getattr__(self, name: str) -> Any:  # `requires_model_outputs` and others that the loop reads
@@ -72,29 +79,45 @@ class FixedWidthDrafts:
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """The ids with `num` candidates behind them, but none with the prompt; and no logits."""
-        with nullcontext() if self._num_drafted is None else self._step():
-            ids, _ = self._generator.get_candidates(input_ids, **kwargs)
         if self._num_drafted is None:
+            self._generator.get_candidates(input_ids, **kwargs)
             self._num_drafted = 0
             _forget_round(self._generator)
             return input_ids, None
-        new = ids[0, input_ids.shape[1] :].tolist()[: self._num]
-        ends = [index for index, token in enumerate(new) if token in self._eos_ids]
-        new = new[: ends[0]] if ends else new
+        num = self._num if self._pace is None else self._pace.begin(input_ids.shape[1])
+        new = self._drafted(input_ids, num, kwargs) if num else []
         self._num_drafted = len(new)
+        if self._pace is not None and not self._pace.runs_rows(len(new)):
+            self._counts.passes += 1
+            self._counts.singles += 1
+            self._counts.candidates = []
+            return input_ids, None
         self._counts.passes += 1
         self._counts.length = input_ids.shape[1]
         self._counts.drafted += len(new)
         self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
         return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
 
+    def _drafted(self, input_ids: torch.Tensor, num: int, kwargs: Any) -> list[int]:
+        """Up to `num` drafted tokens."""
+        if self._pace is not None:
+            limit(self._generator, num)
+        with self._step():
+            ids, _ = self._generator.get_candidates(input_ids, **kwargs)
+        new: list[int] = ids[0, input_ids.shape[1] :].tolist()[:num]
+        ends = [index for index, token in enumerate(new) if token in self._eos_ids]
+        return new[: ends[0]] if ends else new
+
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
         self._on_pass(input_ids.shape[1])
-        if self._num_drafted is None or scores.shape[1] == 1:  # the prompt
+        if self._num_drafted is None or scores.shape[1] == 1:  # the prompt, or a pass of one row
             return
         accepted = min(int(num_matches), self._num_drafted)
         self._counts.accepted += int(num_matches)
-        self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
+        if self._pace is not None:
+            self._pace.verified(accepted, int(num_matches))
+        if self._num_drafted or self._pace is None:
+            self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
 
 
 def _forget_round(generator: Any) -> None:
@@ -132,6 +155,7 @@ def drafting(
     device: torch.device,
     on_pass: Callable[[int], None],
     step: Callable[[], AbstractContextManager[object]] = nullcontext,
+    pace: Pacing | None = None,
 ) -> Callable[..., FixedWidthDrafts]:
     """Wrap the method by which a model on `device` makes its candidate generator.
 
@@ -142,8 +166,8 @@ def drafting(
         generator = make(_plain(generation_config), *args, **kwargs)
         is_shared = _compute_at(generator, device)
         eos = getattr(generation_config, "_eos_token_tensor", None)
-        eos_ids = frozenset() if eos is None else frozenset(eos.tolist())
-        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, step if is_shared else nullcontext)
+        eos_ids = frozenset[int]() if eos is None else frozenset(eos.tolist())
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, step if is_shared else nullcontext, pace)
 
     return made
 

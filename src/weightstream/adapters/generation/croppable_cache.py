@@ -45,6 +45,10 @@ def _classes() -> tuple[Any, Any]:
     class StaticCacheOfDrafts(StaticCache):  # type: ignore[misc]
         """transformers 5.17 refuses a `StaticCache` with an assistant, by exact type: the lengths could not shrink."""
 
+        def crop(self, tokens_to_remove: Any) -> None:
+            """Take back positions of all layers, in one kernel; their number is negative, as transformers passes it."""
+            torch._foreach_add_([layer.cumulative_length for layer in self.layers], int(tokens_to_remove))
+
     class Layer(StaticLayer):  # type: ignore[misc]
         """A layer whose attention sees `max_cache_len` positions, of `num_spare` more in memory."""
 
@@ -64,8 +68,8 @@ def _classes() -> tuple[Any, Any]:
             keys, values = super().update(*args, **kwargs)
             return keys[:, :, : self.max_cache_len], values[:, :, : self.max_cache_len]
 
-        def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-            """Take back positions; their number is negative, as transformers passes it."""
+        def crop(self, tokens_to_remove: int) -> None:
+            """Take back positions; their number is negative."""
             self.cumulative_length.add_(tokens_to_remove)  # in place: graphs know its address
 
     return StaticCacheOfDrafts, Layer

@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from weightstream.adapters.generation.croppable_cache import CroppableCache, croppable, is_croppable
+from weightstream.adapters.generation.decode_steps import cache_in
+from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
+from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.pacing import Pacing
+from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
+from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.croppable_cache import CroppableCache, croppable, is_croppable
-from weightstream.adapters.hf.decode_steps import cache_in
-from weightstream.adapters.hf.drafts import DraftCounts, DrawsByPosition, drafting
-from weightstream.adapters.hf.graph_runner import GraphRunner
-from weightstream.adapters.hf.serial_rows import Mode, SerialRows, trials
-from weightstream.adapters.hf.token_by_token import TokenByToken
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 
@@ -47,9 +48,10 @@ class Draft(NamedTuple):
 class SpeculationReport:
     """How several tokens a pass went.
 
-    `passes` of the model after the prompt, each of `width` tokens. `tokens_per_pass`: tokens of the text for each of
-    them. `acceptance`: the share of drafted tokens that were accepted. `bits`: "token" if the text and its scores have
-    the bits of one token at a time, else "rows". `rows`: how the rows of a pass ran.
+    `passes` of the model after the prompt, each of `width` tokens, or of one in `singles` of them, which had no draft.
+    `tokens_per_pass`: tokens of the text for each of them. `acceptance`: the share of drafted tokens that were
+    accepted. `bits`: "token" if the text and its scores have the bits of one token at a time, else "rows". `rows`: how
+    the rows of a pass ran.
     """
 
     draft: str
@@ -59,11 +61,13 @@ class SpeculationReport:
     acceptance: float
     bits: Bits
     rows: str
+    singles: int = 0
 
     def __str__(self) -> str:
+        singles = f" ({self.singles} of {self.passes} passes had one)" if self.singles else ""
         return (
-            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows, {self.acceptance:.0%} of the tokens "
-            f'drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
+            f"{self.tokens_per_pass:.2f} tokens per pass of {self.width} rows{singles}, {self.acceptance:.0%} of the "
+            f'tokens drafted by {self.draft} accepted, bits="{self.bits}" (rows {self.rows})'
         )
 
 
@@ -89,14 +93,14 @@ def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
     return Draft("assistant", int(assistant.generation_config.num_assistant_tokens or _ASSISTANT_TOKENS))
 
 
-def unsuited(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
+def why_not_drafted(model: Any, setting: Callable[[str], Any], inputs: torch.Tensor | None) -> str | None:
     """Reason against passes of one width for this call, or None; `generate` may still run it in transformers' way."""
     if inputs is None or inputs.dim() != 2 or inputs.shape[0] != 1:
         return "several tokens a pass need the ids of one text"
+    if setting("assistant_model") is model:
+        return "assistant_model is the model itself"
     if setting("assistant_ensemble_weight") is not None:
         return "assistant_ensemble_weight mixes the draft's distribution into the text"
-    if setting("assistant_model") is model:
-        return "the model is its own assistant"
     return None
 
 
@@ -119,6 +123,7 @@ class VerifySteps:
         ends: TokenByToken,
         *,
         draws: bool,
+        pace: Pacing | None = None,
     ) -> None:
         self.width = draft.num + 1
         self.counts = DraftCounts()
@@ -128,6 +133,9 @@ class VerifySteps:
         self._wanted = bits
         self._bits: Bits | None = None  # None: not decided yet
         self._runner = runner
+        self._pace = pace
+        if pace is not None:
+            pace.allows_one = self._allows_one
         self._serial_is_free = serial_is_free
         self._draws = draws  # tokens are sampled
         self._rows: SerialRows | None = None
@@ -151,7 +159,17 @@ class VerifySteps:
             acceptance=self.counts.acceptance,
             bits=self._bits or self._wanted or "token",  # undecided: no pass, or one, whose rows ran one by one
             rows=rows.value,
+            singles=self.counts.singles,
         )
+
+    def _allows_one(self) -> bool:
+        """Whether rounds without a draft may have passes of one token.
+
+        With the bits of passes of `width` rows, scores would depend on the pace. That is accepted only where these
+        passes take longer, and no bits were asked for.
+        """
+        is_slow = self._pace is not None and not self._pace.is_free
+        return self._bits == "token" or (self._bits == "rows" and self._wanted is None and is_slow)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -165,7 +183,8 @@ class VerifySteps:
         method = private.candidate_generator_method(self._model)
         streamer = getattr(self._model, forward_patch.ATTRIBUTE, None)
         step = nullcontext if streamer is None else streamer.step
-        make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step)
+        device = self._model.device
+        make = drafting(method, self.width - 1, self.counts, device, self.ends.passed, step, self._pace)
         stack = self._stack
         with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             stack.enter_context(self.ends.installed(self._model))
@@ -176,15 +195,16 @@ class VerifySteps:
                 yield
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a forward verifies drafted tokens."""
+        """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
         ids = kwargs.get("input_ids")
-        return ids is not None and ids.shape[-1] == self.width and is_croppable(cache_in(kwargs))
+        return ids is not None and ids.shape[-1] in (self.width, 1) and is_croppable(cache_in(kwargs))
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
-        """The output of a pass that verifies tokens. `may_capture`: it may run in a graph."""
-        kwargs = self._in_range(kwargs)
+        """The output of a pass after the prompt. `may_capture`: it may run in a graph."""
+        is_single = kwargs["input_ids"].shape[-1] == 1
+        kwargs = kwargs if is_single else self._in_range(kwargs)
         with private.decode_step(self._model, 1):  # 5.17 does so in steps of one token only
-            if self._bits is None:
+            if self._bits is None and not is_single:
                 output = self._try(lambda: forward(*args, **kwargs))
                 if output is not None:
                     return output
@@ -214,17 +234,14 @@ class VerifySteps:
             self._settle_for_rows(reason)
             return None
         config, known = self._model.config, trials(self._model)
-        cache = self._cache.cache
-        experts = str(getattr(config, "_experts_implementation", None))
-        kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation, experts
-        key = (self.width, cache.layers[0].max_cache_len, *kernels)
+        kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
+        key = (self.width, self.num_positions, *kernels, str(getattr(config, "_experts_implementation", None)))
         if key in known:
             self._choose(rows, known[key])
             return None
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
-        serially = self._wanted == "token" or self._serial_is_free(self.width)
-        output, is_equal = rows.try_out(step, Mode.SERIAL if serially else Mode.AT_ONCE)
+        output, is_equal = rows.try_out(step, keeps_serial=self._may_be_serial())
         self._num_tried += 1
         if not is_equal or self._num_tried == _NUM_TRIALS:
             known[key] = is_equal
@@ -241,12 +258,15 @@ class VerifySteps:
         if is_equal:
             self._bits = "token"
             return
-        if self._wanted is None and not self._serial_is_free(self.width):
+        if not self._may_be_serial():
             self._settle_for_rows("rows one after the other would take longer than the copies")
             return
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
         self._bits, rows.mode = "token", Mode.SERIAL
+
+    def _may_be_serial(self) -> bool:
+        return self._wanted == "token" or self._serial_is_free(self.width)
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":

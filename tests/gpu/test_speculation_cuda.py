@@ -1,0 +1,101 @@
+"""Several tokens a pass on a GPU: real graphs, tokens and scores of one token at a time, resident and offloaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from generating import MODELS, STATIC, build, options
+
+transformers = pytest.importorskip("transformers")
+
+from weightstream.adapters.generation import serial_rows  # noqa: E402
+from weightstream.adapters.generation.generation import DecodeReport, generate  # noqa: E402
+from weightstream.adapters.generation.serial_rows import SerialRows  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+TOKENS = 40
+KEPT = {"return_dict_in_generate": True, "output_scores": True}
+FULL = [name for name in MODELS if name not in ("gemma2", "mistral")]  # without a window shorter than the text
+
+
+def prompt(length: int = 9) -> torch.Tensor:
+    return torch.randint(3, 128, (1, length), generator=torch.Generator().manual_seed(length)).cuda()
+
+
+def drafted(model: Any, **more: Any) -> tuple[Any, DecodeReport]:
+    found: list[DecodeReport] = []
+    torch.manual_seed(5)
+    result = generate(model, prompt(), on_decoding=found.append, **options(TOKENS, **KEPT, **more))
+    return result, found[0]
+
+
+def noised(model: Any) -> Any:
+    """A draft that is often right."""
+    draft = copy.deepcopy(model).cuda()
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    torch.manual_seed(3)
+    for weight in draft.parameters():
+        if weight.dim() == 2:
+            weight.data.add_(torch.randn_like(weight) * weight.std() * 0.02)
+    return draft
+
+
+def drafts(kind: str, model: Any) -> dict[str, Any]:
+    return {"prompt_lookup_num_tokens": 4} if kind == "lookup" else {"assistant_model": noised(model)}
+
+
+@pytest.mark.parametrize("is_serial", [False, True], ids=["tried", "serial"])
+@pytest.mark.parametrize("sample", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+@pytest.mark.parametrize("share", [None, 0.7, 0.15], ids=["resident", "offloaded", "in parts"])
+@pytest.mark.parametrize("name", FULL)
+def test_tokens_and_scores_are_those_of_one_token_at_a_time(
+    name: str, share: float | None, kind: str, sample: dict[str, Any], is_serial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = build(MODELS[name]()).cuda(), build(MODELS[name]())
+    torch.manual_seed(5)
+    want = plain.generate(prompt(), **options(TOKENS, **KEPT, **sample), **STATIC)
+    more = drafts(kind, model)
+    if share is None:
+        model.cuda()
+    elif name == "qwen3-moe" and share < 0.5:
+        pytest.skip("its experts are one unit, which is larger")
+    else:
+        weightstream.offload(model, device="cuda", device_budget=int(sum(p.nbytes for p in model.parameters()) * share))
+    if is_serial:
+        plain_trial = SerialRows.try_out
+        monkeypatch.setattr(SerialRows, "try_out", lambda *args, **kwargs: (plain_trial(*args, **kwargs)[0], False))
+    serial_rows.trials(model).clear()
+    for _ in range(2):  # the second time, the streamer knows the order, and what the trial has found
+        got, decoding = drafted(model, bits="token", **more, **sample)
+        assert torch.equal(got.sequences, want.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(got.scores, want.scores, strict=True))
+        assert decoding.reason is None
+        assert decoding.replays
+        assert decoding.speculation is not None
+        assert decoding.speculation.bits == "token"
+        assert decoding.speculation.rows == "one after the other" or not is_serial
+    if share is not None:
+        assert model.weightstream.stats().unplanned_fills == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_of_an_offloaded_model_have_the_bits_of_the_resident_model(name: str) -> None:
+    resident, model = build(MODELS[name]()).cuda(), build(MODELS[name]())
+    lookup, _ = drafted(resident, bits="rows", prompt_lookup_num_tokens=4)
+    with weightstream.offload(
+        model, device="cuda", device_budget=int(sum(p.nbytes for p in model.parameters()) * 0.7)
+    ) as streamer:
+        for kind in ("lookup", "assistant"):
+            got, decoding = drafted(model, bits="rows", **drafts(kind, resident))
+            assert torch.equal(got.sequences, lookup.sequences)
+            assert all(torch.equal(a, b) for a, b in zip(got.scores, lookup.scores, strict=True))
+            assert decoding.replays
+        assert streamer.stats().unplanned_fills == 0
