@@ -705,7 +705,7 @@ def test_a_model_may_be_its_own_assistant(llama: Any) -> None:
     draft = {"assistant_model": llama}
     got, decoding = drafted(llama, prompt(), None, FakeCuda(), **draft)
     assert torch.equal(got.sequences, plainly(llama, prompt()).sequences)
-    assert decoding.reason == "the model is its own assistant"
+    assert decoding.reason == "assistant_model is the model itself"
 
 
 def t5() -> Any:
@@ -802,7 +802,7 @@ def test_generate_on_the_cpu(llama: Any, kind: str, caplog: pytest.LogCaptureFix
         got = weightstream.generate(llama, prompt(), bits="token", **draft_for(kind, llama), **options())
     assert_equal(got, plainly(llama, prompt()))
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("generate: eager (graphs are captured on CUDA only); ")
+    assert message.startswith("generate: eager (graphs are captured on CUDA, and the model is on cpu); ")
     assert message.endswith('bits="token" (rows one after the other)')
 
 
