@@ -22,14 +22,17 @@ from drafting import (
     OUTPUTS,
     SAMPLED,
     WIDTH,
+    MtpModel,
     assert_equal,
     build,
+    dflash,
     drafted,
     drafts,
     noised,
     options,
     plainly,
     prompt,
+    save_mtp,
     scripted,
 )
 from fake_cuda import FakeCuda, Graph, Lane, Lanes
@@ -75,7 +78,7 @@ def text(llama: Any) -> list[int]:
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
@@ -319,35 +322,9 @@ def test_an_assistant_with_another_tokenizer(llama: Any, sampled: bool) -> None:
     assert assistant.lm_head is before, "the assistant is not changed"
 
 
-class MtpModel(transformers.Glm4MoeForCausalLM):
-    """A model whose third layer is one that predicts a further token."""
-
-    _keys_to_ignore_on_load_unexpected = (r"model\.layers\.2.*",)
-
-
 @pytest.fixture(scope="module")
 def mtp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose next token depends on the last one only, so that its further layer predicts it exactly."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("mtp")
-    sizes = TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-    config = transformers.Glm4MoeConfig(**sizes, **experts, first_k_dense_replace=2)
-    model = randomise(transformers.Glm4MoeForCausalLM(config), 3)
-    for name, param in model.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
-            param.data.zero_()
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    ones, layer = torch.ones(64), "model.layers.2"
-    tensors |= {f"{layer}.enorm.weight": ones, f"{layer}.hnorm.weight": ones.clone()}
-    tensors[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(64), torch.zeros(64, 64)], 1)
-    tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.num_hidden_layers = 2
-    config.save_pretrained(folder)
-    return folder
+    return save_mtp(tmp_path_factory.mktemp("mtp"))
 
 
 @pytest.mark.usefixtures("no_loading_bars")
@@ -360,14 +337,6 @@ def test_a_layer_of_the_checkpoint_that_predicts_a_further_token(mtp_folder: Pat
         assert_equal(got, want)
         assert (decoding.speculation.draft, decoding.speculation.width) == ("mtp", 2)
         assert decoding.speculation.tokens_per_pass > (1.2 if how else 1.9)
-
-
-def dflash() -> dict[str, Any]:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 64}
-    drafted = {"block_size": WIDTH, "mask_token_id": 127, "target_layer_ids": [0, 2]}
-    config = transformers.MuseGlimmerAssistantConfig(**sizes, **drafted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    return {"assistant_model": randomise(transformers.AutoModel.from_config(config), 3), "speculation_type": "dflash"}
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -553,7 +522,7 @@ def offloaded(
     return streamer, Recorder(new=Graph, record=streamer.capture, replay=streamer.replay)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.45, 0.7, 1.2])
 @pytest.mark.parametrize("grain", ["block", "half", "matrix"])
 @pytest.mark.parametrize("name", MODELS)
@@ -858,7 +827,7 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
 
     def texts(first: int, **more: Any) -> list[list[int]]:
         made = []
-        for seed in range(first, first + 16):
+        for seed in range(first, first + 12):
             torch.manual_seed(seed)
             made.append(generate(model, ids, on_decoding=found.append, **chosen, **more)[0].tolist())
             acceptance.append(found.pop().speculation)
