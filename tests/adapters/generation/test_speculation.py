@@ -270,6 +270,15 @@ def test_a_scripted_draft_has_the_acceptance_that_it_was_given(
     assert f"{found.tokens_per_pass:.2f} tokens per pass of {WIDTH} rows" in str(decoding)
 
 
+def test_tokens_that_match_by_chance_are_not_the_drafts() -> None:
+    """Candidates end before a drafted end of text, and are filled up with a token that this model always says."""
+    model, draft = scripted([0] * (LENGTH + NUM)), drafts(scripted([5] * (LENGTH + NUM)))
+    got, decoding = drafted(model, prompt(), "rows", **draft, eos_token_id=5)
+    assert got.sequences[0, LENGTH:].tolist() == [0] * NUM
+    assert decoding.speculation.acceptance == 0
+    assert decoding.speculation.tokens_per_pass == (NUM - 1) / 4
+
+
 def test_without_a_pass_there_is_nothing_to_report(llama: Any) -> None:
     _, decoding = drafted(llama, prompt(), "token", max_new_tokens=1, **LOOKUP)
     assert (decoding.speculation.passes, decoding.speculation.bits) == (0, "token")
