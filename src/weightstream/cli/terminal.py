@@ -59,7 +59,7 @@ SpeculateMode = Annotated[
         "by --draft, off never. Default: auto with --draft, else off."
     ),
 ]
-Draft = Annotated[
+DraftFolder = Annotated[
     str | None,
     typer.Option(help="Small model with the same tokens that drafts, inside of the budget, if that is faster."),
 ]
