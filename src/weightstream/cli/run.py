@@ -20,7 +20,7 @@ from weightstream.cli import pipelines
 from weightstream.cli.chat import Messages, converse
 from weightstream.cli.terminal import (
     AsJson,
-    DraftFolder,
+    DraftOption,
     Frames,
     Height,
     Loading,
@@ -62,7 +62,7 @@ def run(
     ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.")] = None,
     speculate: SpeculateMode = None,
-    draft: DraftFolder = None,
+    draft: DraftOption = None,
     out: Annotated[Path | None, typer.Option(help="File for a pipeline. Default: image.png or video.gif.")] = None,
     height: Height = None,
     width: Width = None,
