@@ -15,7 +15,8 @@ from generating import MODELS, build, options
 transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import tree_loop as loop  # noqa: E402
-from weightstream.adapters.generation.generation import DecodeReport, decode_with, generate  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -13,7 +13,8 @@ import torch
 from fake_cuda import FakeCuda
 from generating import MODELS, STATIC, WINDOW
 from models import TEXT, cache_name, randomise
-from weightstream.adapters.generation.generation import DecodeReport, speculate_with
+from weightstream.adapters.generation.decoder import DecodeReport
+from weightstream.adapters.generation.drafted import speculate_with
 
 transformers = pytest.importorskip("transformers")
 

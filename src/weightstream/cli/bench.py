@@ -19,7 +19,7 @@ from weightstream import __version__
 from weightstream.cli import pipelines
 from weightstream.cli.terminal import (
     AsJson,
-    Draft,
+    DraftOption,
     Frames,
     Height,
     Loading,
@@ -54,7 +54,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Append the result to this file, as a line of JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result into this image file, such as a.png.")] = None,
     speculate: SpeculateMode = None,
-    draft: Draft = None,
+    draft: DraftOption = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,

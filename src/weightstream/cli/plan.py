@@ -20,7 +20,7 @@ from rich.text import Text
 from weightstream.cli import pipelines
 from weightstream.cli.terminal import (
     AsJson,
-    Draft,
+    DraftOption,
     Frames,
     Height,
     Loading,
@@ -69,7 +69,7 @@ def plan(
         typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows the plan of one."),
     ] = False,
     speculate: SpeculateMode = None,
-    draft: Draft = None,
+    draft: DraftOption = None,
     height: Height = None,
     width: Width = None,
     steps: Steps = None,

@@ -20,7 +20,7 @@ from weightstream.cli import pipelines
 from weightstream.cli.chat import Messages, converse
 from weightstream.cli.terminal import (
     AsJson,
-    Draft,
+    DraftOption,
     Frames,
     Height,
     Loading,
@@ -44,7 +44,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.generation.generation import DecodeReport
+    from weightstream.adapters.generation.decoder import DecodeReport
     from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"
@@ -62,7 +62,7 @@ def run(
     ] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.")] = None,
     speculate: SpeculateMode = None,
-    draft: Draft = None,
+    draft: DraftOption = None,
     out: Annotated[Path | None, typer.Option(help="File for a pipeline. Default: image.png or video.gif.")] = None,
     height: Height = None,
     width: Width = None,

@@ -59,7 +59,7 @@ SpeculateMode = Annotated[
         "by --draft, off never. Default: auto with --draft, else off."
     ),
 ]
-Draft = Annotated[
+DraftOption = Annotated[
     str | None,
     typer.Option(help="Small model with the same tokens that drafts, inside of the budget, if that is faster."),
 ]
@@ -242,11 +242,13 @@ def numbers_of(stats: Stats) -> dict[str, Any]:
 
 def speculation_line(found: Mapping[str, Any], measured_tokens_per_s: float) -> str:
     """The tokens per pass, the times and the prediction of texts with drafts, as text."""
-    draft_s, verify_s = found["draft_s"], found["verify_s"]
+    draft_s, verify_s, predicted = found["draft_s"], found["verify_s"], found["predicted_tokens_per_s"]
+    speed = (
+        "" if predicted is None else f"; {rate(predicted)} tokens/s predicted, {rate(measured_tokens_per_s)} measured"
+    )
     return (
         f"{found['tokens_per_pass']:.2f} tokens per pass, {found['acceptance']:.0%} of {found['drafted']} drafted ones "
-        f"accepted; drafts took {draft_s:.2f} s, passes {verify_s:.2f} s; "
-        f"{rate(found['predicted_tokens_per_s'])} tokens/s predicted, {rate(measured_tokens_per_s)} measured"
+        f"accepted; drafts took {draft_s:.2f} s, passes {verify_s:.2f} s{speed}"
     )
 
 

@@ -16,7 +16,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from drafting import assert_equal, drafts  # noqa: E402
-from weightstream.adapters.generation.generation import DecodeReport, speculate_with  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.drafted import speculate_with  # noqa: E402
 
 _NAME = "WEIGHTSTREAM_SMOLLM2"  # set by scripts/test
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # of the user: tests have another one

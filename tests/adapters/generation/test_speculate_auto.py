@@ -15,7 +15,9 @@ from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation.generation import DecodeReport, generate, speculate_with  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.drafted import speculate_with  # noqa: E402
+from weightstream.adapters.generation.generation import generate  # noqa: E402
 from weightstream.adapters.generation.pacing import Pacing  # noqa: E402
 from weightstream.plan.speculation import Passes, PassSeconds, tokens_per_pass  # noqa: E402
 from weightstream.runtime.streamer.drafting import Drafting  # noqa: E402
@@ -221,7 +223,7 @@ def test_a_text_with_a_pace_has_the_bits_of_one_token_at_a_time(streamed: Any, d
     assert stats.tokens_per_pass == pytest.approx(decoding.speculation.tokens_per_pass, abs=0.5)
     assert stats.draft_s > 0
     assert stats.verify_s > 0
-    assert stats.predicted_tokens_per_s > 1
+    assert stats.predicted_tokens_per_s > 1  # a pass is predicted to take a second
 
 
 def test_rounds_without_a_draft_have_passes_of_one_token_and_drafts_begin_again(
@@ -290,6 +292,9 @@ def test_a_model_that_does_not_stream_has_no_plan_and_no_drafts() -> None:
     got, decoding = generated(model, speculate="auto")
     assert decoding.speculation is None
     assert is_same(got, model.generate(repeating(), **options()))
+    forced, decoding = generated(model, speculate="lookup")
+    assert decoding.speculation is not None
+    assert torch.equal(forced.sequences, got.sequences)
 
 
 def test_the_mode_of_the_model_is_that_of_calls_without_one(streamed: Any) -> None:
@@ -317,3 +322,50 @@ def test_passes_of_both_widths_are_replayed(name: str, monkeypatch: pytest.Monke
     assert decoding.speculation.singles > 2
     assert len(cuda.graphs) == 2
     assert decoding.replays == cuda.replays > decoding.speculation.passes - 8
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.5])
+def test_generate_is_not_slowed_down_by_drafts_of_which_none_is_accepted(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other, now, num = build(), build(12), [0.0], 172
+    other.generation_config.assistant_confidence_threshold = 0.0
+    seconds = {1: 1.0, 8: 1.0}  # as the plan says
+    passes = Passes((PassSeconds(tokens=n, step_s=s, graph_s=s) for n, s in seconds.items()), in_graphs=False)
+    pace = Pacing("assistant", 8, passes, Drafting(), clock=lambda: now[0])
+
+    def tick(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        now[0] += {1: 1.0, 8: ratio}.get(kwargs["input_ids"].shape[-1], 0.0)
+
+    def tick_draft(*_: Any) -> None:
+        now[0] += 0.01
+
+    model.register_forward_pre_hook(tick, with_kwargs=True)
+    other.register_forward_pre_hook(tick_draft)
+    lengths = {"max_new_tokens": num, "min_new_tokens": num}
+    _, decoding = speculate_with(model, repeating(), options(assistant_model=other) | lengths, None, "token", pace=pace)
+    assert decoding.speculation is not None
+    yielded = decoding.speculation.passes * decoding.speculation.tokens_per_pass
+    assert yielded == pytest.approx(num - 1)
+    assert decoding.speculation.acceptance < 0.1
+    assert now[0] <= (num - 1) / 0.97
+
+
+@pytest.mark.parametrize("kind", ["lookup", "assistant"])
+def test_samples_are_drawn_as_without_a_draft(streamed: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, more = build(), {} if kind == "lookup" else {"assistant_model": build()}
+    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    torch.manual_seed(7)
+    want = plain.generate(repeating(), **options(**sampled), **STATIC)
+    rounds: list[int] = []
+
+    def wanted(self: Pacing) -> int:
+        rounds.append(0 if len(rounds) % 5 > 2 else self.width - 1)
+        return rounds[-1]
+
+    monkeypatch.setattr(Pacing, "_num_wanted", wanted)
+    torch.manual_seed(7)
+    got, decoding = generated(streamed, speculate="auto", bits="token", **sampled, **more)
+    assert is_same(got, want)
+    assert decoding.speculation is not None
+    assert decoding.speculation.singles > 0

@@ -41,7 +41,8 @@ from models import TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation import generation, speculation  # noqa: E402
+from weightstream.adapters.generation import drafted as drafted_module  # noqa: E402
+from weightstream.adapters.generation import speculation  # noqa: E402
 from weightstream.adapters.generation.drafts import DrawsByPosition, drafting  # noqa: E402
 from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
 from weightstream.adapters.generation.graph_runner import Recorder  # noqa: E402
@@ -161,7 +162,7 @@ def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_choice_of_bits_lasts(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first text is no exception, though a trial runs its first pass in both ways."""
-    monkeypatch.setattr(generation, "_serial_is_free", lambda *_: is_free)
+    monkeypatch.setattr(drafted_module, "_serial_is_free", lambda *_: is_free)
     model, chosen = build("llama"), "token" if is_free else "rows"
     want = drafted(build("llama"), prompt(), chosen, **LOOKUP)[0]
     for _ in range(2):
@@ -750,7 +751,7 @@ def test_over_several_devices_texts_run_in_the_way_of_transformers() -> None:
 def test_over_several_processes_texts_run_in_the_way_of_transformers(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "ranks_of", lambda _: object())
+    monkeypatch.setattr(drafted_module, "ranks_of", lambda _: object())
     got, decoding = drafted(llama, prompt(), None, FakeCuda(), **LOOKUP)
     assert_equal(got, llama.generate(prompt(), **options(**LOOKUP)))
     assert "sharded over several processes" in str(decoding.reason)

@@ -154,6 +154,13 @@ class Pacing:
         """Seconds of a drafted token."""
         return self._token_s if self._draft_s.seconds is None else self._draft_s.seconds
 
+    def expected_tokens_per_s(self) -> float:
+        """Tokens per second of rounds with a draft, at the acceptance and the times that are known by now."""
+        num = self.width - 1
+        if self.kind == "assistant":
+            num = best_num_drafted(self._expected(num), self.token_s, lambda k: self.rows_s if k else self.one_s)
+        return tokens_per_pass(self._expected(num)) / (self.rows_s + num * self.token_s)
+
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def begin(self, num_tokens: int) -> int:
@@ -277,11 +284,11 @@ def drafts_for(
         logger.info("generate: one token a pass: %s", reason)
         return None
     predicted: tuple[PassSeconds, ...] = getattr(streamer, "pass_seconds", tuple)()
-    if len(predicted) < 2:
+    if not (is_known := len(predicted) > 1):
         if mode == "auto":
             logger.info("generate: one token a pass: the time of passes of several tokens is not known")
             return None
-        predicted = tuple(PassSeconds(tokens=n, step_s=0.0, graph_s=0.0) for n in (1, MOST_ROWS))
+        predicted = tuple(PassSeconds(tokens=n, step_s=1.0, graph_s=1.0) for n in (1, MOST_ROWS))
     passes = Passes(predicted, in_graphs=in_graphs)
     choices = _choices(mode, own, drafting, passes)
     kind = max(choices, key=lambda each: choices[each].tokens_per_s)
@@ -295,10 +302,10 @@ def drafts_for(
             choice.plain_tokens_per_s,
         )
         return None
-    drafting.predicted_tokens_per_s = choice.tokens_per_s
     width = choice.tokens if choice.tokens > 1 else 2 if mode == "auto" else MOST_ROWS
     token_s = drafting.token_s if kind == "assistant" else 0.0
     pace = Pacing(kind, width, passes, drafting, may_stop=mode == "auto", token_s=token_s)
+    drafting.predicted_tokens_per_s = pace.expected_tokens_per_s() if is_known else None
     return DraftChoice({} if own else _settings_of(kind, width, drafting), pace)
 
 

@@ -35,8 +35,9 @@ class SpeculationStats:
     verify_s: float
     """Seconds of the passes, with the loop around them."""
 
-    predicted_tokens_per_s: float
-    """Tokens per second that the last text was expected to have, at the acceptance known by then."""
+    predicted_tokens_per_s: float | None
+    """Tokens per second that the last text was expected to have, at the acceptance and the times known by then; None:
+    nothing was known."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -90,7 +91,7 @@ class Drafting:
     mode: Speculate = "off"
     model: Any = None
     token_s: float = 0.0
-    predicted_tokens_per_s: float = 0.0
+    predicted_tokens_per_s: float | None = None
     passes: int = 0
     tokens: int = 0
     drafted: int = 0
