@@ -58,6 +58,7 @@ class SerialRows:
         self._attention = [module for module in _attention(model) if id(module) not in covered]
         self._seen: set[int] = set()  # ids of attention modules that ran row by row
         self._differs: torch.Tensor | None = None
+        self.num_compared = 0  # values of both ways, in all trials
         self._keeps_serial = False
 
     @property
@@ -99,7 +100,9 @@ class SerialRows:
                 f"{type(self._model).__name__} has attention of its own, whose rows cannot run one after the other "
                 "where parts of a layer are streamed one by one"
             )
-        return output, self._differs is not None and not bool(self._differs)
+        if self._differs is None:
+            raise UnsupportedError(f"{type(self._model).__name__} has no parts whose rows can run one after the other")
+        return output, not bool(self._differs)
 
     def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(forward, "__func__", None) is type(part.module)._call_impl:
@@ -164,6 +167,7 @@ class SerialRows:
         for a, b in zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True):
             if isinstance(a, torch.Tensor):
                 is_other = (_bits(a) != _bits(b)).any()
+                self.num_compared += a.numel()
                 self._differs = is_other if self._differs is None else self._differs | is_other.to(self._differs.device)
 
 
@@ -222,7 +226,9 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
         if next(module.parameters(), None) is None or isinstance(module, nn.Embedding):
             return
         inner = [each for each in module.modules() if each is not module]
-        if any(id(each) in blocks or forward_patch.is_unit(each) for each in inner):
+        is_outer = id(module) not in blocks and any(isinstance(each, nn.Embedding) for each in inner)
+        is_outer |= isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if is_outer or any(id(each) in blocks or forward_patch.is_unit(each) for each in inner):
             for child in module.children():
                 yield from visit(child)
         else:
