@@ -243,9 +243,11 @@ class VerifySteps:
             return None
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
-        output, is_equal = rows.try_out(step, keeps_serial=self._may_be_serial())
+        output, is_equal, reason = rows.try_out(step, keeps_serial=self._may_be_serial())
         self._num_tried += 1
-        if not is_equal or (self._num_tried >= _NUM_TRIALS and rows.num_compared >= _NUM_COMPARED):
+        if reason is not None:
+            self._settle_for_rows(reason)
+        elif not is_equal or (self._num_tried >= _NUM_TRIALS and rows.num_compared >= _NUM_COMPARED):
             known[key] = is_equal
             self._choose(rows, is_equal)
         return output
