@@ -37,7 +37,7 @@ from drafting import (
 )
 from fake_cuda import FakeCuda, Graph, Lane, Lanes
 from generating import MODELS, STATIC, WINDOW
-from models import TEXT, randomise
+from models import ARCHITECTURES, TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +52,10 @@ from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 
+DECODERS = (  # of the architectures: without gemma2 in matrices, whose attention is eager
+    *("llama", "llama-bf16", "qwen2", "qwen3-bf16", "mistral", "gemma3-bf16", "gpt2", "gpt_neox", "opt", "phi"),
+    *("phi3-bf16", "olmo2", "smollm3", "falcon-bf16", "bloom", "mixtral", "qwen2_moe", "qwen3_moe-bf16"),
+)
 KINDS = ("lookup", "assistant")
 WAYS = ("eager", "captured")
 
@@ -98,6 +102,25 @@ def test_texts_have_the_bits_of_one_token_at_a_time(name: str, kind: str, sample
             assert decoding.speculation.tokens_per_pass > 1.5
             assert cuda is None or decoding.replays > 1
     assert "forward" not in vars(model)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("grain", [None, "half", "matrix"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_architectures(name: str, grain: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned and rotary positions, ALiBi, parallel blocks, experts, tied heads."""
+    model = ARCHITECTURES[name]().module
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 64
+    want = plainly(model, prompt())
+    if grain is None:
+        for way in WAYS:
+            assert_equal(drafted(model, prompt(), "token", recorder(way), **LOOKUP)[0], want)
+        return
+    streamer, streamed = offloaded(model, 0.6, monkeypatch, grain)
+    with streamer:
+        for way in (None, streamed):
+            assert_equal(drafted(model, prompt(), "token", way, **LOOKUP)[0], want)
 
 
 def test_rows_at_once_are_other_bits_on_this_machine(llama: Any) -> None:
