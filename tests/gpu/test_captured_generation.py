@@ -13,7 +13,8 @@ from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation.generation import DecodeReport, generate  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.generation import generate  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

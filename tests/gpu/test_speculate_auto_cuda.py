@@ -14,7 +14,8 @@ from models import TEXT
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation.generation import DecodeReport, generate  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.generation import generate  # noqa: E402
 from weightstream.adapters.generation.pacing import Pacing  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

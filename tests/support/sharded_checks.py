@@ -34,8 +34,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters.generation import deferred_stop, generation, graph_runner
-from weightstream.adapters.generation.generation import DecodeReport
+from weightstream.adapters.generation import call, deferred_stop, generation, graph_runner
+from weightstream.adapters.generation.decoder import DecodeReport
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
 from weightstream.api.offload import _offload
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder
@@ -186,7 +186,7 @@ def tokens(model: Any) -> torch.Tensor:
 
 def decoded(model: Any, **more: Any) -> tuple[torch.Tensor, DecodeReport]:
     """The same tokens, decoded from graphs, and the report of the decode steps."""
-    recorder = FakeCuda().recorder if DEVICE == "cpu" else generation._recorder(model)
+    recorder = FakeCuda().recorder if DEVICE == "cpu" else call.recorder_of(model)
     return generation.decode_with(model, torch.arange(1, 9, device=WHERE).view(1, 8), OPTIONS | more, recorder)
 
 

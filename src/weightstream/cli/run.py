@@ -44,7 +44,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     import torch
 
-    from weightstream.adapters.generation.generation import DecodeReport
+    from weightstream.adapters.generation.decoder import DecodeReport
     from weightstream.runtime.streamer.streamer import Streamer
 
 DEFAULT_PROMPT = "The sky is blue because"

@@ -15,7 +15,9 @@ from models import randomise
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation.generation import DecodeReport, generate, speculate_with  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.drafted import speculate_with  # noqa: E402
+from weightstream.adapters.generation.generation import generate  # noqa: E402
 from weightstream.adapters.generation.pacing import Pacing  # noqa: E402
 from weightstream.plan.speculation import Passes, PassSeconds, tokens_per_pass  # noqa: E402
 from weightstream.runtime.streamer.drafting import Drafting  # noqa: E402

@@ -21,14 +21,15 @@ from torch.overrides import TorchFunctionMode
 import weightstream
 from fake_cuda import FakeCuda
 from generating import MODELS
-from models import randomise
+from models import TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import speculation, tree  # noqa: E402
 from weightstream.adapters.generation import tree_loop as loop  # noqa: E402
 from weightstream.adapters.generation.croppable_cache import croppable  # noqa: E402
-from weightstream.adapters.generation.generation import DecodeReport, decode_with, generate  # noqa: E402
+from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
 from weightstream.adapters.generation.graph_runner import GraphRunner  # noqa: E402
 from weightstream.adapters.generation.tree_drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
@@ -286,7 +287,7 @@ def test_captured_equals_eager(draft: str, sampled: bool) -> None:
 
 
 @drafted
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-moe"])
 def test_an_offloaded_model_has_the_logits_of_a_resident_one(name: str, draft: str) -> None:
     model, more = build(name), DRAFTS[draft](name)
     want, resident = grown(model, prompt(), **SCORES, **more)
@@ -621,17 +622,33 @@ def test_settings_that_no_tree_has_are_refused(nodes: int, more: dict[str, Any],
         generate(build(), prompt(), tree_nodes=nodes, **options(), **more)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_windows(name: str) -> None:
-    model = build(name)
-    with pytest.raises(UnsupportedError, match="41 tokens, more than a sliding window of the model"):
-        grown(model, prompt(), num=23)
+@drafted
+@pytest.mark.parametrize(("name", "attention"), [("mistral", "sdpa"), ("mistral", "eager"), ("gemma2", "eager")])
+def test_windows_that_are_shorter_than_the_text(name: str, draft: str, attention: str) -> None:
+    model, ids = copy.deepcopy(build(name)), prompt()
+    model.set_attn_implementation(attention)
+    more = DRAFTS[draft](name)
+    got, report = grown(model, ids, FakeCuda(), **SCORES, **more)
+    assert report.replays
+    assert torch.equal(got.sequences, model.generate(ids, **options()))
+    with torch.no_grad():
+        dense = model(got.sequences).logits[0, ids.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.cat(got.logits), dense, atol=2e-4, rtol=1e-3)
     short = prompt(3)
-    got, report = grown(model, short, num=6)  # as long as the window
-    assert torch.equal(got, model.generate(short, **options(6)))
-    assert report.speculation.passes > 0
-    with pytest.raises(UnsupportedError, match="a sliding window of the assistant"):
-        grown(build(), prompt(), assistant_model=model)
+    assert torch.equal(grown(model, short, num=6, **more)[0], model.generate(short, **options(6)))
+
+
+def test_windows_of_other_kinds_are_refused() -> None:
+    model = build("gemma2")
+    assert tree.windows_of(model, 12) == {"": None}
+    assert tree.windows_of(model, 13) == {"full_attention": None, "sliding_attention": 12}
+    assert tree.windows_of(build("mistral"), 13) == {"": 12}
+    sizes = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8, "num_local_experts": 2}
+    sizes |= {"num_hidden_layers": 2, "head_dim": 16, "intermediate_size_mlp": 64}
+    other = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**{**TEXT, **sizes}))
+    assert tree.windows_of(other, 8) == {"": None}
+    with pytest.raises(UnsupportedError, match="layers of Llama4ForCausalLM see 8 of the cache's 64 positions"):
+        grown(other, prompt())
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import cache_utils, core_model_loading  # noqa: E402
+from transformers.generation import candidate_generator  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters.generation import deferred_stop, static_cache  # noqa: E402
+from weightstream.adapters.generation import croppable_cache, deferred_stop, drafts, static_cache  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -344,6 +345,128 @@ def test_patched_names_always_exist() -> None:
     with private.set_inside(bare, "new", 3):
         assert bare.new == 3  # type: ignore[attr-defined]
     assert not hasattr(bare, "new")
+
+
+# -- several tokens a pass ---------------------------------------------------------------------------------------------
+
+
+def tiny() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).eval()
+
+
+def looked_up(model: Any, **more: Any) -> Any:
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    chosen = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None} | more
+    return model.generate(ids, pad_token_id=0, **chosen)
+
+
+def test_candidates_and_the_cache_are_made_by_methods_of_the_model() -> None:
+    """What `private.generating` replaces, and the arguments with which it is called."""
+    model, calls = tiny(), list[Any]()
+    make, put = private.candidate_generator_method(model), model._prepare_cache_for_generation
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, set(kwargs)))
+        return make(*args, **kwargs)
+
+    def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+        calls.append((config.max_length, batch, length))
+        put(config, model_kwargs, mode, batch, length)
+        assert private.cache_argument() in model_kwargs, lost("the name of the cache's argument")
+
+    with needs("_get_candidate_generator, _prepare_cache_for_generation"):
+        with private.generating(model, make_candidates=made, put_cache=put_cache):
+            looked_up(model)
+        (length, batch, num_positions), (args, names) = calls
+    assert (length, batch, num_positions) == (11, 1, 10), lost("_prepare_cache_for_generation")
+    assert not args, lost("_get_candidate_generator")
+    assert "generation_config" in names, lost("_get_candidate_generator")
+    assert not {"_get_candidate_generator", "_prepare_cache_for_generation"} & set(vars(model))
+
+
+def test_a_generator_of_candidates() -> None:
+    model, calls = tiny(), list[Any]()
+
+    class Watched:
+        requires_model_outputs = False
+
+        def get_candidates(self, ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+            calls.append(ids.shape[1])
+            return torch.cat([ids, ids[:, :2]], 1) if len(calls) > 1 else ids, None
+
+        def update_candidate_strategy(self, ids: torch.Tensor, scores: torch.Tensor, num_matches: Any) -> None:
+            calls.append((ids.shape[1], scores.shape[1], int(num_matches)))
+
+    put = model._prepare_cache_for_generation
+    with private.generating(model, make_candidates=lambda **_: Watched(), put_cache=put):
+        looked_up(model)
+    for before, (after, num_rows, matches) in zip(calls[::2], calls[1::2], strict=True):
+        assert after == before + matches + 1, lost("get_candidates, update_candidate_strategy")
+        assert num_rows == (1 if before == 5 else 3), lost("scores of all candidates, and of one token more")
+
+
+def test_a_subclass_of_the_static_cache_may_be_cropped() -> None:
+    """5.17 refuses a `StaticCache` by its exact type. 5.24 refuses none; the cache of drafts is a subclass in both."""
+    model, want = tiny(), looked_up(tiny())
+    made: list[Any] = []
+
+    def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+        made.append(croppable_cache.croppable(model, length, 4).cache)
+        model_kwargs[private.cache_argument()] = made[0]
+
+    with needs("Cache.crop, StaticLayer.lazy_initialization"), private.generating(model, put_cache=put_cache):
+        assert torch.equal(looked_up(model), want)
+    assert type(made[0]) is not cache_utils.StaticCache
+    assert isinstance(made[0], cache_utils.StaticCache)
+    layer = made[0].layers[0]
+    assert int(layer.cumulative_length) == want.shape[1] - 1, lost("crop by a negative number")
+    assert (layer.max_cache_len, layer.keys.shape[2]) == (10, 14), lost("StaticLayer.lazy_initialization")
+
+
+def test_the_length_of_a_static_cache_is_kept() -> None:
+    model, config = tiny(), transformers.GenerationConfig()
+    chosen = {"cache_implementation": "static", "disable_compile": True, "pad_token_id": 0, "do_sample": False}
+    ids = torch.tensor([[5, 6, 7]])
+    assert private.static_cache_length(model, config, 4) == 4
+    for num, length in ((9, 11), (3, 11)):
+        out = model.generate(ids, max_new_tokens=num, eos_token_id=None, return_dict_in_generate=True, **chosen)
+        found = out.get(private.cache_argument()).layers[0].max_cache_len
+        assert found == private.static_cache_length(model, config, 3 + num - 1) == length, lost(
+            "_previous_max_cache_length"
+        )
+    if hasattr(config, "max_cache_len"):
+        config.max_cache_len = 20
+        assert private.static_cache_length(model, config, 4) == 20
+
+
+def test_stopping_criteria_are_made_by_a_method_of_the_model() -> None:
+    model, calls = tiny(), list[int]()
+
+    def wrap(criteria: Any) -> Any:
+        assert {type(each).__name__ for each in criteria} <= {"MaxLengthCriteria", "EosTokenCriteria"}, lost(
+            "MaxLengthCriteria, EosTokenCriteria"
+        )
+        return lambda ids, scores, **_: [calls.append(ids.shape[1]), criteria(ids, scores)][1]
+
+    with needs("_get_stopping_criteria"), private.stopping_by(model, wrap):
+        ids = looked_up(model, eos_token_id=2)
+    assert calls[-1] == ids.shape[1]
+    assert "_get_stopping_criteria" not in vars(model)
+
+
+def test_settings_of_a_draft() -> None:
+    """`drafts` reads and sets these by name."""
+    config = transformers.GenerationConfig()
+    for name in (*drafts._OF_SAMPLING, "do_sample", "stop_strings", "num_assistant_tokens"):
+        assert hasattr(config, name), lost(name)
+    source = inspect.getsource(candidate_generator)
+    for name in ("self.mtp_model", "self.device", "self.main_model_output_embeddings", "self.probs"):
+        assert name in source, lost(name)
+    assert "_eos_token_tensor" in inspect.getsource(transformers.generation.utils), lost("_eos_token_tensor")
+    assert "torch.multinomial(probs[0, :, :]" in inspect.getsource(transformers.GenerationMixin._assisted_decoding), (
+        lost("the draw of all tokens of a pass")
+    )
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weightstream.adapters.generation.pacing import Pacing, limit
+
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +61,7 @@ class FixedWidthDrafts:
         eos_ids: frozenset[int],
         counts: DraftCounts,
         on_pass: Callable[[int], None],
+        step: Callable[[], AbstractContextManager[object]],
         pace: Pacing | None = None,
     ) -> None:
         self._generator = generator
@@ -65,9 +70,9 @@ class FixedWidthDrafts:
         self._filler = next(token for token in range(len(eos_ids) + 1) if token not in eos_ids)
         self._counts = counts
         self._on_pass = on_pass
+        self._step = step
         self._pace = pace
         self._num_drafted: int | None = None  # in the last round; None: it was the prompt
-        _draft_greedily(generator)
 
     def __getattr__(self, name: str) -> Any:  # `requires_model_outputs` and others that the loop reads
         return getattr(self._generator, name)
@@ -97,7 +102,8 @@ class FixedWidthDrafts:
         """Up to `num` drafted tokens."""
         if self._pace is not None:
             limit(self._generator, num)
-        ids, _ = self._generator.get_candidates(input_ids, **kwargs)
+        with self._step():
+            ids, _ = self._generator.get_candidates(input_ids, **kwargs)
         new: list[int] = ids[0, input_ids.shape[1] :].tolist()[:num]
         ends = [index for index, token in enumerate(new) if token in self._eos_ids]
         return new[: ends[0]] if ends else new
@@ -112,15 +118,6 @@ class FixedWidthDrafts:
             self._pace.verified(accepted, int(num_matches))
         if self._num_drafted or self._pace is None:
             self._generator.update_candidate_strategy(input_ids, scores[:, : self._num_drafted + 1], accepted)
-
-
-def _draft_greedily(generator: Any) -> None:
-    """Have a draft take its most likely tokens: draws of its own would take random numbers from the text."""
-    if getattr(generator, "do_sample", None):
-        generator.do_sample = False
-    config = getattr(generator, "generation_config", None)
-    if config is not None and getattr(config, "do_sample", None):
-        config.do_sample = False
 
 
 def _forget_round(generator: Any) -> None:
@@ -155,15 +152,56 @@ def drafting(
     make: Callable[..., Any],
     num: int,
     counts: DraftCounts,
+    device: torch.device,
     on_pass: Callable[[int], None],
+    step: Callable[[], AbstractContextManager[object]] = nullcontext,
     pace: Pacing | None = None,
 ) -> Callable[..., FixedWidthDrafts]:
-    """Wrap the method by which a model makes its candidate generator. `on_pass` gets the text's length after a pass."""
+    """Wrap the method by which a model on `device` makes its candidate generator.
+
+    `on_pass` gets the length of the text after a pass. A draft that uses modules of the model runs inside of `step()`.
+    """
 
     def made(generation_config: Any, *args: Any, **kwargs: Any) -> FixedWidthDrafts:
-        generator = make(generation_config, *args, **kwargs)
+        generator = make(_plain(generation_config), *args, **kwargs)
+        is_shared = _compute_at(generator, device)
         eos = getattr(generation_config, "_eos_token_tensor", None)
         eos_ids = frozenset[int]() if eos is None else frozenset(eos.tolist())
-        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, pace)
+        return FixedWidthDrafts(generator, num, eos_ids, counts, on_pass, step if is_shared else nullcontext, pace)
 
     return made
+
+
+def _plain(generation_config: Any) -> Any:
+    """Settings of the text with which a draft takes its most likely tokens: draws of its own would take random numbers
+    from the text. Stop strings are left to the text, as transformers gives an assistant no tokenizer to find them."""
+    config = copy.copy(generation_config)
+    config.do_sample, config.stop_strings = False, None
+    for name in _OF_SAMPLING:  # transformers warns of them where nothing is sampled
+        setattr(config, name, None)
+    return config
+
+
+def _compute_at(generator: Any, device: torch.device) -> bool:
+    """Have a draft that uses modules of the model compute on `device`, where an offloaded model computes: transformers
+    takes the device of its weights, which is another one. Returns whether it is such a draft."""
+    if (mtp := getattr(generator, "mtp_model", None)) is not None:
+        generator.device = device
+        for name in ("layers", "shared_post_norm"):  # all else is the model's
+            if (own := getattr(mtp, name, None)) is not None:
+                own.to(device)
+    if (head := getattr(generator, "main_model_output_embeddings", None)) is not None:
+        generator.main_model_output_embeddings = _Head(head, device)
+    return mtp is not None or head is not None
+
+
+class _Head:
+    """The output embeddings of a model, as DFlash calls them: `weight` only names the device of their input."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self.weight = torch.empty(0, device=device)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._module(states)
+        return logits

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,6 +24,7 @@ from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trial
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.runtime.streamer import forward_patch
 
 logger = logging.getLogger("weightstream")
 
@@ -180,7 +181,9 @@ class VerifySteps:
             model_kwargs[private.cache_argument()] = self._cache.cache
 
         method = private.candidate_generator_method(self._model)
-        make = drafting(method, self.width - 1, self.counts, self.ends.passed, self._pace)
+        streamer = getattr(self._model, forward_patch.ATTRIBUTE, None)
+        step = nullcontext if streamer is None else streamer.step
+        make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step, self._pace)
         stack = self._stack
         with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
             stack.enter_context(self.ends.installed(self._model))

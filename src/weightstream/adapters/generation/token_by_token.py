@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from weightstream.adapters.generation.decode_steps import CACHES
 from weightstream.adapters.hf import private
 
 _IN_THE_LOOP = ("MaxLengthCriteria", "EosTokenCriteria")  # the loop ends a text at these tokens by itself
@@ -55,13 +54,14 @@ class TokenByToken:
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         first = self._num_seen + 1 if self._num_seen else self._length
         for length in range(first, self._length + 1):
-            self._show()
             self._num_seen = length
             num_later = self._length - length
             if is_plain and num_later:
+                self._show()
                 continue
             known = scores[: len(scores) - num_later] if scores else scores
             stops = criteria(ids[:, :length], known, **kwargs)
+            self._show()  # after the criteria, as transformers does
             if not num_later or bool(stops.all()):
                 self._num_surplus = num_later
                 return stops
@@ -77,9 +77,8 @@ class TokenByToken:
         for name in _BY_TOKEN:
             if result.get(name) is not None:
                 result[name] = result[name][:-num]
-        for name in CACHES:
-            if result.get(name) is not None:
-                result[name].crop(-num)
+        if (cache := result.get(private.cache_argument())) is not None:
+            cache.crop(-num)
         return result
 
     # -- a streamer ----------------------------------------------------------------------------------------------------

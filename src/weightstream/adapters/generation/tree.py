@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.adapters.generation import static_cache
-from weightstream.adapters.generation.croppable_cache import croppable
 from weightstream.adapters.hf import private
+from weightstream.errors import UnsupportedError
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # transformers' names of layers and of their masks
 MASKS = ("sdpa", "eager")  # attention implementations that take a mask of any form
 _EDGES = 1 << 32  # more than there are tokens: a parent and a token are one number
 _ALIGNED = 16  # positions of a cache: kernels of attention differ with the alignment of its mask
@@ -67,14 +68,94 @@ def why_no_tree(model: Any, name: str) -> str | None:
     return None
 
 
-def has_window_within(model: Any, num_positions: int) -> bool:
-    """Whether a layer sees fewer positions than these, which the mask of a tree does not provide for."""
-    return croppable(model, num_positions, 0).widens_windows
+def windows_of(model: Any, num_positions: int) -> dict[str, int | None]:
+    """The windows of a model's layers in a cache of this length, by kind of layer; None: they see all of it. If all
+    layers are alike, their kind has no name.
+
+    Raises:
+        UnsupportedError: for windows that no mask of a tree is known for.
+    """
+    from transformers.cache_utils import StaticCache
+
+    config = model.config.get_text_config(decoder=True)
+    seen = [layer.max_cache_len for layer in StaticCache(config=config, max_cache_len=num_positions).layers]
+    windows = {num if num < num_positions else None for num in seen}
+    if len(windows) == 1 and getattr(config, "attention_chunk_size", None) is None:
+        return {"": windows.pop()}
+    if windows == {None}:
+        return {"": None}
+    kinds = dict(zip(getattr(config, "layer_types", None) or (), seen, strict=False))
+    if len(windows) > 2 or set(kinds) != {_FULL, _SLIDING}:
+        raise UnsupportedError(
+            f"tree_nodes: layers of {type(model).__name__} see {min(seen)} of the cache's {num_positions} positions in "
+            "a way for which there is no mask of a tree; use a smaller max_new_tokens, or no tree_nodes"
+        )
+    return {_FULL: None, _SLIDING: kinds[_SLIDING]}
 
 
 def cache_length(num_positions: int) -> int:
     """A length of a cache for these positions."""
     return math.ceil(num_positions / _ALIGNED) * _ALIGNED
+
+
+class NodePass:
+    """Passes of a model over nodes after a text, whose arguments have the same shapes each time.
+
+    `seen`: the positions of the cache that attention may see, bool.
+    """
+
+    def __init__(self, model: Any, cache: Any, seen: torch.Tensor, forward: Callable[..., Any] | None = None) -> None:
+        self._model = model
+        self._cache = cache
+        self._seen = seen
+        self._forward = model if forward is None else forward
+        self._windows = windows_of(model, len(seen))
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        ancestors: torch.Tensor,
+        depths: torch.Tensor,
+        key_depths: torch.Tensor,
+    ) -> torch.Tensor:
+        """The logits of nodes, of shape (nodes, words).
+
+        Their text has `length` tokens. `ancestors`: of shape (nodes, keys), which keys a node sees of those that lie
+        after the text. `depths`, `key_depths`: how many tokens are between the text and a node, or a key.
+        """
+        masks: Any = {
+            kind: self._mask(length, ancestors, depths, key_depths, window) for kind, window in self._windows.items()
+        }
+        output = self._forward(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=masks if len(masks) > 1 else masks[""],
+            use_cache=True,
+            return_dict=True,
+            **{private.cache_argument(): self._cache},
+        )
+        found: torch.Tensor = output.logits[0]
+        return found
+
+    def _mask(
+        self,
+        length: int,
+        ancestors: torch.Tensor,
+        depths: torch.Tensor,
+        key_depths: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        mask = mask_of(self._seen, length, ancestors)
+        if window is not None:
+            places = torch.arange(len(self._seen), device=mask.device)
+            places[length : length + len(key_depths)] = key_depths + length
+            mask &= places > (depths + (length - window))[:, None]
+        if self._model.config._attn_implementation == "eager":  # it adds the mask
+            dtype = self._model.dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+        return mask[None, None]
 
 
 def mask_of(seen: torch.Tensor, length: int, ancestors: torch.Tensor) -> torch.Tensor:
@@ -84,30 +165,6 @@ def mask_of(seen: torch.Tensor, length: int, ancestors: torch.Tensor) -> torch.T
     mask = (seen & (positions < length)).repeat(len(ancestors), 1)
     mask[:, length : length + ancestors.shape[1]] = ancestors
     return mask
-
-
-def run_nodes(
-    model: Callable[..., Any],
-    cache: Any,
-    config: Any,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    mask: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The logits of a pass over nodes, of shape (nodes, words). Its arguments have the same shapes in each pass."""
-    if config._attn_implementation == "eager":  # it adds the mask
-        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-    output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        attention_mask=mask[None, None],
-        use_cache=True,
-        return_dict=True,
-        **{private.cache_argument(): cache},
-    )
-    logits: torch.Tensor = output.logits[0]
-    return logits
 
 
 # -- what is accepted ------------------------------------------------------------------------------------------------

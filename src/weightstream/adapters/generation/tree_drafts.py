@@ -243,6 +243,7 @@ class _StaticTree:
         ]
         self.levels: list[_Level] = []
         places: dict[RankPath, int] = {}
+        key_depths: list[int] = []
         for level in by_depth:
             run = [node for node in level if index[node] in self.inner]
             if not run:
@@ -254,7 +255,10 @@ class _StaticTree:
                 for depth in range(1, len(node) + 1):
                     ancestors[row, places[node[:depth]]] = True
             rows = [*(index[node] for node in run), *[0] * (num_rows - len(run))]
+            key_depths += [len(node) - 1 for node in run]
             self.levels.append(_Level(torch.tensor(rows, device=device), len(run), ancestors.to(device), first))
+        filled = key_depths + [0] * (num_nodes - len(key_depths))
+        self.key_depths = torch.tensor(filled, device=device)  # of the nodes that have keys: tokens after the text
 
 
 class AssistantTrees:
@@ -287,7 +291,7 @@ class AssistantTrees:
         # the text, its new tokens, and the keys of the nodes with what fills up the last pass
         num = tree.cache_length(start.max_length + self._num_nodes + 2 * self._num_rows)
         self._cache = croppable(model, num, 0).cache
-        self._seen = start.seen(num)
+        self._pass = tree.NodePass(model, self._cache, start.seen(num), self._forward)
         self._offset, self._last = start.position_at(0), start.position_at(start.max_length - 1)
         model(
             input_ids=ids,
@@ -298,7 +302,7 @@ class AssistantTrees:
         )
         self._length = self._num_cached = ids.shape[1]
         rows = torch.arange(self._num_rows, device=self._device)
-        self._in_order = rows[:, None] >= rows  # each token sees those before it
+        self._in_order = rows[:, None] >= rows  # each new token of the text sees those before it
         self._rows = rows
 
     def draft(self, new: Sequence[int]) -> Tree:
@@ -310,10 +314,9 @@ class AssistantTrees:
         for depth, children in enumerate(static.children):
             if depth:
                 level = static.levels[depth - 1]
-                positions = static.tree.depths[level.nodes] + (self._length - 1)
-                tops[level.nodes[: level.num]] = self._best(
-                    tokens[level.nodes], positions, level.ancestors, level.first
-                )[: level.num]
+                depths = static.tree.depths[level.nodes] - 1  # the root is in the cache as a token of the text
+                best = self._best(tokens[level.nodes], depths, level.ancestors, static.key_depths, level.first)
+                tops[level.nodes[: level.num]] = best[: level.num]
             tokens[children.nodes] = tops[children.parents, children.ranks]
         self._tops = tops
         self.num_drafted = len(static.nodes)
@@ -343,19 +346,24 @@ class AssistantTrees:
     def _read(self, new: Sequence[int]) -> torch.Tensor:
         """Put new tokens of the text into the cache. Returns the best tokens after the last one."""
         filled = torch.tensor([*new, *[0] * (self._num_rows - len(new))], device=self._device)
-        best = self._best(filled, self._rows + self._length, self._in_order, 0)
+        best = self._best(filled, self._rows, self._in_order, self._rows, 0)
         self._length += len(new)
         return best[len(new) - 1]
 
-    def _best(self, tokens: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor, first: int) -> torch.Tensor:
+    def _best(
+        self,
+        tokens: torch.Tensor,
+        depths: torch.Tensor,
+        ancestors: torch.Tensor,
+        key_depths: torch.Tensor,
+        first: int,
+    ) -> torch.Tensor:
         """The most likely tokens after each of these, of shape (rows, ranks). The keys of the first `first` ancestors
         lie after the text's already."""
-        model, cache = self._assistant, self._cache
-        mask = tree.mask_of(self._seen, self._length, ancestors)
-        cache.crop(self._length + first - self._num_cached)
+        self._cache.crop(self._length + first - self._num_cached)
         self._num_cached = self._length + first + self._num_rows
-        positions = (positions + self._offset).clamp(max=self._last)
-        logits = tree.run_nodes(self._forward, cache, model.config, tokens, positions, mask, model.dtype)
+        positions = (depths + (self._offset + self._length)).clamp(max=self._last)
+        logits = self._pass.logits(tokens, positions, self._length, ancestors, depths, key_depths)
         return logits[:, : self._num_words].topk(self._rates.num_ranks).indices
 
     def _forward(self, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from weightstream.adapters.generation.drafts import DraftCounts
 from weightstream.adapters.generation.graph_runner import GraphRunner
 from weightstream.adapters.generation.serial_rows import Mode
 from weightstream.adapters.generation.speculation import Draft, SpeculationReport
-from weightstream.adapters.generation.tree import Path, Tree
+from weightstream.adapters.generation.tree import NodePass, Path, Tree
 from weightstream.adapters.generation.tree_drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
 from weightstream.adapters.hf import private
 from weightstream.errors import UnsupportedError
@@ -127,12 +127,6 @@ class TreeSteps:
         """Inside, the model's `generate` makes a cache that can be cropped, with room for the nodes of a pass."""
 
         def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
-            for name, each in (("model", self._model), ("assistant", self._assistant)):
-                if each is not None and tree.has_window_within(each, length):
-                    raise UnsupportedError(
-                        f"tree_nodes: the text may have {length + 1} tokens, more than a sliding window of the {name}, "
-                        "and the mask of a tree has no windows; a smaller max_new_tokens, or no tree_nodes"
-                    )
             made = croppable(self._model, tree.cache_length(length + self.width), 0)
             model_kwargs[private.cache_argument()] = made.cache
 
@@ -170,27 +164,23 @@ class TreeSteps:
         text = _Text(input_ids, stopping_criteria, generation_config, self._streamer)
         start = _start(input_ids, model.device, model_kwargs, text.max_length)
         rule = _Rule(logits_processor, bool(generation_config.do_sample))
+        verify = tree.NodePass(model, cache, start.seen(cache.layers[0].max_cache_len))
         logits = private.prefill(model, input_ids, generation_config, model_kwargs).logits[0, -1:]
         choose = _Choice(rule, text.ids, logits)
         path = tree.accepted_path(tree.root_only(logits.device), 0, choose, waits=False)
         new = text.take(path, path.tokens.tolist(), choose)
         if not text.is_done:
             self._drafts.start(start)
-        can_see = start.seen(cache.layers[0].max_cache_len)
         while not text.is_done:
             nodes = self._drafts.draft(new)
-            new = self._round(text, rule, cache, nodes, start, can_see)
+            new = self._round(text, rule, cache, verify, nodes, start)
         return text.result(cache)
 
-    def _round(
-        self, text: _Text, rule: _Rule, cache: Any, nodes: Tree, start: Start, can_see: torch.Tensor
-    ) -> list[int]:
+    def _round(self, text: _Text, rule: _Rule, cache: Any, verify: NodePass, nodes: Tree, start: Start) -> list[int]:
         """Verify a tree. Returns the new tokens of the text."""
         length, depth = text.num_tokens - 1, self._max_depth
         positions = (nodes.depths + start.position_at(length)).clamp(max=start.position_at(start.max_length - 1))
-        mask = tree.mask_of(can_see, length, nodes.ancestors)
-        model = self._model
-        logits = tree.run_nodes(model, cache, model.config, nodes.tokens, positions, mask, model.dtype)
+        logits = verify.logits(nodes.tokens, positions, length, nodes.ancestors, nodes.depths, nodes.depths)
         choose = _Choice(rule, text.ids, logits)
         path = tree.accepted_path(nodes, depth, choose, waits=rule.waits)
         tree.keep_path(cache.layers, length, path.nodes)
