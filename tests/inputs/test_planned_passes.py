@@ -14,6 +14,7 @@ from weightstream.inputs.gathering import Sketch, sketch_of
 from weightstream.inputs.machine import machine_elsewhere
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
+from weightstream.plan.speculation import Passes, choose_width
 from weightstream.settings.config import OffloadConfig
 
 transformers = pytest.importorskip("transformers")
@@ -70,6 +71,10 @@ def test_passes_of_a_mixture_read_more_experts() -> None:
     # of 64 experts 2 tokens touch up to 4, 16 tokens about 25
     assert ratios(plan)[2] > 1.2
     assert ratios(plan)[16] > 4
+    # so a draft is worth it only if nearly all of its tokens are accepted
+    chosen = [choose_width(Passes(plan.passes, in_graphs=True), acceptance).tokens for acceptance in (0.2, 0.42, 0.99)]
+    assert chosen[:2] == [1, 1]
+    assert chosen[2] > 1
 
 
 def test_windows_that_become_full_length_and_logits_are_in_the_memory_of_a_plan() -> None:

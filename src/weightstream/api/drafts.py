@@ -23,6 +23,7 @@ from weightstream.settings.config import OffloadConfig
 logger = logging.getLogger("weightstream")
 
 _FLOAT_NBYTES = 4  # transformers keeps the draft's logits in float32
+_GAIN = 1.1  # a draft that is expected to gain less is not worth its load: acceptance is assumed
 _PLENTY = 4  # times the weights of a draft: a budget in which all of them are resident
 
 
@@ -150,7 +151,7 @@ def plan_with_draft(inputs: PlannerInputs, draft: DraftModel, mode: Speculate, n
         f"{rate(theirs.tokens_per_s)} tokens/s are expected with the draft and {size} of the budget, "
         f"{rate(ours.tokens_per_s)} without"
     )
-    if mode == "draft" or (theirs.tokens > 1 and theirs.tokens_per_s > ours.tokens_per_s):
+    if mode == "draft" or (theirs.tokens > 1 and theirs.tokens_per_s > _GAIN * ours.tokens_per_s):
         return DraftedPlan(reserved, with_draft, True, f"loading {draft.name}: {figures}")
     return DraftedPlan(inputs, without, False, f"left out {draft.name}: {figures}")
 

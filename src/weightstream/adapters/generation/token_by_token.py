@@ -50,7 +50,8 @@ class TokenByToken:
         self._length = length
 
     def _stops(self, criteria: Any, is_plain: bool, ids: torch.Tensor, scores: Any, kwargs: Any) -> Any:
-        if ids.shape[1] != self._length:  # transformers 5.17 also asks about the tokens that are to be verified
+        # transformers 5.17 also asks before a pass, about the tokens to be verified, of which there may be none
+        if ids.shape[1] != self._length or self._num_seen == self._length:
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         first = self._num_seen + 1 if self._num_seen else self._length
         for length in range(first, self._length + 1):
