@@ -142,7 +142,8 @@ def test_scores_of_rows_do_not_depend_on_the_draft(name: str, way: str, window: 
     wrong = drafts(scripted([(token + 1) % 128 for token in known]))
     right = drafts(scripted(known))
     per_pass = set()
-    for draft in (LOOKUP, drafts(noised(model)), wrong, right):
+    assistant = noised(build(name))  # with a long window: transformers 5.17 fails with a short one
+    for draft in (LOOKUP, drafts(assistant), wrong, right):
         got, decoding = drafted(model, prompt(), "rows", recorder(way), **draft)
         assert_equal(got, first)
         assert (decoding.speculation.bits, decoding.speculation.rows) == ("rows", "at once")
