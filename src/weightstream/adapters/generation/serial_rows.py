@@ -41,7 +41,7 @@ class _Part(NamedTuple):
     is_leaf: bool
 
 
-class Trial(NamedTuple):
+class TriedStep(NamedTuple):
     """The output of a step, whether rows at once have the bits of single ones, and a reason why no rows can be single
     ones, or None."""
 
@@ -93,7 +93,7 @@ class SerialRows:
         finally:
             undo()
 
-    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> Trial:
+    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> TriedStep:
         """Run a step in both ways, module by module, and compare all outputs. Waits for the device.
 
         `keeps_serial`: modules pass on what they computed row by row, else what they computed at once.
@@ -103,7 +103,7 @@ class SerialRows:
             output = step()
         finally:
             self.mode = Mode.AT_ONCE
-        return Trial(output, self._differs is not None and not bool(self._differs), self._why_not())
+        return TriedStep(output, self._differs is not None and not bool(self._differs), self._why_not())
 
     def _why_not(self) -> str | None:
         """Reason why a trial has shown that rows cannot run one after the other, or None."""
