@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import weightstream
+from drafting import MtpModel, dflash, save_mtp
 from generating import MODELS, STATIC, build, options
 
 transformers = pytest.importorskip("transformers")
@@ -100,3 +102,29 @@ def test_passes_of_an_offloaded_model_have_the_bits_of_the_resident_model(name: 
             assert all(torch.equal(a, b) for a, b in zip(got.scores, lookup.scores, strict=True))
             assert decoding.replays
         assert streamer.stats().unplanned_fills == 0
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+@pytest.mark.parametrize("share", [None, 0.8], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_drafts_that_use_modules_of_the_model(kind: str, share: float | None, tmp_path: Path) -> None:
+    """Weights of an offloaded model are on the CPU, where transformers would compute the draft."""
+    if kind == "mtp":
+        save_mtp(tmp_path)
+        plain, model = (MtpModel.from_pretrained(tmp_path).eval() for _ in range(2))
+        draft: dict[str, Any] = {"use_mtp": True}
+    else:
+        plain, model, draft = build(MODELS["llama"]()), build(MODELS["llama"]()), dflash()
+        draft["assistant_model"].to(torch.bfloat16).cuda()
+    want = plain.cuda().generate(prompt(), **options(TOKENS, **KEPT), **STATIC)
+    if share is None:
+        model.cuda()
+    else:
+        weightstream.offload(model, device="cuda", device_budget=int(sum(p.nbytes for p in model.parameters()) * share))
+    for _ in range(2):
+        got, decoding = drafted(model, bits="token", **draft)
+        assert torch.equal(got.sequences, want.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(got.scores, want.scores, strict=True))
+        assert decoding.speculation is not None
+        assert decoding.speculation.draft == kind
+    assert "generate" not in vars(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from fake_cuda import FakeCuda
 from generating import MODELS, STATIC, WINDOW
-from models import cache_name, randomise
+from models import TEXT, cache_name, randomise
 from weightstream.adapters.generation.decoder import DecodeReport
 from weightstream.adapters.generation.drafted import speculate_with
 
@@ -88,6 +89,44 @@ def scripted(text: Sequence[int]) -> Any:
     made = Scripted(config).eval()
     made.text = text
     return made
+
+
+class MtpModel(transformers.Glm4MoeForCausalLM):
+    """A model whose third layer is one that predicts a further token."""
+
+    _keys_to_ignore_on_load_unexpected = (r"model\.layers\.2.*",)
+
+
+def save_mtp(folder: Path) -> Path:
+    """Save an `MtpModel` whose next token depends on the last one only, so that its further layer predicts it."""
+    from safetensors.torch import load_file, save_file
+
+    sizes = TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    config = transformers.Glm4MoeConfig(**sizes, **experts, first_k_dense_replace=2)
+    model = randomise(transformers.Glm4MoeForCausalLM(config), 3)
+    for name, param in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            param.data.zero_()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    ones, layer = torch.ones(64), "model.layers.2"
+    tensors |= {f"{layer}.enorm.weight": ones, f"{layer}.hnorm.weight": ones.clone()}
+    tensors[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(64), torch.zeros(64, 64)], 1)
+    tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.num_hidden_layers = 2
+    config.save_pretrained(folder)
+    return folder
+
+
+def dflash() -> dict[str, Any]:
+    """Options by which a tiny model drafts a block at once, from two layers of a model of four."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 64}
+    drafted = {"block_size": WIDTH, "mask_token_id": 127, "target_layer_ids": [0, 2]}
+    config = transformers.MuseGlimmerAssistantConfig(**sizes, **drafted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return {"assistant_model": randomise(transformers.AutoModel.from_config(config), 3), "speculation_type": "dflash"}
 
 
 def plainly(model: Any, ids: torch.Tensor, seed: int = 3, **more: Any) -> Any:

@@ -19,6 +19,7 @@ from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.drafted import speculate_with  # noqa: E402
 from weightstream.adapters.generation.generation import generate  # noqa: E402
 from weightstream.adapters.generation.pacing import Pacing  # noqa: E402
+from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.plan.speculation import Passes, PassSeconds, tokens_per_pass  # noqa: E402
 from weightstream.runtime.streamer.drafting import Drafting  # noqa: E402
 
@@ -378,3 +379,12 @@ def test_samples_are_drawn_as_without_a_draft(streamed: Any, kind: str, monkeypa
     assert is_same(got, want)
     assert decoding.speculation is not None
     assert decoding.speculation.singles > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "text"),
+    [("maybe", ConfigError, "it is 'off', 'auto', 'lookup', 'draft' or None"), ("draft", UnsupportedError, "no draft")],
+)
+def test_a_mode_that_cannot_be_is_an_error(mode: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        generate(build(), repeating(), speculate=mode, max_new_tokens=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +22,17 @@ from drafting import (
     OUTPUTS,
     SAMPLED,
     WIDTH,
+    MtpModel,
     assert_equal,
     build,
+    dflash,
     drafted,
     drafts,
     noised,
     options,
     plainly,
     prompt,
+    save_mtp,
     scripted,
 )
 from fake_cuda import FakeCuda, Graph, Lane, Lanes
@@ -74,7 +79,7 @@ def text(llama: Any) -> list[int]:
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
@@ -120,6 +125,30 @@ def test_scores_of_rows_do_not_depend_on_the_draft(name: str, way: str, window: 
         assert (decoding.speculation.bits, decoding.speculation.rows) == ("rows", "at once")
         per_pass.add(decoding.speculation.tokens_per_pass)
     assert {1.0, (NUM - 1) / 4} <= per_pass
+
+
+class AsOnGpu(transformers.Qwen3MoeForCausalLM):
+    """A mixture whose experts decode by another function than they run prompts, as transformers does on a GPU."""
+
+    @contextmanager
+    def _optimize_model_for_decode(self) -> Iterator[None]:
+        before = self.get_experts_implementation()
+        self.set_experts_implementation("batched_mm")
+        try:
+            yield
+        finally:
+            self.set_experts_implementation(before)
+
+
+def test_experts_verify_by_the_function_by_which_they_decode() -> None:
+    model = randomise(AsOnGpu(build("qwen3-moe").config).eval(), 11)
+    model.set_experts_implementation("grouped_mm")
+    want = plainly(model, prompt())
+    wrong = drafts(scripted([(token + 1) % 128 for token in want.sequences[0].tolist()]))
+    for way in WAYS:
+        assert_equal(drafted(model, prompt(), "token", recorder(way), **LOOKUP)[0], want)
+        first, second = (drafted(model, prompt(), "rows", recorder(way), **draft)[0] for draft in (LOOKUP, wrong))
+        assert_equal(first, second)
 
 
 def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
@@ -242,6 +271,15 @@ def test_a_scripted_draft_has_the_acceptance_that_it_was_given(
     assert f"{found.tokens_per_pass:.2f} tokens per pass of {WIDTH} rows" in str(decoding)
 
 
+def test_tokens_that_match_by_chance_are_not_the_drafts() -> None:
+    """Candidates end before a drafted end of text, and are filled up with a token that this model always says."""
+    model, draft = scripted([0] * (LENGTH + NUM)), drafts(scripted([5] * (LENGTH + NUM)))
+    got, decoding = drafted(model, prompt(), "rows", **draft, eos_token_id=5)
+    assert got.sequences[0, LENGTH:].tolist() == [0] * NUM
+    assert decoding.speculation.acceptance == 0
+    assert decoding.speculation.tokens_per_pass == (NUM - 1) / 4
+
+
 def test_without_a_pass_there_is_nothing_to_report(llama: Any) -> None:
     _, decoding = drafted(llama, prompt(), "token", max_new_tokens=1, **LOOKUP)
     assert (decoding.speculation.passes, decoding.speculation.bits) == (0, "token")
@@ -294,35 +332,9 @@ def test_an_assistant_with_another_tokenizer(llama: Any, sampled: bool) -> None:
     assert assistant.lm_head is before, "the assistant is not changed"
 
 
-class MtpModel(transformers.Glm4MoeForCausalLM):
-    """A model whose third layer is one that predicts a further token."""
-
-    _keys_to_ignore_on_load_unexpected = (r"model\.layers\.2.*",)
-
-
 @pytest.fixture(scope="module")
 def mtp_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose next token depends on the last one only, so that its further layer predicts it exactly."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("mtp")
-    sizes = TEXT | {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-    config = transformers.Glm4MoeConfig(**sizes, **experts, first_k_dense_replace=2)
-    model = randomise(transformers.Glm4MoeForCausalLM(config), 3)
-    for name, param in model.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
-            param.data.zero_()
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    ones, layer = torch.ones(64), "model.layers.2"
-    tensors |= {f"{layer}.enorm.weight": ones, f"{layer}.hnorm.weight": ones.clone()}
-    tensors[f"{layer}.eh_proj.weight"] = torch.cat([torch.eye(64), torch.zeros(64, 64)], 1)
-    tensors[f"{layer}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.num_hidden_layers = 2
-    config.save_pretrained(folder)
-    return folder
+    return save_mtp(tmp_path_factory.mktemp("mtp"))
 
 
 @pytest.mark.usefixtures("no_loading_bars")
@@ -335,14 +347,6 @@ def test_a_layer_of_the_checkpoint_that_predicts_a_further_token(mtp_folder: Pat
         assert_equal(got, want)
         assert (decoding.speculation.draft, decoding.speculation.width) == ("mtp", 2)
         assert decoding.speculation.tokens_per_pass > (1.2 if how else 1.9)
-
-
-def dflash() -> dict[str, Any]:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 64}
-    drafted = {"block_size": WIDTH, "mask_token_id": 127, "target_layer_ids": [0, 2]}
-    config = transformers.MuseGlimmerAssistantConfig(**sizes, **drafted, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    return {"assistant_model": randomise(transformers.AutoModel.from_config(config), 3), "speculation_type": "dflash"}
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -528,9 +532,9 @@ def offloaded(
     return streamer, Recorder(new=Graph, record=streamer.capture, replay=streamer.replay)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.45, 0.7, 1.2])
-@pytest.mark.parametrize("grain", ["block", "half"])
+@pytest.mark.parametrize("grain", ["block", "half", "matrix"])
 @pytest.mark.parametrize("name", MODELS)
 def test_an_offloaded_model_is_equal_to_a_resident_one(
     name: str, grain: str, share: float, monkeypatch: pytest.MonkeyPatch
@@ -558,13 +562,12 @@ def test_an_offloaded_model_is_equal_to_a_resident_one(
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("share", [0.4, 0.6])
-@pytest.mark.parametrize("name", MODELS)
-def test_matrices_that_are_streamed_one_by_one(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference = build(name, layers=4), build(name, layers=4)
+def test_matrices_that_are_streamed_one_by_one_need_sdpa_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = build("llama", layers=4), build("llama", layers=4)
+    for each in (model, reference):
+        each.set_attn_implementation("eager")
     want = drafted(reference, prompt(), "rows", **LOOKUP)[0]
-    streamer, streamed = offloaded(model, share, monkeypatch, "matrix")
+    streamer, streamed = offloaded(model, 0.6, monkeypatch, "matrix")
     with streamer:
         for way in (None, streamed):
             with pytest.raises(UnsupportedError, match='bits="token": parts of a layer are streamed one by one'):
@@ -681,7 +684,7 @@ def test_a_model_may_be_its_own_assistant(llama: Any) -> None:
     draft = {"assistant_model": llama}
     got, decoding = drafted(llama, prompt(), None, FakeCuda(), **draft)
     assert torch.equal(got.sequences, plainly(llama, prompt()).sequences)
-    assert decoding.reason == "the model is its own assistant"
+    assert decoding.reason == "assistant_model is the model itself"
 
 
 def t5() -> Any:
@@ -778,7 +781,7 @@ def test_generate_on_the_cpu(llama: Any, kind: str, caplog: pytest.LogCaptureFix
         got = weightstream.generate(llama, prompt(), bits="token", **draft_for(kind, llama), **options())
     assert_equal(got, plainly(llama, prompt()))
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("generate: eager (graphs are captured on CUDA only); ")
+    assert message.startswith("generate: eager (graphs are captured on CUDA, and the model is on cpu); ")
     assert message.endswith('bits="token" (rows one after the other)')
 
 
@@ -834,7 +837,7 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
 
     def texts(first: int, **more: Any) -> list[list[int]]:
         made = []
-        for seed in range(first, first + 16):
+        for seed in range(first, first + 12):
             torch.manual_seed(seed)
             made.append(generate(model, ids, on_decoding=found.append, **chosen, **more)[0].tolist())
             acceptance.append(found.pop().speculation)

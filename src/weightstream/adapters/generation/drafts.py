@@ -19,12 +19,13 @@ _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_
 @dataclass(kw_only=True, slots=True)
 class DraftCounts:
     """Counts of one `generate`: `passes` of the model after the prompt, `singles` of them of one token, `drafted`
-    tokens that were verified, and `accepted` ones of them."""
+    tokens that were verified, `accepted` ones of them, and `matched` candidates: these, and others by chance."""
 
     passes: int = 0
     singles: int = 0
     drafted: int = 0
     accepted: int = 0
+    matched: int = 0
     length: int = 0
     """Of the text before the pass under way."""
     candidates: list[int] = field(default_factory=list)
@@ -32,7 +33,7 @@ class DraftCounts:
 
     @property
     def tokens_per_pass(self) -> float:
-        return 1 + self.accepted / self.passes if self.passes else 0.0
+        return 1 + self.matched / self.passes if self.passes else 0.0
 
     @property
     def acceptance(self) -> float:
@@ -113,7 +114,8 @@ class FixedWidthDrafts:
         if self._num_drafted is None or scores.shape[1] == 1:  # the prompt, or a pass of one row
             return
         accepted = min(int(num_matches), self._num_drafted)
-        self._counts.accepted += int(num_matches)
+        self._counts.accepted += accepted
+        self._counts.matched += int(num_matches)
         if self._pace is not None:
             self._pace.verified(accepted, int(num_matches))
         if self._num_drafted or self._pace is None:

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.speculation import (
     MOST_ROWS,
     PRIORS,
@@ -283,13 +284,25 @@ def drafts_for(
         setting: the settings of `generate`.
         in_graphs: passes are captured.
         unsuited: the reason against passes of one width for this call.
+
+    Raises:
+        ConfigError: for another mode.
+        UnsupportedError: for "draft" where no draft was loaded with the model.
     """
+    if speculate not in (None, *get_args(Speculate)):
+        modes = ", ".join(map(repr, get_args(Speculate)))
+        raise ConfigError(f"speculate={speculate!r}: it is {modes} or None")
     streamer = getattr(model, forward_patch.ATTRIBUTE, None)
     drafting: Drafting = getattr(streamer, "drafting", None) or Drafting()
     mode = speculate or drafting.mode
     own = own_draft(setting)
     if mode == "off" or own == "other":
         return None
+    if mode == "draft" and own is None and drafting.model is None:
+        raise UnsupportedError(
+            'speculate="draft": no draft was loaded with the model, or it was not worth its memory; pass draft= to '
+            "from_pretrained, or assistant_model= here"
+        )
     if (reason := unsuited()) is not None:
         logger.info("generate: one token a pass: %s", reason)
         return None

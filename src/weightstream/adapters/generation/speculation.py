@@ -202,13 +202,14 @@ class VerifySteps:
         """The output of a pass after the prompt. `may_capture`: it may run in a graph."""
         is_single = kwargs["input_ids"].shape[-1] == 1
         kwargs = kwargs if is_single else self._in_range(kwargs)
-        if self._bits is None and not is_single:
-            output = self._try(lambda: forward(*args, **kwargs))
-            if output is not None:
-                return output
-        if self._runner is None or self._runner.reason is not None or not may_capture:
-            return forward(*args, **kwargs)
-        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        with private.decode_step(self._model, 1):  # 5.17 does so in steps of one token only
+            if self._bits is None and not is_single:
+                output = self._try(lambda: forward(*args, **kwargs))
+                if output is not None:
+                    return output
+            if self._runner is None or self._runner.reason is not None or not may_capture:
+                return forward(*args, **kwargs)
+            return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
     def _in_range(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a pass, with positions that the text can have.

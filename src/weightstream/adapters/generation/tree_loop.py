@@ -194,6 +194,7 @@ class TreeSteps:
         self.counts.passes += 1
         self.counts.drafted += self._drafts.num_drafted
         self.counts.accepted += len(new) - 1
+        self.counts.matched += len(new) - 1
         return new
 
 
