@@ -37,7 +37,7 @@ from drafting import (
 )
 from fake_cuda import FakeCuda, Graph, Lane, Lanes
 from generating import MODELS, STATIC, WINDOW
-from models import TEXT, randomise
+from models import ARCHITECTURES, TEXT, randomise
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +52,10 @@ from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 
+DECODERS = (  # of the architectures: without gemma2 in matrices, whose attention is eager
+    *("llama", "llama-bf16", "qwen2", "qwen3-bf16", "mistral", "gemma3-bf16", "gpt2", "gpt_neox", "opt", "phi"),
+    *("phi3-bf16", "olmo2", "smollm3", "falcon-bf16", "bloom", "mixtral", "qwen2_moe", "qwen3_moe-bf16"),
+)
 KINDS = ("lookup", "assistant")
 WAYS = ("eager", "captured")
 
@@ -100,6 +104,25 @@ def test_texts_have_the_bits_of_one_token_at_a_time(name: str, kind: str, sample
     assert "forward" not in vars(model)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("grain", [None, "half", "matrix"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_architectures(name: str, grain: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned and rotary positions, ALiBi, parallel blocks, experts, tied heads."""
+    model = ARCHITECTURES[name]().module
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 64
+    want = plainly(model, prompt())
+    if grain is None:
+        for way in WAYS:
+            assert_equal(drafted(model, prompt(), "token", recorder(way), **LOOKUP)[0], want)
+        return
+    streamer, streamed = offloaded(model, 0.6, monkeypatch, grain)
+    with streamer:
+        for way in (None, streamed):
+            assert_equal(drafted(model, prompt(), "token", way, **LOOKUP)[0], want)
+
+
 def test_rows_at_once_are_other_bits_on_this_machine(llama: Any) -> None:
     """So equal bits above are no coincidence."""
     want = plainly(llama, prompt())
@@ -119,7 +142,8 @@ def test_scores_of_rows_do_not_depend_on_the_draft(name: str, way: str, window: 
     wrong = drafts(scripted([(token + 1) % 128 for token in known]))
     right = drafts(scripted(known))
     per_pass = set()
-    for draft in (LOOKUP, drafts(noised(model)), wrong, right):
+    assistant = noised(build(name))  # with a long window: transformers 5.17 fails with a short one
+    for draft in (LOOKUP, drafts(assistant), wrong, right):
         got, decoding = drafted(model, prompt(), "rows", recorder(way), **draft)
         assert_equal(got, first)
         assert (decoding.speculation.bits, decoding.speculation.rows) == ("rows", "at once")
@@ -174,6 +198,7 @@ def test_a_choice_of_bits_lasts(is_free: bool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_run_at_once_where_a_trial_finds_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
+    monkeypatch.setattr(speculation, "_NUM_COMPARED", 0)
     monkeypatch.setattr("weightstream.adapters.generation.serial_rows.SerialRows._compare", lambda rows, *_: setattr(
         rows, "_differs", torch.tensor(False)))  # fmt: skip
     for _ in range(2):
@@ -191,9 +216,61 @@ def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     model.set_attn_implementation("eager")
     got, _ = drafted(model, prompt(), "token", **LOOKUP)
     assert_equal(got, plainly(model, prompt()))
-    drafted(model.to(torch.bfloat16), prompt(), "token", **LOOKUP)
+    drafted(model.double(), prompt(), "token", **LOOKUP)
     drafted(model, prompt(25), "token", **LOOKUP)
     assert len(trials(model)) == 5
+
+
+@pytest.mark.parametrize("seed_of_weights", [14, 20])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_equal_bits_of_few_values_are_no_evidence(name: str, seed_of_weights: int) -> None:
+    """In bfloat16, sums that differ often round alike. The first passes of these models show no difference."""
+    model = randomise(build(name), seed_of_weights).to(torch.bfloat16)
+    got, _ = drafted(model, prompt(), "token", prompt_lookup_num_tokens=3)
+    assert_equal(got, plainly(model, prompt()))
+
+
+class Router(torch.nn.Linear):
+    """Returns weights of words, whose dimensions are not those of states."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).transpose(1, 2)
+
+
+class Odd(transformers.LlamaForCausalLM):
+    """A model with a module whose output has its tokens in an unusual place."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.router = Router(config.vocab_size, config.vocab_size)
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
+        output.logits = self.router(output.logits).transpose(1, 2)
+        return output
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_a_module_that_cannot_run_row_by_row(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafted_module, "_serial_is_free", lambda *_: is_free)
+    model = randomise(Odd(build("llama").config).eval(), 3)
+    want = plainly(model, prompt())
+    got, decoding = drafted(model, prompt(), None, **LOOKUP)
+    assert decoding.speculation.bits == "rows"
+    assert got.sequences.tolist() == want.sequences.tolist()
+    with pytest.raises(UnsupportedError, match='bits="token": outputs of Router in Odd have no entry for each token'):
+        drafted(model, prompt(), "token", **LOOKUP)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_of_one_block(name: str) -> None:
+    model = build(name, layers=1)
+    for num in (1, WIDTH - 1):
+        got, decoding = drafted(model, prompt(), "token", prompt_lookup_num_tokens=num)
+        assert decoding.speculation.rows == "one after the other"
+        assert_equal(got, plainly(model, prompt()))
 
 
 @pytest.mark.few(1)
@@ -541,23 +618,27 @@ def test_an_offloaded_model_is_equal_to_a_resident_one(
 ) -> None:
     model, reference = build(name, layers=4), build(name, layers=4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    draft, want = drafts(noised(reference)), plainly(reference, prompt())
+    kinds = ["token", "rows"]
+    if grain == "matrix" and share < 1 and model.config._attn_implementation == "eager":
+        kinds = ["rows"]  # see the next test
+    draft = drafts(noised(reference))
+    want = {bits: drafted(reference, prompt(), bits, **draft)[0] for bits in kinds}
     streamer, streamed = offloaded(model, share, monkeypatch, grain)
     with streamer:
         for _ in range(2):  # a streamer that has not learned an order, and one that has
-            got, decoding = drafted(model, prompt(), "token", streamed, **draft)
-            assert_equal(got, want)
+            got, decoding = drafted(model, prompt(), kinds[0], streamed, **draft)
+            assert_equal(got, want[kinds[0]])
             assert decoding.reason is None
             assert decoding.replays > 1
         unplanned = streamer.stats().unplanned_fills
         for num in (2, WIDTH - 1):
-            for bits, way in itertools.product(("token", "rows"), (None, streamed)):
+            for bits, way in itertools.product(kinds, (None, streamed)):
                 rows = {"prompt_lookup_num_tokens": num}
                 got, _ = drafted(model, prompt(), bits, way, **rows)
                 assert_equal(got, drafted(reference, prompt(), bits, **rows)[0])
         assert streamer.stats().unplanned_fills == unplanned
         assert (streamer.stats().fills > 0) == (share < 1)
-    assert_equal(drafted(model, prompt(), "token", **draft)[0], want)
+    assert_equal(drafted(model, prompt(), "token", **draft)[0], plainly(reference, prompt()))
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before.items())
 

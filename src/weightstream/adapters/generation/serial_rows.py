@@ -20,7 +20,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from weightstream.adapters.hf import private
 from weightstream.adapters.modules.partition import find_blocks
-from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.undo import Undo
 
@@ -42,6 +41,15 @@ class _Part(NamedTuple):
     is_leaf: bool
 
 
+class Trial(NamedTuple):
+    """The output of a step, whether rows at once have the bits of single ones, and a reason why no rows can be single
+    ones, or None."""
+
+    output: Any
+    is_equal: bool
+    reason: str | None
+
+
 class SerialRows:
     """Runs the modules of a model, which hold all its weights, row by row.
 
@@ -58,6 +66,8 @@ class SerialRows:
         self._attention = [module for module in _attention(model) if id(module) not in covered]
         self._seen: set[int] = set()  # ids of attention modules that ran row by row
         self._differs: torch.Tensor | None = None
+        self._misfit: str | None = None  # a module whose rows do not make up its output
+        self.num_compared = 0  # values of both ways, in all trials
         self._keeps_serial = False
 
     @property
@@ -83,23 +93,29 @@ class SerialRows:
         finally:
             undo()
 
-    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> tuple[Any, bool]:
-        """Run a step in both ways, module by module. Returns its output, and whether all outputs had equal bits.
+    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> Trial:
+        """Run a step in both ways, module by module, and compare all outputs. Waits for the device.
 
-        `keeps_serial`: modules pass on what they computed row by row, else what they computed at once. Waits for the
-        device. Raises `UnsupportedError` if attention of the model's own did not run row by row.
+        `keeps_serial`: modules pass on what they computed row by row, else what they computed at once.
         """
-        self._differs, self.mode, self._keeps_serial = None, Mode.TRIAL, keeps_serial
+        self._differs, self._misfit, self.mode, self._keeps_serial = None, None, Mode.TRIAL, keeps_serial
         try:
             output = step()
         finally:
             self.mode = Mode.AT_ONCE
+        return Trial(output, self._differs is not None and not bool(self._differs), self._why_not())
+
+    def _why_not(self) -> str | None:
+        """Reason why a trial has shown that rows cannot run one after the other, or None."""
+        name = type(self._model).__name__
+        if self._misfit is not None:
+            return f"outputs of {self._misfit} in {name} have no entry for each token"
         if not self._seen >= set(map(id, self._attention)):
-            raise UnsupportedError(
-                f"{type(self._model).__name__} has attention of its own, whose rows cannot run one after the other "
-                "where parts of a layer are streamed one by one"
+            return (
+                f"{name} has attention of its own, whose rows cannot run one after the other where parts of a layer "
+                "are streamed one by one"
             )
-        return output, self._differs is not None and not bool(self._differs)
+        return f"{name} has no parts whose rows can run one after the other" if self._differs is None else None
 
     def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(forward, "__func__", None) is type(part.module)._call_impl:
@@ -110,16 +126,15 @@ class SerialRows:
         if self.mode is Mode.AT_ONCE or not any(is_state):
             return forward(*args, **kwargs)  # or a prompt, or a module that sees no tokens
         dim = next(c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point())
-        joined = dim if part.is_leaf else 1
 
         def serial() -> Any:
-            return self._by_row(forward, leaves, spec, cuts, joined)
+            return self._by_row(forward, leaves, spec, cuts, dim if part.is_leaf else None)
 
         def take_back() -> None:
             for layer in _cache_layers(part.module, leaves):
                 layer.crop(-self._width)
 
-        return self._ran(serial, lambda: forward(*args, **kwargs), take_back)
+        return self._ran(part.module, serial, lambda: forward(*args, **kwargs), take_back)
 
     def _attend(self, attention: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Attention as transformers calls it: with queries of shape (batch, heads, tokens, width), keys and values."""
@@ -133,11 +148,15 @@ class SerialRows:
             for leaf in leaves
         ]
         return self._ran(
-            lambda: self._by_row(attention, leaves, spec, cuts, 1), lambda: attention(module, *args, **kwargs)
+            module, lambda: self._by_row(attention, leaves, spec, cuts, 1), lambda: attention(module, *args, **kwargs)
         )
 
     def _ran(
-        self, serial: Callable[[], Any], at_once: Callable[[], Any], take_back: Callable[[], None] = lambda: None
+        self,
+        module: nn.Module,
+        serial: Callable[[], Any],
+        at_once: Callable[[], Any],
+        take_back: Callable[[], None] = lambda: None,
     ) -> Any:
         """The output of a module in the mode that is set. `take_back` takes the tokens out of the cache again."""
         if self.mode is Mode.SERIAL:
@@ -146,13 +165,17 @@ class SerialRows:
         other = dropped()
         take_back()
         output = kept()  # last, as the cache holds the keys of the last one
+        if _shapes(other) != _shapes(output):
+            self._misfit = type(module).__name__
+            return other if self._keeps_serial else output
         self._compare(other, output)
         return output
 
     def _by_row(
-        self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, cuts: list[int | None], dim: int
+        self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, cuts: list[int | None], dim: int | None
     ) -> Any:
-        """Call the function for each row of these leaves of its arguments; outputs are joined along `dim`."""
+        """Call the function for each row of these leaves of its arguments. Outputs are joined along `dim`; None: along
+        the dimension that states and masks of their shape have for tokens."""
         rows = []
         for row in range(self._width):
             own = [leaf if c is None else leaf.narrow(c, row, 1).clone() for leaf, c in zip(leaves, cuts, strict=True)]
@@ -164,6 +187,7 @@ class SerialRows:
         for a, b in zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True):
             if isinstance(a, torch.Tensor):
                 is_other = (_bits(a) != _bits(b)).any()
+                self.num_compared += a.numel()
                 self._differs = is_other if self._differs is None else self._differs | is_other.to(self._differs.device)
 
 
@@ -196,14 +220,19 @@ def _row_dim(leaf: Any, width: int, *, is_leaf: bool) -> int | None:
     return next((dim for dim in dims if leaf.shape[dim] == width), None)
 
 
-def _joined(rows: list[Any], dim: int) -> Any:
+def _joined(rows: list[Any], dim: int | None) -> Any:
     """The outputs of all rows as one: tensors of one token each are joined, all else is that of the last row."""
     found, spec = zip(*map(tree_flatten, rows), strict=True)
-    joined = [
-        torch.cat(each, dim) if isinstance(each[0], torch.Tensor) and each[0].dim() > max(dim, 1) else each[-1]
-        for each in zip(*found, strict=True)
-    ]
+    joined = []
+    for each in zip(*found, strict=True):
+        num_dims = each[0].dim() if isinstance(each[0], torch.Tensor) else 0
+        own = dim if dim is not None else {3: 1, 4: 2}.get(num_dims)
+        joined.append(torch.cat(each, own) if own is not None and num_dims > max(own, 1) else each[-1])
     return tree_unflatten(joined, spec[0])
+
+
+def _shapes(output: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _cache_layers(module: nn.Module, leaves: list[Any]) -> list[Any]:
@@ -222,7 +251,9 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
         if next(module.parameters(), None) is None or isinstance(module, nn.Embedding):
             return
         inner = [each for each in module.modules() if each is not module]
-        if any(id(each) in blocks or forward_patch.is_unit(each) for each in inner):
+        is_outer = id(module) not in blocks and any(isinstance(each, nn.Embedding) for each in inner)
+        is_outer |= isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if is_outer or any(id(each) in blocks or forward_patch.is_unit(each) for each in inner):
             for child in module.children():
                 yield from visit(child)
         else:

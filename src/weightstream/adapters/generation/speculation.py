@@ -32,7 +32,8 @@ Bits = Literal["token", "rows"]
 SETTINGS = ("assistant_model", "prompt_lookup_num_tokens", "use_mtp")  # of `generate`: each chooses a draft
 _EARLY_EXIT = "assistant_early_exit"
 _ASSISTANT_TOKENS = 20  # transformers' default
-_NUM_TRIALS = 2  # passes that compare rows: at positions that follow each other
+_NUM_TRIALS = 2  # passes that compare rows at least: at positions that follow each other
+_NUM_COMPARED = 1 << 18  # values, at least: sums that differ round to the same bfloat16 in all but one of 10,000 cases
 FREE = 1.05  # rows one after the other are free where they make a step this much longer at most
 _FEW = 0.2  # a share of accepted tokens that is worth a word
 
@@ -151,13 +152,15 @@ class VerifySteps:
 
     def report(self) -> SpeculationReport:
         rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
+        if self._bits is None and self._num_tried:
+            rows = Mode.TRIAL
         return SpeculationReport(
             draft=self._draft.kind,
             width=self.width,
             passes=self.counts.passes,
             tokens_per_pass=self.counts.tokens_per_pass,
             acceptance=self.counts.acceptance,
-            bits=self._bits or self._wanted or "token",  # undecided: no pass, or one, whose rows ran one by one
+            bits=self._bits or self._wanted or "token",  # undecided: all passes had both bits
             rows=rows.value,
             singles=self.counts.singles,
         )
@@ -240,9 +243,11 @@ class VerifySteps:
             return None
         if not self._num_tried:
             self._stack.enter_context(rows.attached())
-        output, is_equal = rows.try_out(step, keeps_serial=self._may_be_serial())
+        output, is_equal, reason = rows.try_out(step, keeps_serial=self._may_be_serial())
         self._num_tried += 1
-        if not is_equal or self._num_tried == _NUM_TRIALS:
+        if reason is not None:
+            self._settle_for_rows(reason)
+        elif not is_equal or (self._num_tried >= _NUM_TRIALS and rows.num_compared >= _NUM_COMPARED):
             known[key] = is_equal
             self._choose(rows, is_equal)
         return output
