@@ -6,7 +6,8 @@ A scripted draft proposes the text that is known from a plain run, each token wr
 weights show any acceptance; it keeps the device busy for `draft_ms` a token, as a model would. `ms` of a pass: the time
 of a long generation less that of a short one, by passes; `x_plain` compares it with a step of plain decoding, and
 `tokens_x_plain` tokens per second. `equal`: text, and scores where they are compared, have the bits of the plain run;
-`equal_resident`: of the resident model in passes of the same width. Rows go to results/speculation.jsonl.
+`equal_resident`: of the resident model in passes of the same width. Rows with `speculate` are whole texts with a pace.
+Rows go to results/speculation.jsonl.
 """
 
 from __future__ import annotations
@@ -149,6 +150,23 @@ class Bench:
             **_said(report),
         )
 
+    def paced(self, acceptance: float) -> None:
+        """A whole text with `speculate="auto"`, in passes of the width that the plan chooses."""
+        before = self._unplanned()
+        self.run(SHORT, 16, acceptance, speculate="auto")  # the plan of passes is made
+        total_s, report, output = self.run(TEXT, 16, acceptance, speculate="auto")
+        self.write(
+            speculate="auto",
+            acceptance=acceptance,
+            width=report.speculation.width,
+            singles=report.speculation.singles,
+            total_s=total_s,
+            x_plain=total_s / self.total_s,
+            equal=self.starts_as(output),
+            unplanned=self._unplanned() - before,
+            **_said(report),
+        )
+
     def starts_as(self, output: Any) -> bool:
         """Whether the text is that of the plain run, as far as it goes."""
         tokens = output[0, PROMPT:].tolist()
@@ -244,6 +262,9 @@ def main() -> None:
         total_s, report, output = bench.run(TEXT, 8)
         equal = bench.starts_as(output)
         bench.write(width=8, tau=1, total_s=total_s, x_plain=total_s / bench.total_s, equal=equal, **_said(report))
+    for acceptance in (0.0, 0.6):
+        if not is_late():
+            bench.paced(acceptance)
     cycles = 0 if args.smoke else _cycles(1.0)
     for width, tau in ((8, 2.5), (16, 6.0)):
         if not is_late():

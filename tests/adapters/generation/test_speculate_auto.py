@@ -150,6 +150,15 @@ def test_counts_of_texts_before_are_used() -> None:
     assert stats.acceptance == 0
 
 
+def test_times_of_earlier_texts_do_not_last() -> None:
+    drafting = Drafting()
+    drafting.recent_s[1] += [1.45 * ONE_S] * 9  # the machine was busy
+    drafting.recent_s[WIDTH] += [1.5 * ONE_S] * 9
+    text = Text(lambda _: 0, ratio=1.5, drafting=drafting)
+    assert text.generate() <= 1 / 0.97
+    assert text.pace.one_s == pytest.approx(ONE_S)
+
+
 def test_estimates_follow_each_position() -> None:
     drafting = Drafting()
     found = drafting.acceptances["assistant"]

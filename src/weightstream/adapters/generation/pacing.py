@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -41,7 +41,8 @@ _MOST_LOST = 0.01  # share of the time that drafts may lose
 _ALLOWED = 1.0  # passes of one token that they may lose before that
 _PROBE = 8  # rounds without a draft before the next one is tried where drafts lose
 _DOUBT = 1.15  # times the predicted time of a pass, from which that of one token is measured, too
-_UNSURE = 1.2  # gain by which drafts are made although no pass of one token was measured
+_UNSURE = 1.2  # gain by which drafts are made although this text has measured no pass of one token
+_RECENT = 9  # rounds whose median counts
 _LED = 8.0  # passes of one token: no larger lead is remembered, so that a text that changes is noticed
 _MATTERS = 0.99  # a pass of one token is run instead of a wider one if it takes at most this share of its time
 _ROUND_S = 1e-3  # seconds by which a round of transformers' assisted loop exceeds its captured pass
@@ -50,19 +51,28 @@ _MOST_ROUND = 0.03  # share of a pass that this may be
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of the last rounds of one kind."""
+    """Seconds of the last rounds of one kind.
 
-    recent: deque[float]
+    Attributes:
+        earlier: of all texts.
+        num: rounds of this text.
+        own: of this text, which replace those of earlier ones: other programs may have started or ended.
+    """
+
+    earlier: deque[float]
     num: int = 0
+    own: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add(self, seconds: float) -> None:
         self.num += 1
         if self.num > _SETTLING:
-            self.recent.append(seconds)
+            self.own.append(seconds)
+            self.earlier.append(seconds)
 
     @property
     def seconds(self) -> float | None:
-        return median(self.recent) if self.recent else None
+        found = self.own or self.earlier
+        return median(found) if found else None
 
 
 class Pacing:
@@ -178,7 +188,7 @@ class Pacing:
         self._drafting.passes += 1
         self._drafting.tokens += 1
         self._drafted_at, self._num_drafted = self._clock(), num_drafted
-        matters = self._one.seconds is None or self.one_s < _MATTERS * self.rows_s
+        matters = not self._one.own or self.one_s < _MATTERS * self.rows_s
         self._is_rows = bool(num_drafted) or not (self._may_stop and matters and self.allows_one())
         return self._is_rows
 
@@ -231,7 +241,7 @@ class Pacing:
         best = most
         if self.kind == "assistant":
             best = best_num_drafted(expected, self.token_s, lambda num: rows_s if num else plain_s)
-        least = _UNSURE if self.allows_one() and self._one.seconds is None else 1.0
+        least = _UNSURE if self.allows_one() and not self._one.own else 1.0
         gain = tokens_per_pass(expected[:best]) * plain_s / (rows_s + best * self.token_s)
         return best if gain > least else 0
 
