@@ -29,7 +29,6 @@ from weightstream.runtime.streamer import forward_patch
 logger = logging.getLogger("weightstream")
 
 Bits = Literal["token", "rows"]
-SETTINGS = ("assistant_model", "prompt_lookup_num_tokens", "use_mtp")  # of `generate`: each chooses a draft
 _EARLY_EXIT = "assistant_early_exit"
 _ASSISTANT_TOKENS = 20  # transformers' default
 _NUM_TRIALS = 2  # passes that compare rows at least: at positions that follow each other
