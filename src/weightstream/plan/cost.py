@@ -90,6 +90,16 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
+def serial_pass_s(plan: Plan, profile: Profile, num_rows: int, *, in_graphs: bool) -> float:
+    """Predicted seconds of a pass whose rows run one after the other in each unit, while its weights are there.
+
+    `in_graphs`: the host launches nothing.
+    """
+    one = sums_s(plan.manifest, times_s(plan, profile, captured=in_graphs))
+    row_s = max(0.0, max(one) - plan.decode_s)  # a graph has no time of the host
+    return max(plan.decode_s + num_rows * row_s, plan.copy_s, plan.disk_s)
+
+
 def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:
     """Seconds of a step in the steady state."""
     times = times_s(plan, profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ from weightstream.adapters.generation.serial_rows import trials  # noqa: E402
 from weightstream.api.multi_gpu import stripe  # noqa: E402
 from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
+from weightstream.plan.cost import serial_pass_s  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 
 DECODERS = (  # of the architectures: without gemma2 in matrices, whose attention is eager
@@ -936,3 +938,18 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
     assert sum(each.acceptance for each in acceptance) / len(acceptance) > 0.08
     monkeypatch.setattr(speculation, "DrawsByPosition", Biased)
     assert chi_square(texts(1000, bits="rows", **draft), model, 3) > CRITICAL, "a draft that is accepted too often"
+
+
+def test_rows_one_after_the_other_are_free_where_copies_take_longer() -> None:
+    model = build("llama")
+    with weightstream.offload(model, device="cpu", device_budget=sum(p.nbytes for p in model.parameters())) as streamer:
+        plan, profile = streamer.plan, streamer.lane.profile
+        for in_graphs in (False, True):
+            seconds = [serial_pass_s(plan, profile, rows, in_graphs=in_graphs) for rows in (1, 2, 4, 1000)]
+            assert seconds == sorted(seconds)
+            assert seconds[-1] > 100 * seconds[0]
+        assert serial_pass_s(plan, profile, 8, in_graphs=True) <= serial_pass_s(plan, profile, 8, in_graphs=False)
+        slow = dataclasses.replace(plan, copy_s=1e3)
+        assert serial_pass_s(slow, profile, 1000, in_graphs=True) == 1e3
+        assert not drafted_module._serial_is_free(streamer, False, 1000)
+        assert not drafted_module._serial_is_free(None, False, 1)

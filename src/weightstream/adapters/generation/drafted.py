@@ -22,11 +22,12 @@ from weightstream.adapters.generation.call import (
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, standing_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.speculation import AssistantSteps, Bits, VerifySteps, draft_of
+from weightstream.adapters.generation.speculation import FREE, AssistantSteps, Bits, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import ranks_of
 from weightstream.errors import UnsupportedError
+from weightstream.plan.cost import serial_pass_s
 from weightstream.runtime.tensors.thread_state import restored
 
 
@@ -69,7 +70,7 @@ def speculate_with(
         verify: VerifySteps | TreeSteps
         ends = TokenByToken(options.get("streamer"))
         if tree_nodes is None:
-            free, draws = partial(_serial_is_free, streamer), bool(setting("do_sample"))
+            free, draws = partial(_serial_is_free, streamer, runner is not None), bool(setting("do_sample"))
             verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws, pace=pace)
             options = ends.options(options)
         else:
@@ -130,10 +131,10 @@ def _tree_assistant_runner(setting: Callable[[str], Any]) -> GraphRunner | None:
     return None if recorder is None else GraphRunner(recorder, setting("assistant_model").device, None)
 
 
-def _serial_is_free(streamer: Any, width: int) -> bool:
-    """Whether a step in which `width` tokens run one after the other takes as long as one of a single token."""
+def _serial_is_free(streamer: Any, in_graphs: bool, width: int) -> bool:
+    """Whether a pass whose `width` rows run one after the other takes as long as one of a single token."""
     if streamer is None:
         return False
-    plan = streamer.plan
-    one_s = plan.compute_s - plan.decode_s
-    return bool(plan.decode_s + width * one_s <= speculation.FREE * max(plan.copy_s, plan.disk_s, plan.compute_s))
+    plan, profile = streamer.plan, streamer.lane.profile
+    one_s: float = plan.graph_s if in_graphs else plan.step_s
+    return serial_pass_s(plan, profile, width, in_graphs=in_graphs) <= FREE * one_s
