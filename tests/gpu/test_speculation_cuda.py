@@ -11,7 +11,7 @@ import torch
 
 import weightstream
 from drafting import MtpModel, dflash, save_mtp
-from generating import MODELS, STATIC, build, options
+from generating import MODELS, STATIC, add_noise, build, options
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,10 +43,7 @@ def noised(model: Any) -> Any:
     draft = copy.deepcopy(model).cuda()
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.assistant_confidence_threshold = 0.0
-    torch.manual_seed(3)
-    for weight in draft.parameters():
-        if weight.dim() == 2:
-            weight.data.add_(torch.randn_like(weight) * weight.std() * 0.02)
+    add_noise(draft)
     return draft
 
 

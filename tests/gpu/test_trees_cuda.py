@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weightstream
-from generating import MODELS, build, options
+from generating import MODELS, add_noise, build, options
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,10 +31,7 @@ def prompt() -> torch.Tensor:
 def noised(model: Any) -> Any:
     """A draft that is often right."""
     draft = copy.deepcopy(model).cuda()
-    torch.manual_seed(3)
-    for weight in draft.parameters():
-        if weight.dim() == 2:
-            weight.data.add_(torch.randn_like(weight) * weight.std() * 0.02)
+    add_noise(draft)
     return draft
 
 

@@ -156,7 +156,7 @@ def from_pretrained(
         offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
         progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
         allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
-        speculate: what `weightstream.generate` does with this model unless it is told otherwise: "auto" drafts where
+        speculate: what `weightstream.generate` does with this model unless a call says otherwise: "auto" drafts where
             that is faster, "lookup" and "draft" always, "off" never. Memory for passes of several tokens is then part
             of the plan. Default: "auto" with a `draft`, else "off".
         draft: the folder or repository of a small model with the same tokens. It is loaded to the device, inside of

@@ -388,3 +388,8 @@ def test_samples_are_drawn_as_without_a_draft(streamed: Any, kind: str, monkeypa
 def test_a_mode_that_cannot_be_is_an_error(mode: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         generate(build(), repeating(), speculate=mode, max_new_tokens=2)
+
+
+def test_bits_are_checked_with_a_pace_too() -> None:
+    with pytest.raises(ConfigError, match='it is "token", "rows" or None'):
+        generate(build(), repeating(), speculate="lookup", bits="bit", max_new_tokens=2)

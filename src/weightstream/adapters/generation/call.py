@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -59,6 +61,15 @@ def setting_of(model: Any, options: dict[str, Any], name: str) -> Any:
     configs = options.get("generation_config"), model.generation_config
     places = options.get(name), *(getattr(config, name, None) for config in configs)
     return next((value for value in places if value is not None), None)
+
+
+def with_settings(options: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `generate` with more settings. transformers wants either all in a `generation_config`, or none."""
+    if (config := options.get("generation_config")) is None:
+        return {**options, **settings}
+    config = copy.deepcopy(config)
+    config.update(**settings)
+    return options | {"generation_config": config}
 
 
 def streamer_of(model: Any) -> CapturableStreamer | None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weightstream.adapters.generation import static_cache
 from weightstream.adapters.generation.call import CapturableStreamer
 from weightstream.adapters.generation.decode_steps import cache_in
-from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.speculation import SpeculationReport
 from weightstream.adapters.hf.ranks import Ranks, common, least
 from weightstream.runtime.streamer import forward_patch
@@ -144,6 +144,4 @@ class TokenSteps:
         return all(layer.is_initialized for layer in cache.layers)  # else it is a prompt of one token
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
-        if not may_capture:
-            return forward(*args, **kwargs)
-        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)

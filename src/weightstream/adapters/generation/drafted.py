@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from weightstream.adapters.generation.call import (
     setting_of,
     streamer_of,
     why_not_captured,
+    with_settings,
 )
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, standing_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
@@ -54,12 +54,7 @@ def speculate_with(
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
         return model.generate(*inputs, **options), DecodeReport(reason=reason)
-    if (config := options.get("generation_config")) is None:
-        options = options | {"disable_compile": True}
-    else:
-        config = copy.deepcopy(config)
-        config.update(disable_compile=True)
-        options = options | {"generation_config": config}
+    options = with_settings(options, {"disable_compile": True})
     device: torch.device = model.device
     streamer = streamer_of(model)
     with torch.no_grad(), ExitStack() as stack:

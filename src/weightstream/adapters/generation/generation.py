@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,11 +18,12 @@ from weightstream.adapters.generation.call import (
     setting_of,
     streamer_of,
     why_not_captured,
+    with_settings,
 )
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, TokenSteps, standing_in
 from weightstream.adapters.generation.drafted import speculate_with, why_not_drafted_for
 from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
-from weightstream.adapters.generation.pacing import drafts_for
+from weightstream.adapters.generation.pacing import Pacing, drafts_for
 from weightstream.adapters.generation.speculation import Bits, draft_of
 from weightstream.adapters.hf.ranks import common, least, ranks_of
 from weightstream.runtime.streamer.drafting import Speculate
@@ -90,7 +90,8 @@ def generate(
     if drafts is None or tree_nodes is not None:
         result, decoding = decode_with(model, inputs, kwargs, recorder, bits, tree_nodes)
     else:
-        result, decoding = speculate_with(model, inputs, kwargs | drafts.settings, recorder, bits, pace=drafts.pace)
+        options = kwargs | drafts.settings
+        result, decoding = decode_with(model, inputs, options, recorder, bits, pace=drafts.pace)
     if on_decoding is not None:
         on_decoding(decoding)
     elif decoding.reason is not None:
@@ -106,6 +107,7 @@ def decode_with(
     recorder: Recorder | None,
     bits: Bits | None = None,
     tree_nodes: int | None = None,
+    pace: Pacing | None = None,
 ) -> tuple[Any, DecodeReport]:
     """`generate` with this recorder; None: the model's device has no graphs. `bits`, `tree_nodes`: see `generate`."""
     speculation.check_bits(bits)
@@ -113,19 +115,14 @@ def decode_with(
     if tree_nodes is not None:
         tree_loop.check(tree_nodes, draft, bits)
     if draft is not None:
-        return speculate_with(model, inputs, options, recorder, bits, tree_nodes)
+        return speculate_with(model, inputs, options, recorder, bits, tree_nodes, pace)
     device: torch.device = model.device  # of an offloaded model, its streamer's
     inputs = () if inputs is None else (inputs,)  # a model may have another name for them, and gets them by that name
     ranks = ranks_of(model)
     reason = common(ranks, why_not_captured(model, options, ranks) if recorder else no_graphs(device))
     if recorder is None or reason is not None:
         return model.generate(*inputs, **options), DecodeReport(reason=reason)
-    if (config := options.get("generation_config")) is None:
-        options = {**options, **_STATIC}
-    else:  # transformers wants either all settings in it, or none
-        config = copy.deepcopy(config)
-        config.update(**_STATIC)
-        options = options | {"generation_config": config}
+    options = with_settings(options, _STATIC)
     with torch.no_grad(), torch.accelerator.device_index(device.index), ExitStack() as stack:
         runner = GraphRunner(recorder, device, ranks)
         decoder = Decoder(runner, LongStep(streamer_of(model), stack), ranks, TokenSteps(runner))

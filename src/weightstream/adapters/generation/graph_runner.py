@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters.generation import static_cache
+from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.hf import private
 from weightstream.adapters.hf.ranks import Ranks, common, least
 from weightstream.errors import WeightstreamError
@@ -135,6 +136,15 @@ class GraphRunner:
             errors.clear()  # their tracebacks hold this frame
             return reason
         return None
+
+
+def run_step(
+    runner: GraphRunner | None, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool
+) -> Any:
+    """The output of a step on a static cache, from a graph where there can be one."""
+    if runner is None or runner.reason is not None or not may_capture:
+        return forward(*args, **kwargs)
+    return runner.run(forward, args, kwargs, cache_in(kwargs).layers)
 
 
 def _reason(error: Exception) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+from weightstream.adapters.generation.call import streamer_of
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.speculation import (
     MOST_ROWS,
@@ -30,7 +31,6 @@ from weightstream.plan.speculation import (
     choose_width,
     tokens_per_pass,
 )
-from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.drafting import Drafting, Speculate
 
 logger = logging.getLogger("weightstream")
@@ -292,7 +292,7 @@ def drafts_for(
     if speculate not in (None, *get_args(Speculate)):
         modes = ", ".join(map(repr, get_args(Speculate)))
         raise ConfigError(f"speculate={speculate!r}: it is {modes} or None")
-    streamer = getattr(model, forward_patch.ATTRIBUTE, None)
+    streamer = streamer_of(model)
     drafting: Drafting = getattr(streamer, "drafting", None) or Drafting()
     mode = speculate or drafting.mode
     own = own_draft(setting)

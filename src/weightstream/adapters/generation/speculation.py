@@ -15,16 +15,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from weightstream.adapters.generation.call import streamer_of
 from weightstream.adapters.generation.croppable_cache import CroppableCache, croppable, is_croppable
 from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
-from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
 from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.runtime.streamer import forward_patch
 
 logger = logging.getLogger("weightstream")
 
@@ -183,7 +183,7 @@ class VerifySteps:
             model_kwargs[private.cache_argument()] = self._cache.cache
 
         method = private.candidate_generator_method(self._model)
-        streamer = getattr(self._model, forward_patch.ATTRIBUTE, None)
+        streamer = streamer_of(self._model)
         step = nullcontext if streamer is None else streamer.step
         make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step, self._pace)
         stack = self._stack
@@ -209,9 +209,7 @@ class VerifySteps:
                 output = self._try(lambda: forward(*args, **kwargs))
                 if output is not None:
                     return output
-            if self._runner is None or self._runner.reason is not None or not may_capture:
-                return forward(*args, **kwargs)
-            return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+            return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)
 
     def _in_range(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a pass, with positions that the text can have.
@@ -307,7 +305,7 @@ class AssistantSteps:
         return is_short and self.runner.reason is None and is_croppable(cache_in(kwargs))
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
-        return self.runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        return run_step(self.runner, forward, args, kwargs, may_capture=may_capture)
 
 
 def warn_of_temperature(setting: Callable[[str], Any], report: SpeculationReport) -> None:

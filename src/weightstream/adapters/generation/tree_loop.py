@@ -16,7 +16,7 @@ from weightstream.adapters.generation import tree
 from weightstream.adapters.generation.croppable_cache import croppable, is_croppable
 from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts
-from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.serial_rows import Mode
 from weightstream.adapters.generation.speculation import Draft, SpeculationReport
 from weightstream.adapters.generation.tree import NodePass, Path, Tree
@@ -63,8 +63,6 @@ def why_no_trees(model: Any, draft: Draft, setting: Callable[[str], Any]) -> str
         return f"{given[0]}: the nodes of a tree have token ids only"
     if setting("stop_strings") is not None:
         return "stop_strings: transformers passes the tokenizer to its own loops only"
-    if (setting("num_return_sequences") or 1) > 1:
-        return "several tokens a pass need a single text"
     return None if draft.kind == "prompt lookup" else _unsuited_assistant(model, setting("assistant_model"), setting)
 
 
@@ -146,9 +144,7 @@ class TreeSteps:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any, *, may_capture: bool) -> Any:
         """The output of a pass that verifies a tree. `may_capture`: it may run in a graph."""
-        if self._runner is None or self._runner.reason is not None or not may_capture:
-            return forward(*args, **kwargs)
-        return self._runner.run(forward, args, kwargs, cache_in(kwargs).layers)
+        return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)
 
     def loop(
         self,

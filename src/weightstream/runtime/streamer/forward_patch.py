@@ -270,25 +270,29 @@ def _run_call(around: Around, module: Any, opens: object, args: Any, kwargs: Any
     return around.run(plain, args, kwargs) if opens else plain(*args, **kwargs)
 
 
+def _in_force(module: nn.Module) -> Around | None:
+    """The `Around` of the module; None: there is none, or it is that of the module which this one is a copy of."""
+    around = module.__dict__.get(_AROUND)
+    return around if type(around) is Around and around.module is module else None
+
+
 def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable[[], None]:
     """Wrap calls of the module in `run`, as `surround` does, but leave its session and its unit as they are."""
-    around = module.__dict__.get(_AROUND)
-    if type(around) is not Around or around.module is not module:
+    if (around := _in_force(module)) is None:
         return surround(module, run, session)
     return around.add(run)
 
 
 def is_unit(module: nn.Module) -> bool:
     """Whether the module's weights are streamed by themselves."""
-    around = module.__dict__.get(_AROUND)
-    return type(around) is Around and around.module is module and around.unit is not None
+    around = _in_force(module)
+    return around is not None and around.unit is not None
 
 
 def add_inside(module: nn.Module, run: Run) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` instead of the module's forward, while its weights are there if it is a unit;
     returns a function that undoes it. To the streamer it is no change of the module's code."""
-    around = module.__dict__.get(_AROUND)
-    if type(around) is Around and around.module is module:
+    if (around := _in_force(module)) is not None:
         return around.add(run, inside=True)
     own_forward = module.__dict__.get("forward", False)
     undo = wrap_forward(module, lambda _, forward, args, kwargs: run(forward, args, kwargs))
@@ -306,8 +310,7 @@ def surround(
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
-    around = module.__dict__.get(_AROUND)
-    if type(around) is not Around or around.module is not module:
+    if (around := _in_force(module)) is None:
         if _AROUND in module.__dict__:  # a copy by a `__deepcopy__` of the class's own: see `Around.__reduce__`
             attributes = module.__dict__
             attributes["forward"] = attributes.pop(_AROUND)
