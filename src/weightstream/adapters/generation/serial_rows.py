@@ -3,11 +3,12 @@
 A product of several rows adds in another order than a product of one. But weights that are streamed are on the device
 for the whole time of a module, so there is time to run its rows one by one, which gives the bits of decoding one token
 at a time. The rows are those of transformers' blocks on a static cache, whose masks and positions have a row for each
-token. Where a trial finds that rows at once have the same bits, they run at once.
+token. Where a trial (`row_trial.py`) finds that rows at once have the same bits, they run at once.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,10 +19,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.hf import private
 from weightstream.adapters.modules.partition import find_blocks
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.undo import Undo
+
+logger = logging.getLogger("weightstream")
 
 _TRIALS = "_weightstream_row_trials"  # an attribute of a model
 
@@ -31,7 +35,7 @@ class Mode(Enum):
 
     AT_ONCE = "at once"
     SERIAL = "one after the other"
-    TRIAL = "both, to compare"
+    TRIAL = "at once, and their shapes noted"
 
 
 class _Part(NamedTuple):
@@ -42,12 +46,21 @@ class _Part(NamedTuple):
 
 
 class TriedStep(NamedTuple):
-    """The output of a step, whether rows at once have the bits of single ones, and a reason why no rows can be single
-    ones, or None."""
+    """The output of a step of rows at once, whether these have the bits of single ones, and a reason why rows cannot
+    run one after the other, or None."""
 
     output: Any
     is_equal: bool
     reason: str | None
+
+
+class _Noted(NamedTuple):
+    """A call of a module in a trial. `is_of_rows`: it would run row by row, with outputs joined along `dim`."""
+
+    name: str
+    is_of_rows: bool
+    dim: int | None
+    shapes: list[torch.Size]  # of its outputs
 
 
 class SerialRows:
@@ -65,10 +78,7 @@ class SerialRows:
         covered = {id(each) for part in self._parts for each in part.module.modules()}
         self._attention = [module for module in _attention(model) if id(module) not in covered]
         self._seen: set[int] = set()  # ids of attention modules that ran row by row
-        self._differs: torch.Tensor | None = None
-        self._misfit: str | None = None  # a module whose rows do not make up its output
-        self.num_compared = 0  # values of both ways, in all trials
-        self._keeps_serial = False
+        self._shapes: dict[int, list[_Noted]] = {}  # by id of a module, for each of its calls: of one row, then of all
 
     @property
     def unsuited(self) -> str | None:
@@ -93,48 +103,57 @@ class SerialRows:
         finally:
             undo()
 
-    def try_out(self, step: Callable[[], Any], *, keeps_serial: bool) -> TriedStep:
-        """Run a step in both ways, module by module, and compare all outputs. Waits for the device.
+    def try_out(self, step: Callable[[], Any], one: Callable[[], Any], take_back: Callable[[int], None]) -> TriedStep:
+        """Run a step of one token, then the step with its rows at once, and compare their operators.
 
-        `keeps_serial`: modules pass on what they computed row by row, else what they computed at once.
+        `take_back` takes a number of tokens out of the cache again.
         """
-        self._differs, self._misfit, self.mode, self._keeps_serial = None, None, Mode.TRIAL, keeps_serial
+        trial = RowTrial(self._width)
+        self._shapes, self.mode = {}, Mode.TRIAL
         try:
-            output = step()
+            trial.run_single(one)
+            take_back(1)
+            singles, self._shapes = self._shapes, {}
+            output, differences = trial.run_wide(step)
         finally:
             self.mode = Mode.AT_ONCE
-        return TriedStep(output, self._differs is not None and not bool(self._differs), self._why_not())
+        logger.debug("generate: %d rows at once, operators with other bits: %s", self._width, differences)
+        return TriedStep(output, not differences, self._why_not(singles))
 
-    def _why_not(self) -> str | None:
+    def _why_not(self, singles: dict[int, list[_Noted]]) -> str | None:
         """Reason why a trial has shown that rows cannot run one after the other, or None."""
         name = type(self._model).__name__
-        if self._misfit is not None:
-            return f"outputs of {self._misfit} in {name} have no entry for each token"
+        of_rows = {module: [call for call in calls if call.is_of_rows] for module, calls in self._shapes.items()}
+        for module, calls in of_rows.items():
+            for call, one in zip(calls, singles.get(module, ()), strict=False):
+                dims = [_token_dim(len(shape), call.dim) for shape in one.shapes]
+                joined = [
+                    shape if dim is None else torch.Size((*shape[:dim], shape[dim] * self._width, *shape[dim + 1 :]))
+                    for shape, dim in zip(one.shapes, dims, strict=True)
+                ]
+                if joined != call.shapes:
+                    return f"outputs of {call.name} in {name} have no entry for each token"
         if not self._seen >= set(map(id, self._attention)):
             return (
                 f"{name} has attention of its own, whose rows cannot run one after the other where parts of a layer "
                 "are streamed one by one"
             )
-        return f"{name} has no parts whose rows can run one after the other" if self._differs is None else None
+        return None if any(of_rows.values()) else f"{name} has no parts whose rows can run one after the other"
 
     def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(forward, "__func__", None) is type(part.module)._call_impl:
             return forward(*args, **kwargs)  # hooks, and the forward, which comes here too
         leaves, spec = tree_flatten((args, kwargs))
         cuts = [_row_dim(leaf, self._width, is_leaf=part.is_leaf) for leaf in leaves]
-        is_state = (c is not None and leaf.is_floating_point() for c, leaf in zip(cuts, leaves, strict=True))
-        if self.mode is Mode.AT_ONCE or not any(is_state):
-            return forward(*args, **kwargs)  # or a prompt, or a module that sees no tokens
-        dim = next(c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point())
-
-        def serial() -> Any:
-            return self._by_row(forward, leaves, spec, cuts, dim if part.is_leaf else None)
-
-        def take_back() -> None:
-            for layer in _cache_layers(part.module, leaves):
-                layer.crop(-self._width)
-
-        return self._ran(part.module, serial, lambda: forward(*args, **kwargs), take_back)
+        states = [c for c, leaf in zip(cuts, leaves, strict=True) if c is not None and leaf.is_floating_point()]
+        dim = states[0] if states and part.is_leaf else None
+        if self.mode is Mode.SERIAL and states:  # else a prompt, or a module that sees no tokens
+            return self._by_row(forward, leaves, spec, cuts, dim)
+        output = forward(*args, **kwargs)
+        if self.mode is Mode.TRIAL:
+            call = _Noted(type(part.module).__name__, bool(states), dim, _shapes(output))
+            self._shapes.setdefault(id(part.module), []).append(call)
+        return output
 
     def _attend(self, attention: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Attention as transformers calls it: with queries of shape (batch, heads, tokens, width), keys and values."""
@@ -142,34 +161,14 @@ class SerialRows:
         if self.mode is Mode.AT_ONCE or args[0].shape[2] != self._width:
             return attention(module, *args, **kwargs)
         self._seen.add(id(module))
+        if self.mode is Mode.TRIAL:
+            return attention(module, *args, **kwargs)
         of_keys = {id(args[1]), id(args[2])}
         cuts = [
             None if id(leaf) in of_keys else 2 if leaf is args[0] else _row_dim(leaf, self._width, is_leaf=False)
             for leaf in leaves
         ]
-        return self._ran(
-            module, lambda: self._by_row(attention, leaves, spec, cuts, 1), lambda: attention(module, *args, **kwargs)
-        )
-
-    def _ran(
-        self,
-        module: nn.Module,
-        serial: Callable[[], Any],
-        at_once: Callable[[], Any],
-        take_back: Callable[[], None] = lambda: None,
-    ) -> Any:
-        """The output of a module in the mode that is set. `take_back` takes the tokens out of the cache again."""
-        if self.mode is Mode.SERIAL:
-            return serial()
-        dropped, kept = (at_once, serial) if self._keeps_serial else (serial, at_once)
-        other = dropped()
-        take_back()
-        output = kept()  # last, as the cache holds the keys of the last one
-        if _shapes(other) != _shapes(output):
-            self._misfit = type(module).__name__
-            return other if self._keeps_serial else output
-        self._compare(other, output)
-        return output
+        return self._by_row(attention, leaves, spec, cuts, 1)
 
     def _by_row(
         self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, cuts: list[int | None], dim: int | None
@@ -183,13 +182,6 @@ class SerialRows:
             rows.append(function(*args, **kwargs))
         return _joined(rows, dim)
 
-    def _compare(self, first: Any, second: Any) -> None:
-        for a, b in zip(tree_flatten(first)[0], tree_flatten(second)[0], strict=True):
-            if isinstance(a, torch.Tensor):
-                is_other = (_bits(a) != _bits(b)).any()
-                self.num_compared += a.numel()
-                self._differs = is_other if self._differs is None else self._differs | is_other.to(self._differs.device)
-
 
 def trials(model: nn.Module) -> dict[object, bool]:
     """What trials with this model have found, by what may decide which kernels run."""
@@ -197,9 +189,13 @@ def trials(model: nn.Module) -> dict[object, bool]:
     return found
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(integers[tensor.element_size()])
+def first_row(args: Any, kwargs: Any, width: int) -> tuple[Any, Any]:
+    """The arguments of a model for the first of `width` tokens."""
+    leaves, spec = tree_flatten((args, kwargs))
+    cuts = [_row_dim(leaf, width, is_leaf=False) for leaf in leaves]
+    own = [leaf if c is None else leaf.narrow(c, 0, 1).clone() for c, leaf in zip(cuts, leaves, strict=True)]
+    found: tuple[Any, Any] = tree_unflatten(own, spec)
+    return found
 
 
 def _row_dim(leaf: Any, width: int, *, is_leaf: bool) -> int | None:
@@ -225,21 +221,19 @@ def _joined(rows: list[Any], dim: int | None) -> Any:
     found, spec = zip(*map(tree_flatten, rows), strict=True)
     joined = []
     for each in zip(*found, strict=True):
-        num_dims = each[0].dim() if isinstance(each[0], torch.Tensor) else 0
-        own = dim if dim is not None else {3: 1, 4: 2}.get(num_dims)
-        joined.append(torch.cat(each, own) if own is not None and num_dims > max(own, 1) else each[-1])
+        own = _token_dim(each[0].dim(), dim) if isinstance(each[0], torch.Tensor) else None
+        joined.append(each[-1] if own is None else torch.cat(each, own))
     return tree_unflatten(joined, spec[0])
+
+
+def _token_dim(num_dims: int, dim: int | None) -> int | None:
+    """The dimension along which tensors of one token each are joined; None: they are not."""
+    own = dim if dim is not None else {3: 1, 4: 2}.get(num_dims)
+    return own if own is not None and num_dims > max(own, 1) else None
 
 
 def _shapes(output: Any) -> list[torch.Size]:
     return [leaf.shape for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _cache_layers(module: nn.Module, leaves: list[Any]) -> list[Any]:
-    """The layers of the cache among the arguments that the module updates."""
-    indices = {vars(m)["layer_idx"] for m in module.modules() if isinstance(vars(m).get("layer_idx"), int)}
-    caches = [leaf for leaf in leaves if hasattr(leaf, "layers") and hasattr(leaf, "crop")]
-    return [cache.layers[index] for cache in caches[:1] for index in sorted(indices)]
 
 
 def _parts(model: nn.Module) -> Iterator[_Part]:

@@ -21,7 +21,7 @@ from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.serial_rows import Mode, SerialRows, trials
+from weightstream.adapters.generation.serial_rows import Mode, SerialRows, first_row, trials
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
 from weightstream.errors import ConfigError, UnsupportedError
@@ -31,8 +31,6 @@ logger = logging.getLogger("weightstream")
 Bits = Literal["token", "rows"]
 _EARLY_EXIT = "assistant_early_exit"
 _ASSISTANT_TOKENS = 20  # transformers' default
-_NUM_TRIALS = 2  # passes that compare rows at least: at positions that follow each other
-_NUM_COMPARED = 1 << 18  # values, at least: sums that differ round to the same bfloat16 in all but one of 10,000 cases
 FREE = 1.05  # rows one after the other are free where they make a step this much longer at most
 _FEW = 0.2  # a share of accepted tokens that is worth a word
 
@@ -140,7 +138,6 @@ class VerifySteps:
         self._draws = draws  # tokens are sampled
         self._rows: SerialRows | None = None
         self._stack = ExitStack()  # what is undone at the end
-        self._num_tried = 0
         self._cache: CroppableCache | None = None
         self._length = 0  # the positions that a text of this call may fill
 
@@ -151,15 +148,13 @@ class VerifySteps:
 
     def report(self) -> SpeculationReport:
         rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
-        if self._bits is None and self._num_tried:
-            rows = Mode.TRIAL
         return SpeculationReport(
             draft=self._draft.kind,
             width=self.width,
             passes=self.counts.passes,
             tokens_per_pass=self.counts.tokens_per_pass,
             acceptance=self.counts.acceptance,
-            bits=self._bits or self._wanted or "token",  # undecided: all passes had both bits
+            bits=self._bits or self._wanted or "token",  # undecided: no pass had several rows
             rows=rows.value,
             singles=self.counts.singles,
         )
@@ -206,7 +201,7 @@ class VerifySteps:
         kwargs = kwargs if is_single else self._in_range(kwargs)
         with private.decode_step(self._model, 1):  # 5.17 does so in steps of one token only
             if self._bits is None and not is_single:
-                output = self._try(lambda: forward(*args, **kwargs))
+                output = self._try(forward, args, kwargs)
                 if output is not None:
                     return output
             return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)
@@ -223,8 +218,8 @@ class VerifySteps:
         last = positions[..., num - 1 : num].expand(*positions.shape[:-1], self.width - num)
         return kwargs | {"position_ids": torch.cat([positions[..., :num], last], -1)}
 
-    def _try(self, step: Callable[[], Any]) -> Any | None:
-        """Decide about bits, by a trial if need be. Returns the output of the step if it was one."""
+    def _try(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any | None:
+        """Decide about bits, by a trial if need be. Returns the output of the step if the trial has made it."""
         if self._wanted == "rows" or self._cache is None:
             self._bits = "rows"
             return None
@@ -238,16 +233,21 @@ class VerifySteps:
         if key in known:
             self._choose(rows, known[key])
             return None
-        if not self._num_tried:
-            self._stack.enter_context(rows.attached())
-        output, is_equal, reason = rows.try_out(step, keeps_serial=self._may_be_serial())
-        self._num_tried += 1
-        if reason is not None:
-            self._settle_for_rows(reason)
-        elif not is_equal or (self._num_tried >= _NUM_TRIALS and rows.num_compared >= _NUM_COMPARED):
-            known[key] = is_equal
-            self._choose(rows, is_equal)
-        return output
+        one_args, one_kwargs = first_row(args, kwargs, self.width)
+        take_back = self._cache.cache.crop
+        with rows.attached():
+            tried = rows.try_out(
+                lambda: forward(*args, **kwargs), lambda: forward(*one_args, **one_kwargs), lambda num: take_back(-num)
+            )
+        if tried.reason is not None and not tried.is_equal:
+            self._settle_for_rows(tried.reason)
+            return tried.output
+        known[key] = tried.is_equal
+        self._choose(rows, tried.is_equal)
+        if rows.mode is Mode.AT_ONCE:
+            return tried.output
+        take_back(-self.width)  # the step runs again, row by row
+        return None
 
     def _unequal(self) -> str | None:
         if self._cache is not None and self._cache.widens_windows:
@@ -262,8 +262,7 @@ class VerifySteps:
         if not self._may_be_serial():
             self._settle_for_rows("rows one after the other would take longer than the copies")
             return
-        if not self._num_tried:
-            self._stack.enter_context(rows.attached())
+        self._stack.enter_context(rows.attached())
         self._bits, rows.mode = "token", Mode.SERIAL
 
     def _may_be_serial(self) -> bool:

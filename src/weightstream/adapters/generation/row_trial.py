@@ -1,0 +1,481 @@
+"""Whether a pass of several rows has the bits of one row at a time, decided from the operators that it runs.
+
+Sums in another order round to the same bfloat16 in all but one of 10,000 to 1,000,000 cases, so outputs of a model are
+no evidence. Instead each operator that adds is run on probes: values that cancel, so that its result is the residue of
+rounding, which another order changes. The assumption is that kernels are chosen by operator, shapes, strides, dtypes
+and alignment, not by values, and that elementwise kernels compute each element alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from weightstream.runtime.streamer.read_watch import OperatorMode
+
+_aten = torch.ops.aten
+_WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+_NUM_TURNS = 12  # probes of an operator, at least
+_MAX_NBYTES = 16 << 20  # of a matrix that is made for a probe; a larger one is that of the model
+_ALIGNMENT = 256  # bytes, the largest that cuBLAS asks for
+_MIN_PAIRS = 16  # terms of a sum that cancel
+
+_MOVES = frozenset(  # copies that strides may need for several rows only, and those of streamed weights
+    (
+        *("clone", "copy_", "_unsafe_view", "_reshape_alias", "lift_fresh", "lift_fresh_copy", "expand_copy", "empty"),
+        *("empty_like", "empty_strided", "new_empty", "new_empty_strided", "_has_compatible_shallow_copy_type"),
+    )
+)
+_ROW_WISE = frozenset(  # besides elementwise operators
+    (
+        *("embedding", "cat", "stack", "index", "index_select", "gather", "index_copy", "index_put", "_index_put_impl"),
+        *("_unsafe_index", "scatter", "slice_scatter", "select_scatter", "masked_fill", "_to_copy", "fill", "zero"),
+        *("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
+        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu", "amax"),
+        *("amin", "polar", "split_with_sizes_copy", "split_copy"),
+    )
+)
+
+
+class _Layout(NamedTuple):
+    """What a kernel is chosen by, of a tensor."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int  # bytes from an aligned address
+
+    @classmethod
+    def of(cls, leaf: object) -> object:
+        """The layout of a tensor; all else as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return cls(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.data_ptr() % _ALIGNMENT)
+
+    def holding(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of this layout with these values."""
+        offset = self.offset // self.dtype.itemsize
+        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        memory = torch.empty(size + offset, dtype=self.dtype, device=self.device)
+        made = memory.as_strided(self.shape, self.strides, offset)
+        expanded = [n > 1 and stride == 0 for n, stride in zip(self.shape, self.strides, strict=True)]
+        for dim in (dim for dim, is_one in enumerate(expanded) if is_one):
+            made, values = made.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        made.copy_(values)
+        return memory.as_strided(self.shape, self.strides, offset)
+
+
+class _Call(NamedTuple):
+    """An operator with its arguments, flat, and tensors by their layouts."""
+
+    function: Any
+    spec: TreeSpec
+    leaves: list[object]
+
+    @classmethod
+    def of(cls, function: Any, args: Any, kwargs: Any) -> _Call:
+        leaves, spec = tree_flatten((args, kwargs))
+        return cls(function, spec, [_Layout.of(leaf) for leaf in leaves])
+
+
+class RowTrial:
+    """Compares the operators of a pass of `width` tokens with those of a pass of one."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._single: list[_Call] = []
+
+    def run_single(self, step: Callable[[], Any]) -> Any:
+        """Run the pass of one token."""
+
+        def note(function: Any, args: Any, kwargs: Any, _: Any) -> None:
+            self._single.append(_Call.of(function, args, kwargs))
+
+        with _Watch(note):
+            return step()
+
+    def run_wide(self, step: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Run the pass of `width` tokens. Returns its output and how operators differ from those of the single token:
+        if in nothing, rows have the bits of single tokens. Waits for the device."""
+        singles, known = iter(self._single), dict[Any, str | None]()
+        found: dict[str, None] = {}  # in order
+
+        def check(function: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if any("differ in" in reason for reason in found):
+                return  # later operators have no partner
+            single = next(singles, None)
+            with _disable_current_modes(), torch.no_grad():
+                if single is None or single.function is not function:
+                    reason: str | None = f"operators of a row differ in {function}"
+                else:
+                    reason = self._difference(single, args, kwargs, output, known)
+            if reason is not None:
+                found[reason] = None
+
+        with _Watch(check):
+            output = step()
+        if not found and (rest := next(singles, None)) is not None:
+            found[f"operators of a row differ in {rest.function}"] = None
+        return output, list(found)
+
+    def _difference(
+        self, single: _Call, args: Any, kwargs: Any, output: Any, known: dict[Any, str | None]
+    ) -> str | None:
+        function = single.function
+        wide = _Call.of(function, args, kwargs)
+        name = _name(function)
+        if _WAITING & set(getattr(function, "tags", ())) and not (name == "index" and not _has_masks(args[1])):
+            return f"the shapes of {function} depend on values"
+        if wide == single or _is_row_wise(function, args, name):
+            return None
+        tensors = [leaf for leaf in tree_flatten((args, kwargs, output))[0] if isinstance(leaf, torch.Tensor)]
+        if not any(each.is_floating_point() or each.is_complex() for each in tensors):
+            return None  # sums of integers are exact
+        probe = _PROBES.get(getattr(function, "overloadpacket", None))
+        if probe is None:
+            return f"{function} is not known to treat rows alone"
+        key = function, wide.spec, tuple(map(str, wide.leaves)), tuple(map(str, single.leaves))
+        if key not in known:
+            known[key] = self._probe(probe, wide, single, args, kwargs)
+        return known[key]
+
+    def _probe(self, probe: _Probe, wide: _Call, single: _Call, args: Any, kwargs: Any) -> str | None:
+        """How rows at once differ from single ones in an operator, or None."""
+        function = wide.function
+        what = f"{function} of {[tuple(leaf.shape) for leaf in wide.leaves if isinstance(leaf, _Layout)]}"
+        if single.spec != wide.spec:
+            return f"arguments of {what} have another structure for one row"
+        cuts = probe.cuts(wide.leaves, single.leaves, self._width)
+        if cuts is None:
+            return f"arguments of {what} are not those of a row several times"
+        originals = tree_flatten((args, kwargs))[0]
+        devices = [leaf.device for leaf in wide.leaves if isinstance(leaf, _Layout)]
+        chance = torch.Generator(devices[0]).manual_seed(self._width)
+        is_same: list[torch.Tensor] = []
+        for turn in range(max(_NUM_TURNS, 2 * self._width)):
+            values = probe.fill(args, kwargs, turn, chance)
+            if values is None:
+                return f"{what} has no probe for its weights"
+            row = (turn // probe.num_kinds) % self._width
+            ours, own = [], []
+            for value, original, cut, a, b in zip(
+                tree_flatten(values)[0], originals, cuts, wide.leaves, single.leaves, strict=True
+            ):
+                whole = value if value is original else a.holding(value)  # type: ignore[attr-defined]
+                ours.append(whole)
+                own.append(_row(whole, cut, row, b))
+            outputs = [
+                [t for t in tree_flatten(function(*more, **named))[0] if isinstance(t, torch.Tensor)][
+                    : probe.num_outputs
+                ]
+                for more, named in (tree_unflatten(leaves, wide.spec) for leaves in (ours, own))
+            ]
+            for rows, one in zip(*outputs, strict=True):
+                found = probe.cuts([_Layout.of(rows)], [_Layout.of(one)], self._width)
+                if found is None or (found == [None] and any(cut is not None for cut in cuts)):
+                    return f"outputs of {what} have no entry for each row"
+                part = _row(rows, found[0], row, _Layout.of(one))
+                is_same.append(torch.isfinite(one).all() & (_bits(part) == _bits(one)).all())
+            floats = [one for one in outputs[1] if one.is_floating_point()]
+            if probe.needs_float32 and not any(one.dtype.itemsize >= 4 for one in floats):
+                return f"{what} rounds too much to be probed"
+        return None if bool(torch.stack(is_same).all()) else f"{what} differs"
+
+
+class _Watch(OperatorMode):
+    """Calls `note(function, args, kwargs, output)` after each operator that computes."""
+
+    def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # wrapped tensors: the operators on the inner ones are seen later
+        output = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False) and _name(func) not in _MOVES:
+            self._note(func, args, kwargs or {}, output)
+        return output
+
+
+def _name(function: Any) -> str:
+    """The name of an operator of torch, else ""."""
+    packet = getattr(function, "overloadpacket", None)
+    return str(packet.__name__) if packet is not None and function.namespace in ("aten", "prims") else ""
+
+
+def _is_row_wise(function: Any, args: Any, name: str) -> bool:
+    if torch.Tag.pointwise in getattr(function, "tags", ()):
+        return True
+    if name.startswith("index_put") or name == "_index_put_impl_":
+        return not any(args[3:4])  # accumulates
+    return name.rstrip("_") in _ROW_WISE and "reduce" not in function._overloadname
+
+
+def _has_masks(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class _Cut(NamedTuple):
+    """Where a row is in an argument: its part of a dimension, to be seen in another shape where `is_folded`."""
+
+    dim: int
+    is_folded: bool = False
+
+
+class _Heads(NamedTuple):
+    """An argument that has each head `num` times, but once where a row is alone."""
+
+    num: int
+
+
+_Place = _Cut | _Heads | None  # None: the argument has no rows
+
+
+def _cuts(wide: list[object], single: list[object], width: int) -> list[_Place] | None:
+    """Where a row is in each argument; None: somewhere."""
+    found: list[_Place] = []
+    for whole, row in zip(wide, single, strict=True):
+        if not isinstance(whole, _Layout) or not isinstance(row, _Layout):
+            if type(whole) is not type(row) or whole != row:
+                return None
+            found.append(None)
+            continue
+        if (whole.dtype, whole.device, len(whole.shape)) != (row.dtype, row.device, len(row.shape)):
+            return None
+        dims = [dim for dim, (a, b) in enumerate(zip(whole.shape, row.shape, strict=True)) if a != b]
+        if dims and (len(dims) > 1 or whole.shape[dims[0]] != width * row.shape[dims[0]]):
+            return None
+        found.append(_Cut(dims[0]) if dims else None)
+    return found
+
+
+def _attention_cuts(wide: list[object], single: list[object], width: int) -> list[_Place] | None:
+    """As `_cuts`, of attention's queries, keys and values (batch, heads, tokens, …), or its output alone.
+
+    transformers may pack the queries of all heads that share keys, where there is one token: then these are its tokens.
+    """
+    found: list[_Place] = []
+    for index, (whole, row) in enumerate(zip(wide, single, strict=True)):
+        is_keys = index in (1, 2)
+        if not isinstance(whole, _Layout) or not isinstance(row, _Layout) or whole[0] == row[0]:
+            place = _cuts([whole], [row], width)
+        elif len(whole.shape) != 4 or len(row.shape) != 4 or whole.dtype != row.dtype:
+            place = None
+        else:
+            (heads, tokens), (own_heads, own_tokens) = whole.shape[1:3], row.shape[1:3]
+            is_packed = heads == own_heads * own_tokens and tokens == width
+            is_shared = heads % own_heads == 0 and tokens == own_tokens
+            place = [_Heads(heads // own_heads)] if is_keys and is_shared else None
+            place = [_Cut(2, is_folded=own_tokens > 1)] if not is_keys and is_packed else place
+        if place is None or (is_keys and isinstance(place[0], _Cut)):
+            return None
+        found += place
+    return found
+
+
+def _row(whole: Any, place: _Place, row: int, layout: Any) -> Any:
+    """The entries of a row, laid out as they are where it is alone. Large ones are not copied."""
+    if not isinstance(whole, torch.Tensor):
+        return whole
+    if isinstance(place, _Heads):
+        part = whole[:, :: place.num]
+    elif place is None:
+        part = whole
+    elif place.is_folded:
+        part = whole.narrow(place.dim, row, 1).reshape(layout.shape)
+    else:
+        size = layout.shape[place.dim]
+        part = whole.narrow(place.dim, row * size, size)
+    return part if _Layout.of(part) == layout else layout.holding(part)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+class _Probe(NamedTuple):
+    """Arguments in which another order of adding shows.
+
+    `fill(args, kwargs, turn, chance)` returns arguments of the same shapes; those that it leaves as they are, are the
+    model's own. None: there is no probe. `num_kinds` of values take turns. `needs_float32`: terms have one sign, so
+    that an order shows in the last bits of a sum alone.
+    """
+
+    fill: Callable[[Any, Any, int, torch.Generator], tuple[Any, Any] | None]
+    num_kinds: int = 1
+    num_outputs: int | None = None
+    needs_float32: bool = False
+    cuts: Callable[[list[object], list[object], int], list[_Place] | None] = _cuts
+
+
+def _normal(like: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """Random values of a shape, as that dtype rounds them."""
+    found = torch.randn(like.shape, generator=chance, device=like.device, dtype=torch.float32)
+    return found.to(like.dtype)
+
+
+def _wide_ranging(like: torch.Tensor, chance: torch.Generator, low: int = -10, high: int = 10) -> torch.Tensor:
+    """Random values of many magnitudes, so that a sum of them rounds."""
+    exponents = torch.randint(low, high + 1, like.shape, generator=chance, device=like.device)
+    return torch.ldexp(_normal(like, chance), exponents).to(like.dtype)
+
+
+def _cancelling(factors: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    """Values `x` of many magnitudes by which `(x * factors).sum(-1)` is exactly zero, if it does not round.
+
+    Factors of equal size are paired, at random places; those without a partner get zero.
+    """
+    mixed = torch.rand(factors.shape, generator=chance, device=factors.device).argsort(-1)
+    size, order = factors.gather(-1, mixed).abs().sort(-1)
+    index = mixed.gather(-1, order)
+    place = torch.arange(size.shape[-1], device=size.device).expand_as(size)
+    is_new = torch.ones_like(size, dtype=torch.bool)
+    is_new[..., 1:] = size[..., 1:] != size[..., :-1]
+    begin = torch.where(is_new, place, 0).cummax(-1).values
+    has_partner = ~is_new[..., 1:] & ((place - begin)[..., :-1] % 2 == 0)
+    signs = factors.gather(-1, index).sign()
+    values = _wide_ranging(factors[..., 1:], chance) * has_partner
+    found = torch.zeros_like(factors)
+    found[..., :-1] += values * signs[..., :-1]
+    found[..., 1:] -= values * signs[..., 1:]
+    return torch.zeros_like(factors).scatter_(-1, index, found)
+
+
+def _factors(matrix: torch.Tensor, turn: int, chance: torch.Generator) -> torch.Tensor:
+    """A matrix of such a shape for a probe: made up, or if that would be large the model's own."""
+    if matrix.nbytes > _MAX_NBYTES:
+        return matrix
+    if turn % 2:
+        return _normal(matrix, chance)
+    few = _normal(matrix.new_empty(8), chance)
+    return few[torch.randint(8, matrix.shape, generator=chance, device=matrix.device)]
+
+
+def _against(matrix: torch.Tensor, like: torch.Tensor, turn: int, chance: torch.Generator) -> torch.Tensor | None:
+    """Rows whose products with columns of a matrix (…, terms, columns) cancel, each with another column."""
+    if turn % 2:
+        return _normal(like, chance)
+    num_columns = matrix.shape[-1]
+    columns = torch.randint(num_columns, like.shape[-2:-1], generator=chance, device=like.device)
+    columns[0] = 0 if turn % 4 else num_columns - 1
+    factors = matrix.index_select(-1, columns).mT.contiguous()
+    found = _cancelling(factors, chance)
+    num_pairs = ((found * factors) != 0).sum(-1).min() // 2
+    is_sensitive = like.dtype.itemsize >= 4 or int(num_pairs) >= min(_MIN_PAIRS, like.shape[-1] // 4)
+    if like.dtype.itemsize >= 4:  # its sums show an order anyway
+        found = torch.where(found == 0, _normal(like, chance), found)
+    return found if is_sensitive else None
+
+
+def _product(first: int, *, is_linear: bool = False) -> _Probe:
+    """The probe of a product of matrices, whose arguments begin at `first`, after one that is added."""
+
+    def fill(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any] | None:
+        left, right = args[first], args[first + 1]
+        right = right.mT if is_linear else right
+        new_left: torch.Tensor | None
+        new_right: torch.Tensor | None
+        if right.numel() >= left.numel():
+            new_right = _factors(right, turn, chance)
+            new_left = _against(new_right, left, turn, chance)
+            is_kept = new_right is right
+        else:
+            new_left = _factors(left, turn, chance)
+            other = _against(new_left.mT, right.mT, turn, chance)
+            new_right, is_kept = None if other is None else other.mT, False
+        if new_left is None or new_right is None:
+            return None
+        new_right = args[first + 1] if is_kept else new_right.mT if is_linear else new_right
+        made = list(args)
+        made[first], made[first + 1] = new_left, new_right
+        for index in (0,) if first else (2,) if is_linear and len(args) > 2 and args[2] is not None else ():
+            made[index] = _normal(args[index], chance) if turn % 2 else torch.zeros_like(args[index])
+        return tuple(made), kwargs
+
+    return _Probe(fill, 2)
+
+
+def _attention(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any]:
+    """Values that cancel, of equal scores; scores that cancel in large products; and random ones. Keys and values are
+    those of one head."""
+    queries, keys, values = args[:3]
+    kind = turn % 3
+    new_queries, new_keys, new_values = (_normal(each, chance) for each in (queries, keys[:, :1], values[:, :1]))
+    if kind == 0:
+        new_queries = torch.zeros_like(new_queries)
+        new_values = _cancelling(torch.ones_like(new_values.mT), chance).mT
+    elif kind == 1:
+        order = torch.randperm(queries.shape[-1] // 2 * 2, generator=chance, device=queries.device)
+        here, there = order.view(2, -1)
+        new_queries = _wide_ranging(queries, chance, 0, 12)
+        new_queries[..., there] = -new_queries[..., here]
+        new_keys = new_keys * 2**12
+        new_keys[..., there] = new_keys[..., here]
+    rest, named = tree_map(_all_visible, (tuple(args[3:]), kwargs))
+    return (new_queries, new_keys.expand_as(keys), new_values.expand_as(values), *rest), named
+
+
+def _all_visible(leaf: Any) -> Any:
+    """A mask that hides nothing."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.ones_like(leaf) if leaf.dtype is torch.bool else torch.zeros_like(leaf)
+
+
+def _reduced_dim(args: Any) -> int:
+    """A dimension over which an operator adds: its second argument has them, or the sizes of the last ones."""
+    dims = args[1] if len(args) > 1 else None
+    return int(dims[-1] if isinstance(dims, (list, tuple)) and dims else dims if isinstance(dims, int) else -1)
+
+
+def _sum(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any]:
+    dim = _reduced_dim(args)
+    values = _cancelling(torch.ones_like(args[0].movedim(dim, -1), memory_format=torch.contiguous_format), chance)
+    return (values.movedim(-1, dim), *args[1:]), kwargs
+
+
+def _norm(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any]:
+    values = _cancelling(torch.ones_like(args[0], memory_format=torch.contiguous_format), chance)
+    return (values if turn % 2 else _normal(values, chance), *args[1:]), kwargs
+
+
+def _positive(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any]:
+    return (_normal(args[0], chance), *args[1:]), kwargs
+
+
+def _order(args: Any, kwargs: Any, turn: int, chance: torch.Generator) -> tuple[Any, Any]:
+    """Many equal values: which of them comes first?"""
+    values = torch.randint(4, args[0].shape, generator=chance, device=args[0].device).to(args[0].dtype)
+    return (values, *args[1:]), kwargs
+
+
+def _probes() -> Iterator[tuple[Any, _Probe]]:
+    yield from ((packet, _product(0)) for packet in (_aten.mm, _aten.bmm))
+    yield from ((packet, _product(1)) for packet in (_aten.addmm, _aten.baddbmm))
+    yield _aten.linear, _product(0, is_linear=True)
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        yield getattr(_aten, f"_scaled_dot_product_{name}"), _Probe(_attention, 3, 1, cuts=_attention_cuts)
+    yield from ((packet, _Probe(_sum)) for packet in (_aten.sum, _aten.mean, _aten.cumsum))
+    yield _aten.native_layer_norm, _Probe(_norm, 2)
+    if hasattr(_aten, "_fused_rms_norm"):
+        yield _aten._fused_rms_norm, _Probe(_norm, 2, needs_float32=True)
+    for packet in (_aten._softmax, _aten._safe_softmax, _aten._log_softmax, _aten.logsumexp, _aten.linalg_vector_norm):
+        yield packet, _Probe(_positive, needs_float32=True)
+    yield from ((packet, _Probe(_positive, needs_float32=True)) for packet in (_aten.var, _aten.var_mean, _aten.std))
+    yield from ((packet, _Probe(_order)) for packet in (_aten.topk, _aten.sort, _aten.argmax, _aten.max, _aten.min))
+
+
+_PROBES: Mapping[Any, _Probe] = MappingProxyType(dict(_probes()))
