@@ -23,8 +23,8 @@ from weightstream.settings.config import OffloadConfig
 logger = logging.getLogger("weightstream")
 
 _FLOAT_NBYTES = 4  # transformers keeps the draft's logits in float32
-_GAIN = 1.1  # a draft that is expected to gain less is not worth its load: acceptance is assumed
-_PLENTY = 4  # times the weights of a draft: a budget in which all of them are resident
+GAIN = 1.1  # a draft that is expected to gain less is not worth its load: acceptance is assumed
+PLENTY = 4  # times the weights of a draft: a budget in which all of them are resident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def describe_draft(
     settings = OffloadConfig(context=config.context, codec="none", device_budget=1)
     inputs = sketch_of(model, checkpoint, settings, machine).inputs
     nbytes = inputs.grains[0].nbytes
-    plan = replace(inputs, config=settings.within(_PLENTY * nbytes + 1)).plan().plan
+    plan = replace(inputs, config=settings.within(PLENTY * nbytes + 1)).plan().plan
     num_words = model.config.get_text_config().vocab_size
     needs = DraftNeeds(
         name=str(name),
@@ -145,13 +145,13 @@ def plan_with_draft(inputs: PlannerInputs, draft: DraftModel, mode: Speculate, n
         return DraftedPlan(inputs, without, False, f"left out {draft.name}: {size} leave no room: {error}")
     assert without is not None  # it has more room
     on_cpu = inputs.machine.on_cpu
-    theirs = _choice(with_draft, PRIORS["assistant"], draft.needs.token_s, on_cpu=on_cpu)
-    ours = _choice(without, PRIORS["prompt lookup"], 0.0, on_cpu=on_cpu)
+    theirs = choice_of(with_draft, PRIORS["assistant"], draft.needs.token_s, on_cpu=on_cpu)
+    ours = choice_of(without, PRIORS["prompt lookup"], 0.0, on_cpu=on_cpu)
     figures = (
         f"{rate(theirs.tokens_per_s)} tokens/s are expected with the draft and {size} of the budget, "
         f"{rate(ours.tokens_per_s)} without"
     )
-    if mode == "draft" or (theirs.tokens > 1 and theirs.tokens_per_s > _GAIN * ours.tokens_per_s):
+    if mode == "draft" or (theirs.tokens > 1 and theirs.tokens_per_s > GAIN * ours.tokens_per_s):
         return DraftedPlan(reserved, with_draft, True, f"loading {draft.name}: {figures}")
     return DraftedPlan(inputs, without, False, f"left out {draft.name}: {figures}")
 
@@ -170,7 +170,8 @@ def _plan(inputs: PlannerInputs) -> _Made:
         return _Made(None, error)
 
 
-def _choice(plan: Plan, acceptance: float, token_s: float, *, on_cpu: bool) -> PassChoice:
+def choice_of(plan: Plan, acceptance: float, token_s: float, *, on_cpu: bool) -> PassChoice:
+    """The width of passes with this plan, for a draft of which so many tokens are accepted."""
     return choose_width(Passes(plan.passes, in_graphs=not on_cpu), acceptance, token_s)
 
 

@@ -7,21 +7,25 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weightstream.adapters.hf.ranks import join, ranks_of, ranks_together
 from weightstream.adapters.modules.partition import Grain
+from weightstream.adapters.modules.split_weights import SplitModel, split_model
+from weightstream.adapters.tracing.meta_copy import copied
 from weightstream.api.drafts import Describe, DraftModel, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import Stripes, stripe
+from weightstream.api.self_draft import SELF, plan_self_drafted, with_split
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.inputs.gathering import Example, LayerSubset
-from weightstream.inputs.machine import Kernels
+from weightstream.inputs.machine import Kernels, dtypes_of, machine_with_rates
 from weightstream.measure.progress import lasting
 from weightstream.plan.speculation import MOST_ROWS
 from weightstream.runtime.devices import cuda
@@ -161,6 +165,8 @@ def from_pretrained(
             of the plan. Default: "auto" with a `draft`, else "off".
         draft: the folder or repository of a small model with the same tokens. It is loaded to the device, inside of
             `device_budget`, if more tokens per second are expected with it than without; a log line has both figures.
+            "self": the model drafts for itself, with the sign, exponent and first mantissa bits of its weights, which
+            then stay on the device while the other bits stream.
         kwargs: attributes of the model's config, such as `use_cache`, and arguments of the Hub and of transformers,
             such as `revision`, `subfolder`, `trust_remote_code` and `attn_implementation`. `device_map="auto"` uses
             all GPUs. With `distributed_config`, under torchrun, each process streams its tensor-parallel shards.
@@ -215,13 +221,17 @@ def from_pretrained(
         facts = CallerFacts(
             memories=memories, folder=loaded.folder, ranks=ranks, progress=progress, most_rows=most_rows
         )
-        describe = None
-        if draft is not None and speculate in ("auto", "draft"):
+        describe, self_draft = None, None
+        if draft == SELF and speculate in ("auto", "draft"):
+            self_draft = _self_draft(loaded, config, backend, speculate, most_rows)
+            if self_draft is not None:
+                facts = replace(facts, restored=self_draft.split.undo)
+        elif draft is not None and speculate in ("auto", "draft"):
             trusts = bool(kwargs.get("trust_remote_code"))
             describe = partial(describe_draft, draft, config, trust_remote_code=trusts, progress=progress)
         if speculate != "off" and (config.stripes or ranks is not None):
             logger.warning("speculate=%r is ignored: a model on several GPUs has one token a pass", speculate)
-        _placed(loaded.model, backends, config, facts, speculate, describe)
+        _placed(loaded.model, backends, config, facts, speculate, describe, self_draft)
         on_failure.pop_all()
     return loaded.model
 
@@ -287,13 +297,14 @@ def _placed(
     facts: CallerFacts,
     speculate: Speculate = "off",
     describe: Describe | None = None,
+    self_draft: _SelfDraft | None = None,
 ) -> Streamer | Stripes:
     """Offload a model to one device, or to several."""
     if backends[1:] and facts.ranks is not None:
         raise ConfigError("each process of tensor parallelism computes on one GPU: leave out gpus")
     if backends[1:]:
         return stripe(model, backends, config, facts)
-    return _offload(model, backends[0], config, facts, speculate, describe)
+    return _offload(model, backends[0], config, facts, speculate, describe, self_draft)
 
 
 def _offload(
@@ -303,11 +314,14 @@ def _offload(
     facts: CallerFacts,
     speculate: Speculate = "off",
     describe: Describe | None = None,
+    self_draft: _SelfDraft | None = None,
 ) -> Streamer:
     """Find the weights, give each a home, plan, and attach the plan to the model. `describe` describes its draft."""
     draft: DraftModel | None = None
     with assembled(model, backend, config, facts) as builder:
         logger.debug("planning %s with\n%s", type(model).__name__, builder.inputs)
+        if self_draft is not None:
+            builder.plan_with(with_split(builder.inputs, self_draft.split, builder.gatherer))
         with lasting("planning", facts.progress):
             if describe is None:
                 plan = builder.inputs.plan().plan
@@ -318,7 +332,12 @@ def _offload(
                 builder.plan_with(found.inputs)
                 plan, draft = found.plan, draft if found.is_drafted else None
         streamer = builder.attach(plan)
-    streamer.drafting.mode = "auto" if speculate == "draft" and draft is None else speculate
+    has_draft = draft is not None or self_draft is not None
+    streamer.drafting.mode = "auto" if speculate == "draft" and not has_draft else speculate
+    if self_draft is not None:
+        self_draft.split.follow(streamer.device)
+        streamer.drafting.model, streamer.drafting.kind = self_draft.split.draft, "self draft"
+        streamer.drafting.prior, streamer.drafting.token_s = self_draft.prior, self_draft.token_s
     if draft is not None:
         try:
             streamer.drafting.model = draft.load(streamer.device)
@@ -333,6 +352,33 @@ def _offload(
             streamer.remove()
             raise
     return streamer
+
+
+class _SelfDraft(NamedTuple):
+    """A model whose weights are split, and what is expected of it as a draft."""
+
+    split: SplitModel
+    prior: float
+    token_s: float
+
+
+@torch.no_grad()
+def _self_draft(
+    loaded: Any, config: OffloadConfig, backend: Backend, speculate: Speculate, most_rows: int
+) -> _SelfDraft | None:
+    """Split the weights of a loaded model; None: without that it is expected to be faster."""
+    model = loaded.model
+    with lasting("planning drafts", None):
+        machine = machine_with_rates(backend, config, dtypes_of(model))
+        found = plan_self_drafted(copied(model).model, loaded.checkpoint, config, machine, speculate, most_rows)
+    logger.info("draft: %s", found.reason)
+    if found.bits is None:
+        return None
+    for memory in loaded.lazy:
+        memory.populate(0, memory.nbytes)
+    with lasting(f"splitting the weights of {type(model).__name__}", None):
+        split = split_model(model, found.bits, backend.device)
+    return _SelfDraft(split, found.prior, found.token_s)
 
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:

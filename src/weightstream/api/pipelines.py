@@ -255,7 +255,7 @@ def _shares(
     before = {name: assembly.inputs for name, assembly in assemblies.items()}
     for kept in (True, False) if common else (False,):
         for name, assembly in assemblies.items():
-            aliases = assembly.aliases_of(common.get(name, ())) if kept else frozenset[str]()
+            aliases = assembly.gatherer.aliases_of(common.get(name, ())) if kept else frozenset[str]()
             assembly.inputs = before[name].keeping(aliases)
         known = known_of(parts, calls)
         budget = budget_of({name: planned_for.inputs for name, planned_for in known.items()}, calls)

@@ -14,6 +14,7 @@ import torch
 from weightstream.adapters.hf import ranks
 from weightstream.api.drafts import DraftedPlan, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import sketch_striped
+from weightstream.api.self_draft import SELF, plan_self_drafted
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs.gathering import sketch_of
 from weightstream.inputs.machine import dtypes_of, machine_elsewhere, machine_with_rates
@@ -180,9 +181,28 @@ def plan_drafted(
     `options` as for `planner_inputs_of`.
     """
     options["trust_remote_code"] = trust_remote_code
+    if draft == SELF:
+        return _plan_self_drafted(path_or_repo_id, config, mode, **options)
     sketched = _sketched(path_or_repo_id, config, speculates=True, **options)
     model = describe_draft(draft, config, sketched.inputs.machine, trust_remote_code=trust_remote_code)
     return plan_with_draft(sketched.inputs, model, mode, sketched.num_words)
+
+
+def _plan_self_drafted(
+    path_or_repo_id: str | Path,
+    config: OffloadConfig,
+    mode: Speculate,
+    *,
+    device: torch.device | str | None = None,
+    profile: Profile | str | Path | None = None,
+    **options: Any,
+) -> DraftedPlan:
+    from weightstream.adapters.hf.load import described
+
+    model, checkpoint = described(path_or_repo_id, **options)
+    machine = _machine(config, device, profile, dtypes_of(model))
+    found = plan_self_drafted(model, checkpoint, config, machine, mode, WIDTHS[-1])
+    return DraftedPlan(found.inputs, found.plan, found.bits is not None, found.reason)
 
 
 def planner_inputs_of(

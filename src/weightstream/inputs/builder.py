@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +62,7 @@ class CallerFacts:
         elsewhere: ids of tensors that are weights of another offloaded model.
         progress: whether to show progress; None: only if stderr is a terminal.
         most_rows: tokens of the widest pass that is planned for, if drafts are to be verified; 1: none are.
+        restored: called once the model is plain again.
     """
 
     memories: Sequence[Memory] = ()
@@ -72,6 +73,7 @@ class CallerFacts:
     elsewhere: frozenset[int] = frozenset()
     progress: bool | None = None
     most_rows: int = 1
+    restored: Callable[[], None] | None = None
 
 
 def rooted(layers: Mapping[str, nn.Module]) -> nn.Module:
@@ -101,6 +103,8 @@ def assembled(
     alias_groups.refuse_unsupported(model)
     alias_groups.leave_inference(model)
     closing = Undo()
+    if facts.restored is not None:
+        closing.add(facts.restored)
     by_alias: dict[str, alias_groups.Group] = {}
     builder: OffloadBuilder | None = None
     try:
@@ -209,11 +213,6 @@ class OffloadBuilder:
     def elsewhere(self) -> frozenset[int]:
         """Ids of tensors of the model that are weights of another model."""
         return self._facts.elsewhere
-
-    def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
-        """The alias groups of the tensors with these ids."""
-        every = self._by_alias.items()
-        return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def plan_with(self, inputs: PlannerInputs) -> None:
         """Replace the planner's inputs. The new inputs have the same grains, or only the coarsest ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -123,6 +123,11 @@ class Gatherer:
         """The module whose calls are planned."""
         whole = self.subset.model if self.subset is not None else None
         return self.model if whole is None else whole
+
+    def aliases_of(self, tensors: Collection[int]) -> frozenset[str]:
+        """The alias groups of the tensors with these ids."""
+        every = self.by_alias.items()
+        return frozenset(alias for alias, group in every if any(id(m.tensor) in tensors for m in group.members))
 
     def gather(self, config: OffloadConfig, machine: Machine, example: Example | None = None) -> PlannerInputs:
         """The inputs for the model's usual step, or for a forward with the arguments of `example`.

@@ -22,12 +22,15 @@ from weightstream.adapters.generation.call import (
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, standing_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.generation.pacing import Pacing
+from weightstream.adapters.generation.self_drafts import SelfDrafts
 from weightstream.adapters.generation.speculation import FREE, AssistantSteps, Bits, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
+from weightstream.adapters.generation.tree_drafts import Start
 from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import ranks_of
 from weightstream.errors import UnsupportedError
 from weightstream.plan.cost import serial_pass_s
+from weightstream.runtime.devices import cuda
 from weightstream.runtime.tensors.thread_state import restored
 
 
@@ -50,6 +53,8 @@ def speculate_with(
         reason = tree_loop.why_no_trees(model, draft, setting)
     if draft is not None and pace is not None:
         draft = draft._replace(num=pace.width - 1)
+        if pace.kind == "self draft":
+            draft = draft._replace(kind=pace.kind)
     if draft is None or reason is not None:
         if bits == "token":
             raise UnsupportedError(f'bits="token": {reason}')
@@ -74,7 +79,10 @@ def speculate_with(
             options = verify.options(options)
         decoder = Decoder(runner, LongStep(None if runner is None else streamer, stack), None, verify)
         stack.enter_context(standing_in(model, decoder))
-        stack.enter_context(verify.installed())
+        if isinstance(verify, VerifySteps) and draft.kind == "self draft":
+            stack.enter_context(verify.installed(_self_drafts(model, verify, runner is not None)))
+        else:
+            stack.enter_context(verify.installed())
         if isinstance(verify, VerifySteps) and draft.kind == "assistant" and runner is not None:
             stack.enter_context(_captured_assistant(setting, verify))
         result = ends.trimmed(model.generate(*inputs, **options))
@@ -98,6 +106,20 @@ def why_not_drafted_for(model: Any, inputs: Any, options: dict[str, Any]) -> str
         return "the model is sharded over several processes, which would have to agree on each draft"
     streamer = streamer_of(model)
     return None if streamer is None or hasattr(streamer.plan, "manifest") else "the model is spread over several GPUs"
+
+
+def _self_drafts(model: Any, verify: VerifySteps, in_graphs: bool) -> Callable[..., SelfDrafts]:
+    """Makes the candidate generator of a model that drafts with the high parts of its weights."""
+    streamer: Any = streamer_of(model)
+    draft: Any = streamer.drafting.model
+    recorder = Recorder(new=cuda.new_graph, record=cuda.recording, replay=lambda graph: graph.replay())
+
+    def make(generation_config: Any, input_ids: torch.Tensor, *, model_kwargs: Any, **_: Any) -> SelfDrafts:
+        runner = GraphRunner(recorder, input_ids.device, None) if in_graphs else None
+        start = Start.of(input_ids, input_ids.device, model_kwargs, verify.max_length)
+        return SelfDrafts(draft, start, lambda: verify.cache, verify.width - 1, runner)
+
+    return make
 
 
 @contextmanager

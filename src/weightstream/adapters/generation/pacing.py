@@ -35,7 +35,8 @@ from weightstream.runtime.streamer.drafting import Drafting, Speculate
 
 logger = logging.getLogger("weightstream")
 
-DraftKind = Literal["prompt lookup", "assistant"]
+DraftKind = Literal["prompt lookup", "assistant", "self draft"]
+_FREE: DraftKind = "prompt lookup"  # drafts that take no time
 _SETTLING = 2  # first passes of a width: one is watched, one captured
 _MOST_LOST = 0.01  # share of the time that drafts may lose
 _ALLOWED = 1.0  # passes of one token that they may lose before that
@@ -168,7 +169,7 @@ class Pacing:
     def expected_tokens_per_s(self) -> float:
         """Tokens per second of rounds with a draft, at the acceptance and the times that are known by now."""
         num = self.width - 1
-        if self.kind == "assistant":
+        if self.kind != _FREE:
             num = best_num_drafted(self._expected(num), self.token_s, lambda k: self.rows_s if k else self.one_s)
         return tokens_per_pass(self._expected(num)) / (self.rows_s + num * self.token_s)
 
@@ -239,7 +240,7 @@ class Pacing:
         """The number of drafted tokens with most tokens per second; 0: none are worth it."""
         expected, plain_s, rows_s = self._expected(most), self._plain_s, self.rows_s
         best = most
-        if self.kind == "assistant":
+        if self.kind != _FREE:
             best = best_num_drafted(expected, self.token_s, lambda num: rows_s if num else plain_s)
         least = _UNSURE if self.allows_one() and not self._one.own else 1.0
         gain = tokens_per_pass(expected[:best]) * plain_s / (rows_s + best * self.token_s)
@@ -255,7 +256,7 @@ class Pacing:
         return max(0.0, self.rows_s + num * self.token_s - self._plain_s)
 
     def _expected(self, num: int) -> list[float]:
-        return list(self._acceptances.estimates(PRIORS[self.kind], num))
+        return list(self._acceptances.estimates(_prior(self.kind, self._drafting), num))
 
 
 # -- the choice of a draft ---------------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def drafts_for(
         )
         return None
     width = choice.tokens if choice.tokens > 1 else 2 if mode == "auto" else MOST_ROWS
-    token_s = drafting.token_s if kind == "assistant" else 0.0
+    token_s = _token_s(kind, drafting)
     pace = Pacing(kind, width, passes, drafting, may_stop=mode == "auto", token_s=token_s)
     drafting.predicted_tokens_per_s = pace.expected_tokens_per_s() if is_known else None
     return DraftChoice({} if own else _settings_of(kind, width, drafting), pace)
@@ -345,9 +346,9 @@ def _choices(
     mode: Speculate, own: DraftKind | Literal["other"] | None, drafting: Drafting, passes: Passes
 ) -> Mapping[DraftKind, PassChoice]:
     """The kinds of drafts that may be used, and what is expected of each."""
-    kinds: list[DraftKind] = ["prompt lookup", "assistant"]
+    kinds: list[DraftKind] = ["prompt lookup", drafting.kind]
     if own is not None:
-        kinds = [kind for kind in kinds if kind == own]
+        kinds = [kind for kind in get_args(DraftKind) if kind == own]
     elif mode == "lookup" or drafting.model is None:
         kinds = kinds[:1]
     elif mode == "draft":
@@ -355,18 +356,29 @@ def _choices(
     return {
         kind: choose_width(
             passes,
-            max(PRIORS[kind], *drafting.acceptances[kind].estimates(PRIORS[kind], 1)),  # the last text may be unlike
-            drafting.token_s if kind == "assistant" else 0.0,
+            max(prior, *drafting.acceptances[kind].estimates(prior, 1)),  # the last text may be unlike
+            _token_s(kind, drafting),
         )
         for kind in kinds
+        for prior in (_prior(kind, drafting),)
     }
+
+
+def _prior(kind: DraftKind, drafting: Drafting) -> float:
+    """The share of tokens of such a draft that is expected to be accepted."""
+    return PRIORS.get(kind, drafting.prior)
+
+
+def _token_s(kind: DraftKind, drafting: Drafting) -> float:
+    """The predicted seconds of a token of such a draft."""
+    return drafting.token_s if kind == drafting.kind else 0.0
 
 
 def _settings_of(kind: DraftKind, width: int, drafting: Drafting) -> dict[str, Any]:
     """The settings of `generate` that choose this draft."""
-    if kind == "prompt lookup":
-        return {"prompt_lookup_num_tokens": width - 1}
-    return {"assistant_model": drafting.model}
+    if kind == "assistant":
+        return {"assistant_model": drafting.model}
+    return {"prompt_lookup_num_tokens": width - 1}  # transformers knows no self draft
 
 
 def limit(generator: Any, num: int) -> None:

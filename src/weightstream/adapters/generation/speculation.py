@@ -38,7 +38,7 @@ _FEW = 0.2  # a share of accepted tokens that is worth a word
 class Draft(NamedTuple):
     """Where drafted tokens come from, and how many a pass verifies at most."""
 
-    kind: Literal["prompt lookup", "assistant", "mtp", "dflash"]
+    kind: Literal["prompt lookup", "assistant", "self draft", "mtp", "dflash"]
     num: int
 
 
@@ -139,7 +139,12 @@ class VerifySteps:
         self._rows: SerialRows | None = None
         self._stack = ExitStack()  # what is undone at the end
         self._cache: CroppableCache | None = None
-        self._length = 0  # the positions that a text of this call may fill
+        self.max_length = 0  # the positions that a text of this call may fill
+
+    @property
+    def cache(self) -> Any:
+        """The text's cache; None before it is made."""
+        return None if self._cache is None else self._cache.cache
 
     @property
     def num_positions(self) -> int:
@@ -169,15 +174,18 @@ class VerifySteps:
         return self._bits == "token" or (self._bits == "rows" and self._wanted is None and is_slow)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside, the model's `generate` drafts in steps of one width, on a cache that can be cropped."""
+    def installed(self, make_drafts: Callable[..., Any] | None = None) -> Iterator[None]:
+        """Inside, the model's `generate` drafts in steps of one width, on a cache that can be cropped.
+
+        `make_drafts` stands in for transformers' method that makes a candidate generator; None: that method itself.
+        """
 
         def put_cache(config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int) -> None:
-            self._length = length
+            self.max_length = length
             self._cache = croppable(self._model, private.static_cache_length(self._model, config, length), self.width)
             model_kwargs[private.cache_argument()] = self._cache.cache
 
-        method = private.candidate_generator_method(self._model)
+        method = make_drafts or private.candidate_generator_method(self._model)
         streamer = streamer_of(self._model)
         step = nullcontext if streamer is None else streamer.step
         make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step, self._pace)
@@ -212,7 +220,7 @@ class VerifySteps:
         Tokens beyond its last position are rejected, whatever their own is. A table of positions may end there.
         """
         positions = kwargs.get("position_ids")
-        num = self._length - (self.counts.length - 1)  # rows from the last token of the text on
+        num = self.max_length - (self.counts.length - 1)  # rows from the last token of the text on
         if positions is None or num >= self.width:
             return kwargs
         last = positions[..., num - 1 : num].expand(*positions.shape[:-1], self.width - num)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,15 @@ class Start(NamedTuple):
     """Of shape (1, tokens); None: no token of the prompt is padding."""
     positions: torch.Tensor
     max_length: int
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, device: torch.device, model_kwargs: Mapping[str, Any], max_length: int) -> Start:
+        """The prompt of a call of `generate`, from the arguments of its first forward."""
+        ids, mask, positions = ids.to(device), model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=device)[None]
+        positions = positions.to(device).reshape(-1, ids.shape[1])[:1]  # some models have several, which text has equal
+        return cls(ids, mask if mask is None else mask.to(device), positions, max_length)
 
     def position_at(self, index: int) -> torch.Tensor:
         """The position of the text's token with this index, from the end of the prompt on."""

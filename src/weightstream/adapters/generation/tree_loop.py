@@ -158,7 +158,7 @@ class TreeSteps:
         """For `generate(custom_generate=…)`: called when all is prepared; returns what `generate` returns."""
         cache = model_kwargs[private.cache_argument()]
         text = _Text(input_ids, stopping_criteria, generation_config, self._streamer)
-        start = _start(input_ids, model.device, model_kwargs, text.max_length)
+        start = Start.of(input_ids, model.device, model_kwargs, text.max_length)
         rule = _Rule(logits_processor, bool(generation_config.do_sample))
         verify = tree.NodePass(model, cache, start.seen(cache.layers[0].max_cache_len))
         logits = private.prefill(model, input_ids, generation_config, model_kwargs).logits[0, -1:]
@@ -192,14 +192,6 @@ class TreeSteps:
         self.counts.accepted += len(new) - 1
         self.counts.matched += len(new) - 1
         return new
-
-
-def _start(ids: torch.Tensor, device: torch.device, model_kwargs: dict[str, Any], max_length: int) -> Start:
-    ids, mask, positions = ids.to(device), model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(ids.shape[1], device=device)[None]
-    positions = positions.to(device).reshape(-1, ids.shape[1])[:1]  # some models have several, which text has equal
-    return Start(ids, mask if mask is None else mask.to(device), positions, max_length)
 
 
 class _Rule(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Speculate = Literal["off", "auto", "lookup", "draft"]
+LoadedDraft = Literal["assistant", "self draft"]
 _RECENT = 9  # passes whose median counts
 _WEIGHT = 2.0  # a prior weighs as much as this many tokens that were verified
 _FADE = 0.9  # weight of a count after each later one: about the last 10 count
@@ -82,6 +83,8 @@ class Drafting:
     Attributes:
         mode: whether `generate` drafts, unless it is called with another mode.
         model: the draft model that was loaded with the model; None: there is none.
+        kind: "self draft": it is the model itself, with the high parts of its weights.
+        prior: the share of its tokens that is expected to be accepted.
         token_s: predicted seconds of a token of that model.
         predicted_tokens_per_s: of the last text with drafts.
         acceptances: by kind of draft.
@@ -90,6 +93,8 @@ class Drafting:
 
     mode: Speculate = "off"
     model: Any = None
+    kind: LoadedDraft = "assistant"
+    prior: float = 0.0
     token_s: float = 0.0
     predicted_tokens_per_s: float | None = None
     passes: int = 0
