@@ -1,0 +1,392 @@
+"""Weights in two parts: exact on every bit pattern, a draft of known error, and kernels that agree with plain torch.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weightstream.codec import planes
+from weightstream.codec.planes import PlaneLayout, Planes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BITS = [1, 2, 3]
+all_bits = pytest.mark.parametrize("bits", BITS)
+GUARD = 77
+
+
+def source(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(rows: int = 37, columns: int = 192, scale: float = 0.02) -> torch.Tensor:
+    return (scale * torch.randn(rows, columns, generator=source())).bfloat16()
+
+
+def patterns(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Integers of 16 bits as a matrix of bfloat16."""
+    return values.to(torch.int16).view(torch.bfloat16).view(-1, columns)
+
+
+def every_value() -> torch.Tensor:
+    return patterns(torch.randperm(65536, generator=source()), 1024)
+
+
+def ascending() -> torch.Tensor:
+    """Every value, neighbours in one tile: all exponents are the largest of a tile."""
+    return patterns(torch.arange(65536), 1024)
+
+
+def with_outliers() -> torch.Tensor:
+    weight = gaussian(33, 320)
+    weight[::5, 7] = 60.0
+    weight[3] *= 2.0**90
+    weight[4] *= 2.0**-120
+    return weight
+
+
+def with_specials() -> torch.Tensor:
+    weight = gaussian(20, 128)
+    weight[1, 3], weight[2, 70], weight[3, 0], weight[4] = torch.inf, -torch.inf, torch.nan, -torch.inf
+    weight[5], weight[6, ::2] = -0.0, 0.0
+    return weight
+
+
+def all_escapes() -> torch.Tensor:
+    """A largest weight in each tile, of which the others are a tiny share; in the last rows these are subnormal."""
+    weight = gaussian(6, 128) * 1e-6
+    weight[4:] *= 1e-34
+    weight[:, ::64] = 1.0
+    return weight
+
+
+WEIGHTS = {
+    "Gaussian": gaussian,
+    "one row": lambda: gaussian(1, 64),
+    "every value": every_value,
+    "ascending": ascending,
+    "zeros": lambda: torch.zeros(5, 64, dtype=torch.bfloat16),
+    "negative zeros": lambda: -torch.zeros(5, 64, dtype=torch.bfloat16),
+    "outliers": with_outliers,
+    "inf and NaN": with_specials,
+    "all are escapes": all_escapes,
+    "subnormal": lambda: patterns(torch.arange(256) - 128, 128),
+}
+all_weights = pytest.mark.parametrize("name", WEIGHTS)
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.cpu().view(torch.int16), expected.cpu().view(torch.int16))
+
+
+def joined_by_kernel(parts: Planes) -> torch.Tensor:
+    """Checks that nothing next to the matrix is written."""
+    high, low, layout = parts
+    count = layout.rows * layout.columns
+    whole = torch.full((count + 512,), GUARD, dtype=torch.bfloat16, device=DEVICE)
+    out = whole[256:-256].view(layout.rows, layout.columns)
+    planes.launch_join(high.to(DEVICE), low.to(DEVICE), layout, out)
+    assert (whole[:256] == GUARD).all()
+    assert (whole[-256:] == GUARD).all()
+    return out.cpu()
+
+
+@all_bits
+@all_weights
+def test_parts_joined_are_the_matrix(name: str, bits: int) -> None:
+    weight = WEIGHTS[name]()
+    high, low, layout = planes.split(weight, bits)
+    assert layout == PlaneLayout(*weight.shape, bits)
+    assert_same_bits(planes.join_planes(high, low, layout), weight)
+    out = torch.zeros_like(weight)
+    assert planes.join_planes(high, low, layout, out) is out
+    assert_same_bits(out, weight)
+
+
+@all_bits
+@all_weights
+def test_the_kernel_joins(name: str, bits: int) -> None:
+    weight = WEIGHTS[name]()
+    assert_same_bits(joined_by_kernel(planes.split(weight, bits)), weight)
+
+
+@all_bits
+def test_many_chunks_give_the_bytes_of_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = with_outliers()
+    whole = planes.split(weight, bits)
+    draft = planes.drafted(whole.high, whole.layout)
+    monkeypatch.setattr(planes, "_CHUNK", 2 * weight.shape[1])
+    parts = planes.split(weight, bits)
+    assert torch.equal(parts.high, whole.high)
+    assert torch.equal(parts.low, whole.low)
+    assert_same_bits(planes.join_planes(*parts), weight)
+    assert_same_bits(planes.drafted(parts.high, parts.layout), draft)
+
+
+@all_bits
+def test_places_of_the_format(bits: int) -> None:
+    """Each field of each weight, read from the bytes as the module describes them."""
+    weight = gaussian(3, 128)
+    weight[0, 5], weight[2, 100] = 0.0, 1e-9
+    high, low, layout = planes.split(weight, bits)
+    words = weight.view(torch.int16).numpy().astype(np.int64) & 0xFFFF
+    exponents = words >> 7 & 255
+    sizes = {4: 32 * 6, 2: 16 * 6, 1: 8 * 6}
+
+    def of(part: torch.Tensor, at: int, width: int, row: int, column: int, skip: int = 0, ones: int = 15) -> Any:
+        plane = part[at : at + sizes[width]].view(torch.int32).numpy().astype(np.int64) & 0xFFFFFFFF
+        tile, i = divmod(128 * row + column, 64)
+        word = plane[tile * 2 * width + i % (2 * width)]
+        bit = (width * (i // (2 * width)) + skip) % 32
+        return (word >> bit) & ones & 2**width - 1
+
+    escapes, starts = [], [0]
+    for row in range(3):
+        for column in range(128):
+            base = max(exponents[row, column // 64 * 64 : column // 64 * 64 + 64].max() - 7, 0)
+            assert high[layout.bases_at + 2 * row + column // 64] == base
+            exponent, mantissa, sign = exponents[row, column], words[row, column] & 127, words[row, column] >> 15
+            if exponent <= base:
+                escapes.append(exponent)
+            assert of(high, 0, 4, row, column) == (max(exponent - base, 0) << 1 | mantissa >> 6)
+            if bits == 1:
+                assert of(high, sizes[4], 1, row, column) == sign
+            elif bits == 2:
+                assert of(high, sizes[4], 2, row, column, 0, 1) == mantissa >> 5 & 1
+                assert of(high, sizes[4], 2, row, column, 7, 1) == sign
+            else:
+                assert of(high, sizes[4], 2, row, column) == mantissa >> 4 & 3
+                assert of(high, sizes[4] + sizes[2], 1, row, column) == sign
+            assert of(low, 0, 4, row, column) == mantissa & 15
+            if bits < 3:
+                rest = mantissa >> 4 & 2 ** (3 - bits) - 1
+                assert of(low, sizes[4], 3 - bits, row, column) == rest
+        starts.append(len(escapes))
+    assert low[layout.starts_at :][:16].view(torch.int32).tolist() == starts
+    assert low[layout.escapes_at :][: len(escapes)].tolist() == escapes
+    assert not low[layout.escapes_at + len(escapes) :].any()
+    assert len(high) == layout.high_nbytes
+    assert len(low) == layout.low_nbytes(len(escapes))
+
+
+@all_bits
+def test_bits_of_gaussian_weights(bits: int) -> None:
+    weight = gaussian(512, 512)
+    high, low, layout = planes.split(weight, bits)
+    assert 8 * len(high) == (4 + bits + 0.125) * weight.numel()
+    escapes = len(low) - layout.escapes_at
+    assert escapes == pytest.approx(planes.GAUSSIAN_ESCAPES * weight.numel(), rel=0.05)
+    meta = planes.split(weight.to("meta"), bits)
+    assert meta.layout == layout
+    assert len(meta.high) == len(high)
+    assert len(meta.low) == pytest.approx(len(low), rel=0.01)
+
+
+# The draft
+
+
+@all_bits
+@all_weights
+def test_the_error_of_the_draft_is_half_a_step(name: str, bits: int) -> None:
+    """Of weights that are no escapes. Escapes are less than twice the least power of two of the others."""
+    weight = WEIGHTS[name]()
+    draft = planes.drafted(*planes.split(weight, bits)[::2])
+    exponents = (weight.view(torch.int16).int() >> 7 & 255).view(len(weight), -1, 64)
+    bases = (exponents.amax(2, keepdim=True) - 7).clamp(min=0)
+    escapes, fit = (exponents <= bases).flatten(1), (bases < 240).expand_as(exponents).flatten(1)
+    exact, found = weight.double(), draft.double()
+    plain = ~escapes & fit
+    step = 2.0 ** (exponents.flatten(1).double() - 127 - bits)
+    assert ((found - exact).abs()[plain] <= step[plain] / 2).all()
+    least = 2.0 ** (bases.expand_as(exponents).flatten(1).double() - 127)
+    assert (found.abs()[escapes & fit] < 2 * least[escapes & fit]).all()
+    assert torch.equal(found.signbit(), exact.signbit())
+    assert draft.isfinite().all()
+
+
+@pytest.mark.parametrize(("bits", "most"), [(1, 0.115), (2, 0.058), (3, 0.029)])
+def test_the_draft_of_gaussian_weights(bits: int, most: float) -> None:
+    weight = gaussian(128, 512)
+    draft = planes.drafted(*planes.split(weight, bits)[::2])
+    assert (draft.float() - weight.float()).norm() < most * weight.float().norm()
+
+
+@all_bits
+def test_rows_of_the_draft(bits: int) -> None:
+    high, _, layout = planes.split(with_outliers(), bits)
+    ids = torch.tensor([[3, 32], [0, 3]])
+    expected = torch.nn.functional.embedding(ids, planes.drafted(high, layout))
+    assert_same_bits(planes.drafted_rows(ids, high, layout), expected)
+
+
+def products(x: torch.Tensor, parts: Planes, bias: torch.Tensor | None) -> torch.Tensor:
+    """By the kernel."""
+    found = planes.launch_draft_linear(
+        x.to(DEVICE), parts.high.to(DEVICE), parts.layout, None if bias is None else bias.to(DEVICE)
+    )
+    return found.cpu()
+
+
+SHAPES = [(1, 64), (37, 192), (6, 2048 + 128)]  # rows and tiles that fill no program, and two rounds of a program
+
+
+@all_bits
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_product_with_the_draft(bits: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    parts = planes.split(gaussian(rows, columns), bits)
+    x = torch.randn(2, 1, columns, generator=source(1)).to(dtype)
+    bias = torch.randn(rows, generator=source(2)).to(dtype) if rows > 1 else None
+    expected = torch.nn.functional.linear(
+        x.double(), planes.drafted(parts.high, parts.layout).double(), None if bias is None else bias.double()
+    )
+    for found in (products(x, parts, bias), planes.draft_linear(x, parts.high, parts.layout, bias)):
+        assert (found.dtype, found.shape) == (dtype, (2, 1, rows))
+        torch.testing.assert_close(found.double(), expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@all_bits
+def test_the_kernel_multiplies_by_each_draft(bits: int) -> None:
+    """Rows of a unit matrix give the draft's columns, bit for bit, at all places of a tile and for all values."""
+    high, low, layout = planes.split(ascending()[20:24, 640:768], bits)
+    assert bool((planes.drafted(high, layout) != 0).all())
+    x = torch.eye(128, dtype=torch.bfloat16)
+    assert_same_bits(products(x, Planes(high, low, layout), None).T, planes.drafted(high, layout))
+
+
+def test_no_rows_of_x() -> None:
+    high, _, layout = planes.split(gaussian(), 2)
+    for product in (planes.launch_draft_linear, planes.draft_linear):
+        found = product(torch.empty(0, 192, dtype=torch.bfloat16, device=DEVICE), high.to(DEVICE), layout)
+        assert found.shape == (0, 37)
+
+
+# Damaged bytes
+
+
+class Watch:
+    """Checks that the interpreter's accesses are inside of the tensors that are passed for them."""
+
+    def __init__(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        self._real, self._reads, self._writes = triton.runtime.interpreter._interpreter, reads, writes
+        self.num = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def _check(self, places: Any, nbytes: int, tensors: list[torch.Tensor]) -> None:
+        self.num += places.size
+        inside = np.zeros(places.shape, dtype=bool)
+        for tensor in tensors:
+            inside |= (places >= tensor.data_ptr()) & (places + nbytes <= tensor.data_ptr() + tensor.nbytes)
+        assert inside.all(), places[~inside][:4]
+
+    def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self._check(ptrs[mask.astype(bool)].astype(np.int64), np.dtype(dtype).itemsize, self._reads)
+        return self._real.load(ptrs, mask, other, dtype)
+
+    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
+        self._check(ptrs[mask.astype(bool)].astype(np.int64), value.dtype.itemsize, self._writes)
+        return self._real.store(ptrs, value, mask)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")
+@all_bits
+@pytest.mark.parametrize("fill", [None, 0, 255, 127])
+@pytest.mark.parametrize("with_escapes", [True, False])
+def test_damaged_parts_are_read_inside(
+    bits: int, fill: int | None, with_escapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = gaussian(5, 192) if with_escapes else torch.ones(5, 192, dtype=torch.bfloat16)
+    high, low, layout = planes.split(weight, bits)
+    assert (len(low) > layout.escapes_at) is with_escapes
+    for part in (high, low):
+        part.copy_(torch.randint(0, 256, part.shape, generator=source(3)) if fill is None else torch.tensor(fill))
+    out, x = torch.empty_like(weight), torch.ones(2, 192)
+    with monkeypatch.context() as patch:
+        seen = Watch([high, low], [out])
+        patch.setattr(triton.runtime.interpreter, "_interpreter", seen)
+        planes.launch_join(high, low, layout, out)
+        assert seen.num > out.numel()
+    assert_same_bits(planes.join_planes(high, low, layout), out)
+    made: list[torch.Tensor] = []
+    new_empty = torch.Tensor.new_empty
+
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(new_empty(*args, **kwargs))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", recorded)
+        seen = Watch([high, x], made)
+        patch.setattr(triton.runtime.interpreter, "_interpreter", seen)
+        found = planes.launch_draft_linear(x, high, layout)
+        assert seen.num > out.numel() // 8
+    assert found.isfinite().all()
+
+
+# What can be split, and the operators
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "can"),
+    [
+        ((3, 64), torch.bfloat16, True),
+        ((3, 96), torch.bfloat16, False),
+        ((64,), torch.bfloat16, False),
+        ((2, 3, 64), torch.bfloat16, False),
+        ((0, 64), torch.bfloat16, False),
+        ((3, 0), torch.bfloat16, False),
+        ((3, 64), torch.float16, False),
+        ((1 << 20, 1 << 13), torch.bfloat16, False),
+    ],
+)
+def test_what_can_be_split(shape: tuple[int, ...], dtype: torch.dtype, can: bool) -> None:
+    assert planes.can_split(shape, dtype) is can
+
+
+def test_a_view_can_be_split() -> None:
+    weight = gaussian(192, 128).T
+    assert_same_bits(planes.join_planes(*planes.split(weight, 3)), weight.contiguous())
+
+
+def test_operators_have_shapes_without_values() -> None:
+    weight = gaussian()
+    parts = planes.split(weight, 2)
+    for context, move in ((torch.device("meta"), lambda t: t.to("meta")), (FakeTensorMode(), lambda t: t)):
+        with context as mode:
+            high, low = (
+                mode.from_tensor(part) if isinstance(mode, FakeTensorMode) else move(part) for part in parts[:2]
+            )
+            x = torch.empty(2, 3, 192, dtype=torch.bfloat16)
+            joined, found = planes.join_planes(high, low, parts.layout), planes.draft_linear(x, high, parts.layout)
+        assert (joined.shape, joined.dtype) == (weight.shape, weight.dtype)
+        assert (found.shape, found.dtype) == ((2, 3, 37), torch.bfloat16)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="inputs are on the CPU")
+def test_operators_are_sound() -> None:
+    """Schemas, fake results and dispatch agree."""
+    weight = gaussian(4, 64)
+    parts = planes.split(weight, 1)
+    operators, x = torch.ops.weightstream, torch.randn(2, 64)
+    torch.library.opcheck(operators.join_planes, (*parts[:2], *parts.layout))
+    torch.library.opcheck(operators.join_planes_out, (*parts[:2], *parts.layout, torch.empty_like(weight)))
+    torch.library.opcheck(operators.draft_linear, (x, parts.high, *parts.layout, torch.randn(4)))
+
+
+def test_operators_are_defined_before_those_of_the_streamer() -> None:
+    """In the other tests they come later."""
+    code = "import weightstream.codec.planes, weightstream.runtime.streamer.custom_ops, torch\n"
+    code += "torch.ops.weightstream.join_planes, torch.ops.weightstream.wait"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
