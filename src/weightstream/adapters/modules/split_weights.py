@@ -86,7 +86,7 @@ class SplitWeight(_Planes):
     def dense(self) -> torch.Tensor:
         if self._dense is not None:
             return self._dense
-        return planes.join(self.high, self.low.to(self.high.device), self.parts)
+        return planes.join_planes(self.high, self.low.to(self.high.device), self.parts)
 
     def same(self) -> SplitWeight:
         return SplitWeight(self.high, self.low, self.parts)
