@@ -403,10 +403,11 @@ class Planner:
     def _lone(self, manifest: Manifest) -> Mapping[str, int]:
         """The weights of the one unit without which the ring could be much smaller, if kernels read them only once."""
         workload = self.demand.workload
-        if workload is None or workload.batch > _READ_ROWS or len(manifest.units) < 2:
+        streamed = sorted((unit for unit in manifest.units if not unit.enclosing), key=lambda unit: unit.nbytes)
+        if workload is None or workload.batch > _READ_ROWS or len(streamed) < 2:
             return {}
-        second, largest = sorted(manifest.units, key=lambda unit: unit.nbytes)[-2:]
-        if largest.enclosing or (largest.layer is not None and workload.batch * workload.tokens > _READ_ROWS):
+        second, largest = streamed[-2:]
+        if largest.layer is not None and workload.batch * workload.tokens > _READ_ROWS:
             return {}
         return largest.aliases() if largest.nbytes > _LONE * second.nbytes else {}
 
