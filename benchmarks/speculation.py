@@ -4,9 +4,9 @@
     python benchmarks/speculation.py --shape 70b --budget 40GiB [--limit SECONDS]
     python benchmarks/speculation.py --smoke --folder FOLDER
 
-A scripted draft proposes the text that is known from a plain run, each token wrong with a set chance, so that random
-weights show any acceptance; it keeps the device busy for `draft_ms` a token, as a model would. Rows go to
-results/speculation.jsonl:
+A scripted draft proposes the text that is known from a plain run, or from passes of its width where rows have other
+bits, and is wrong as often as it is told to be, so that random weights show any acceptance. It keeps the device busy
+for `draft_ms` a token, as a model would. Rows go to results/speculation.jsonl:
 
 ms            from the start of a pass to the start of the next one, by the device's clock, over the replayed passes of
               one text; the first row is plain decoding
@@ -15,7 +15,7 @@ round_ms      the rest, without the draft: from the end of a pass to the start o
 predicted_ms  of a pass in a graph, by the plan
 x_plain       ms over that of plain decoding; tokens_x_plain: tokens per second over those of plain decoding
 equal         text, and scores where they are compared, have the bits of the plain run; equal_resident: of the resident
-              model in passes of the same width
+              model in passes of the same width; equal_drafted: the text is the one that the draft proposes
 
 Rows with `speculate` are whole texts with a pace. The plain text is always measured, as the draft proposes it.
 
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "8b": Shape("6GiB", 256, PARTS, (Drafted(8, 2.5, 1.0), Drafted(16, 6.0, 1.0))),
-    "70b": Shape("40GiB", 52, ("tau",), (Drafted(16, 8.0, 9.0, num_texts=2),)),
+    "70b": Shape("40GiB", 36, ("tau",), (Drafted(16, 8.0, 9.0, num_texts=2),)),
 }
 
 
@@ -217,9 +217,15 @@ class Bench:
         return bench
 
     def run(
-        self, num: int, width: int = 1, acceptance: float = WRONG, draft: Drafted | None = None, **more: Any
+        self,
+        num: int,
+        width: int = 1,
+        acceptance: float = WRONG,
+        draft: Drafted | None = None,
+        known: list[int] | None = None,
+        **more: Any,
     ) -> Run:
-        """Generate `num` tokens."""
+        """Generate `num` tokens. The draft proposes the `known` text; None: that of the plain run."""
         found: list[Any] = []
         options = {"max_new_tokens": num, "do_sample": False, "pad_token_id": 0, "on_decoding": found.append} | more
         if width > 1:
@@ -227,7 +233,7 @@ class Bench:
                 options |= {"max_new_tokens": self.num_tokens, "stopping_criteria": [partial(_is_long, PROMPT + num)]}
             options["prompt_lookup_num_tokens"] = width - 1
         cycles = 0 if draft is None or not self.ids.is_cuda else _cycles(draft.draft_ms)
-        script = ScriptedDraft(self.text, acceptance, width - 1, cycles, None if draft is None else draft.tau)
+        script = ScriptedDraft(known or self.text, acceptance, width - 1, cycles, None if draft is None else draft.tau)
         self._wait()
         started = time.perf_counter()
         with scripted(self.model, script), timed(self.model, self.ids.device) as passes:
@@ -278,9 +284,11 @@ class Bench:
 
     def accepted(self, draft: Drafted, plain_s: float) -> None:
         """A draft with so many tokens per pass on average."""
-        before, width = self._unplanned(), draft.width
-        self.run(2 * SHORT, width, draft=draft)  # rows are tried out in the first passes
-        texts = [self.run(self.num_tokens, width, draft=draft) for _ in range(draft.num_texts)]
+        before, width, known = self._unplanned(), draft.width, self.text
+        tried = self.run(2 * SHORT, width, draft=draft)  # rows are tried out in the first passes
+        if not self.starts_as(tried.output):  # the rows of a pass have other bits: the draft has to know their text
+            known = self.run(self.num_tokens, width).output[0, PROMPT:].tolist()
+        texts = [self.run(self.num_tokens, width, draft=draft, known=known) for _ in range(draft.num_texts)]
         first, *others = (text.times() for text in texts)
         times = sum(others, start=first)
         self.write(
@@ -292,6 +300,7 @@ class Bench:
             tokens_s=times.tokens_s,
             tokens_x_plain=times.tokens_s * plain_s,
             equal=all(self.starts_as(text.output) for text in texts),
+            equal_drafted=all(text.output[0, PROMPT:].tolist() == known for text in texts),
             unplanned=self._unplanned() - before,
             **_said(texts[-1].report),
         )

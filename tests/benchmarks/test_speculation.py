@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,27 @@ def test_a_gpu_without_room_for_all_layers(bench: Any, monkeypatch: pytest.Monke
     model = bench.offloaded(bench.checkpoint.TINY, torch.device("cpu"), 300 << 10)
     assert model is made[1]
     model.weightstream.remove()
+
+
+def test_a_draft_proposes_the_text_of_passes_whose_rows_have_other_bits(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = torch.arange(40)
+    rows: list[dict[str, Any]] = []
+    made = bench.Bench(None, torch.zeros(1, bench.PROMPT, dtype=torch.long), 40, lambda **row: rows.append(row))
+    made.text = [1] * 40
+    proposed: list[Any] = []
+
+    def run(num: int, width: int, *, known: Any = None, **_: Any) -> Any:
+        proposed.append(known)
+        ids = torch.cat([made.ids, text[None, :num]], 1)
+        passes = [bench.Pass(float(k), k + 0.25) for k in range(7)]
+        return bench.Run(0.0, SimpleNamespace(speculation=None, replays=0, reason=None), ids, passes, list(range(7)))
+
+    monkeypatch.setattr(made, "run", run)
+    made.accepted(bench.Drafted(16, 8.0, 9.0, num_texts=2), plain_s=1.0)
+    assert proposed == [None, None, text.tolist(), text.tolist()]
+    assert (rows[0]["equal"], rows[0]["equal_drafted"]) == (False, True)
 
 
 @pytest.mark.parametrize("tau", [2.5, 8.0])
