@@ -381,6 +381,8 @@ class Waits(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         self.num += name in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
         self.num += name == "new_tensor" or (name in ("tensor", "as_tensor") and bool((kwargs or {}).get("device")))
+        if name == "__setitem__" and not isinstance(args[2], torch.Tensor):  # one element is copied, more are filled
+            self.num += args[0][args[1]].dim() == 0
         return func(*args, **(kwargs or {}))
 
 

@@ -318,8 +318,8 @@ class AssistantTrees:
         static = self._tree()
         tokens = static.tree.tokens.clone()
         tops = tokens.new_full((len(tokens), self._rates.num_ranks), -1)
-        tops[0] = self._read(new)
-        tokens[0] = new[-1]
+        text = on_device([*new, *[0] * (self._num_rows - len(new))], self._device)
+        tokens[0], tops[0] = text[len(new) - 1], self._read(text, len(new))
         for depth, children in enumerate(static.children):
             if depth:
                 level = static.levels[depth - 1]
@@ -352,12 +352,11 @@ class AssistantTrees:
         assert self._static is not None
         return self._static
 
-    def _read(self, new: Sequence[int]) -> torch.Tensor:
-        """Put new tokens of the text into the cache. Returns the best tokens after the last one."""
-        filled = on_device([*new, *[0] * (self._num_rows - len(new))], self._device)
-        best = self._best(filled, self._rows, self._in_order, self._rows, 0)
-        self._length += len(new)
-        return best[len(new) - 1]
+    def _read(self, text: torch.Tensor, num_new: int) -> torch.Tensor:
+        """Put the first ones of these tokens into the cache. Returns the best tokens after them."""
+        best = self._best(text, self._rows, self._in_order, self._rows, 0)
+        self._length += num_new
+        return best[num_new - 1]
 
     def _best(
         self,
