@@ -127,11 +127,11 @@ def multiply_draft(
 
 
 @triton.jit
-def _field(words, tile, nth, place, PER_WORD: tl.constexpr, mask):
+def _field(words, tile, nth, place, PER_WORD: tl.constexpr):
     """The field of weights in a plane at the lowest bits. Other bits follow. `nth`: the number of a weight in its tile;
     `place`: the bit from which its field begins."""
     words_of_tile: tl.constexpr = 64 // PER_WORD
-    word = tl.load(words + tile * words_of_tile + nth % words_of_tile, mask=mask, other=0)
+    word = tl.load(words + tile * words_of_tile + nth % words_of_tile)
     return _rotated(word, place.to(tl.uint32))
 
 
@@ -146,32 +146,35 @@ def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, COLUMNS
     escapes = starts + _aligned(4 * (rows.to(tl.int64) + 1))
     low, more = low.to(tl.pointer_type(tl.uint32)), more.to(tl.pointer_type(tl.uint32))
     rank = tl.load(starts.to(tl.pointer_type(tl.uint32)) + row).to(tl.int64)
-    for begin in range(0, 64 * row_tiles, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        mask = column < 64 * row_tiles
-        tile, nth = row * row_tiles + column // 64, column % 64
-        code = _field(first, tile, nth, 4 * (nth // 8) + 2, 8, mask) & 15
+    column = tl.arange(0, COLUMNS)
+    nth = column % 64
+    for begin in range(0, row_tiles, COLUMNS // 64):
+        mask = column < 64 * (row_tiles - begin)
+        tile = row * row_tiles + tl.minimum(begin + column // 64, row_tiles - 1)
+        code = _field(first, tile, nth, 4 * (nth // 8) + 2, 8) & 15
         mantissa = (code & 1) << 6
         code >>= 1
         if BITS == 2:
             place = 4 * (nth // 8) + nth // 4 % 2 + 1
-            sign = _field(second, tile, nth, place + 10, 16, mask)
-            mantissa |= (_field(second, tile, nth, place, 16, mask) & 1) << 5
+            sign = _field(second, tile, nth, place + 10, 16)
+            mantissa |= (_field(second, tile, nth, place, 16) & 1) << 5
         else:
-            sign = _field(third, tile, nth, nth // 2 + 11, 32, mask)
+            sign = _field(third, tile, nth, nth // 2 + 11, 32)
         if BITS == 3:
-            mantissa |= (_field(second, tile, nth, 2 * (nth // 4), 16, mask) & 3) << 4
-        mantissa |= _field(low, tile, nth, 4 * (nth // 8), 8, mask) & 15
+            mantissa |= (_field(second, tile, nth, 2 * (nth // 4), 16) & 3) << 4
+        mantissa |= _field(low, tile, nth, 4 * (nth // 8), 8) & 15
         if BITS < 3:
             WIDTH: tl.constexpr = 3 - BITS
             place = nth // (2 * WIDTH) * WIDTH
-            mantissa |= (_field(more, tile, nth, place, 32 // WIDTH, mask) & ((1 << WIDTH) - 1)) << 4
+            mantissa |= (_field(more, tile, nth, place, 32 // WIDTH) & ((1 << WIDTH) - 1)) << 4
         escaped = mask & (code == 0)
         count = tl.cumsum(escaped.to(tl.int32), 0)
         place = rank + count - 1
         rest = tl.load(escapes + place, mask=escaped & (place < room), other=0).to(tl.uint32)
-        base = tl.load(bases + tile, mask=mask, other=0).to(tl.uint32)
+        base = tl.load(bases + tile).to(tl.uint32)
         exponent = tl.where(code == 0, rest, (base + code) & 255)
         weight = ((sign & 1) << 15) | (exponent << 7) | mantissa
-        tl.store(out + row * (64 * row_tiles) + column, weight.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(
+            out + (row * row_tiles + begin) * 64 + column, weight.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask
+        )
         rank += tl.sum(escaped.to(tl.int32))
