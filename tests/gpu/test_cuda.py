@@ -281,3 +281,28 @@ def test_from_pretrained_on_the_gpu(tmp_path: object) -> None:
     small = weightstream.from_pretrained(tmp_path, device="cuda", device_budget=size // 2, host_budget=1)
     assert small.weightstream.stats().held_nbytes["disk"] > 0  # little RAM is free: straight from the mapped file
     assert torch.equal(small.generate(tokens, max_new_tokens=12, do_sample=False), want)
+
+
+def test_a_graph_among_the_garbage_does_not_break_a_capture() -> None:
+    """Its destruction would make the capture under way in the same thread invalid."""
+    x = torch.zeros(1, device="cuda")
+    x + 1  # loads the kernel
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(10_000)
+    try:
+        unused = [torch.cuda.CUDAGraph()]
+        with cuda.recording(unused[0]):
+            x + 1
+        unused.append(unused)  # type: ignore[arg-type]
+        del unused
+        graph = torch.cuda.CUDAGraph()
+        with cuda.recording(graph):
+            gc.set_threshold(1)
+            made: list[list[int]] = [[number] for number in range(100)]  # collections begin here, if they may
+            y = x + len(made)
+        graph.replay()
+        assert y.item() == 100
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import serial_rows, speculation  # noqa: E402
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
+from weightstream.adapters.generation.drafts import DraftCounts, FixedWidthDrafts  # noqa: E402
 from weightstream.adapters.generation.generation import generate  # noqa: E402
 from weightstream.adapters.generation.serial_rows import SerialRows  # noqa: E402
 
@@ -128,3 +132,20 @@ def test_drafts_that_use_modules_of_the_model(kind: str, share: float | None, tm
         assert decoding.speculation is not None
         assert decoding.speculation.draft == kind
     assert "generate" not in vars(model)
+
+
+def test_candidates_reach_the_device_without_a_wait() -> None:
+    """The host waits once a round, for the tokens of the draft, and not to copy them with those that fill them up."""
+    ids = prompt()
+    draft = SimpleNamespace(get_candidates=lambda ids, **_: (torch.cat([ids, ids[:, :2]], 1), None))
+    drafts = FixedWidthDrafts(draft, 5, frozenset(), DraftCounts(), lambda _: None, nullcontext)
+    drafts.get_candidates(ids)  # the prompt
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = [drafts.get_candidates(ids)[0] for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [each.tolist() for each in found] == [[[*ids[0].tolist(), *ids[0, :2].tolist(), 0, 0, 0]]] * 3
+    assert sum("synchroniz" in str(warning.message) for warning in seen) == 3

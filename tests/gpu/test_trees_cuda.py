@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -76,8 +77,8 @@ def test_captured_and_offloaded_have_the_bits_of_eager_and_resident(
 def test_the_host_waits_once_a_round(kind: str, more: dict[str, Any]) -> None:
     model = build(MODELS["llama"]()).cuda()
     more = drafts(kind, model) | more
-    others = set()
-    for num in (30, 40, 50):
+    others: dict[int, Counter[str]] = {}
+    for num in (30, 40, 80):  # an assistant's tree may be made anew after 16 rounds
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as seen:
@@ -86,8 +87,9 @@ def test_the_host_waits_once_a_round(kind: str, more: dict[str, Any]) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         waits = [warning for warning in seen if "synchroniz" in str(warning.message)]
-        others.add(len(waits) - report.speculation.passes)
-    assert max(others) - min(others) <= 3, "besides the passes, a new tree of ranks every 16 rounds may wait"
+        assert len(waits) >= report.speculation.passes > 0
+        others[len(waits) - report.speculation.passes] = Counter(f"{w.filename}:{w.lineno}" for w in waits)
+    assert len(others) == 1, f"waits besides those of the passes grow with the text: {others}"
 
 
 def test_a_draw_is_that_of_multinomial() -> None:

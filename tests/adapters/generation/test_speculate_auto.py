@@ -217,6 +217,26 @@ def is_same(a: Any, b: Any) -> bool:
     return torch.equal(a.sequences, b.sequences) and torch.equal(torch.stack(a.logits), torch.stack(b.logits))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"speculation_type": "dflash"},
+        {"speculation_type": "dflash", "prompt_lookup_num_tokens": 3},
+        {"use_mtp": True, "prompt_lookup_num_tokens": 3},
+    ],
+)
+def test_of_several_drafts_in_the_settings_the_pace_takes_that_of_transformers(
+    streamed: Any, more: dict[str, Any]
+) -> None:
+    """Prompt lookup comes before all others, and without an assistant there is no DFlash."""
+    want = build().generate(repeating(), **options(), **STATIC)
+    got, decoding = generated(streamed, speculate="auto", bits="token", **more)
+    assert is_same(got, want)
+    assert decoding.speculation is not None
+    assert decoding.speculation.draft == "prompt lookup"
+    assert decoding.speculation.width == 8  # of the plan, not of the settings
+
+
 @pytest.mark.parametrize("draft", ["lookup", "assistant", "other assistant"])
 def test_a_text_with_a_pace_has_the_bits_of_one_token_at_a_time(streamed: Any, draft: str) -> None:
     want = build().generate(repeating(), **options(), **STATIC)

@@ -6,12 +6,15 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import weightstream
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
+from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import opened_backend
 from weightstream.settings.config import OffloadConfig
 
@@ -55,6 +58,40 @@ def test_an_error_enables_it_again() -> None:
         with pytest.raises(error), opened_backend(device, CONFIG):
             pass
         assert gc.isenabled()
+
+
+class _Capture:
+    """Stands for a context manager of `torch.cuda`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        assert not gc.isenabled()
+
+    def __exit__(self, *_: object) -> None:
+        assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_is_not_collected_in_a_capture(was_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = SimpleNamespace(device=None, device_index=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", _Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(cuda, "_captures", lambda _: None)
+    if not was_enabled:
+        gc.disable()
+    with cuda.recording(object()):
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_enabled
+    with pytest.raises(ZeroDivisionError), cuda.recording(object()):
+        _ = 1 / 0
+    assert gc.isenabled() is was_enabled
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

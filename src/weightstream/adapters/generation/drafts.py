@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weightstream.adapters.generation.host_values import on_device
 from weightstream.adapters.generation.pacing import Pacing, limit
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -97,7 +98,8 @@ class FixedWidthDrafts:
         self._counts.length = input_ids.shape[1]
         self._counts.drafted += len(new)
         self._counts.candidates = [*new, *[self._filler] * (self._num - len(new))]
-        return torch.cat([input_ids, input_ids.new_tensor([self._counts.candidates])], 1), None
+        candidates = on_device([self._counts.candidates], input_ids.device, input_ids.dtype)
+        return torch.cat([input_ids, candidates], 1), None
 
     def _drafted(self, input_ids: torch.Tensor, num: int, kwargs: Any) -> list[int]:
         """Up to `num` drafted tokens."""

@@ -79,11 +79,11 @@ def generate(
             `tree_nodes` with another draft, or with layers that see chunks of a text.
         The errors of `model.generate`.
     """
-    recorder = recorder_of(model)
+    recorder, own = recorder_of(model), draft_of(model, partial(setting_of, model, kwargs))
     drafts = drafts_for(
         model,
         speculate,
-        partial(setting_of, model, kwargs),
+        None if own is None else own.kind,
         in_graphs=recorder is not None,
         unsuited=partial(why_not_drafted_for, model, inputs, kwargs),
     )

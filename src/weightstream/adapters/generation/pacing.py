@@ -272,7 +272,7 @@ class DraftChoice(NamedTuple):
 def drafts_for(
     model: Any,
     speculate: Speculate | None,
-    setting: Callable[[str], Any],
+    own: str | None,
     *,
     in_graphs: bool,
     unsuited: Callable[[], str | None],
@@ -282,7 +282,7 @@ def drafts_for(
     Args:
         model: the model.
         speculate: the mode of this call; None: that with which the model was loaded.
-        setting: the settings of `generate`.
+        own: the kind of draft that the settings of `generate` choose; None: they choose none.
         in_graphs: passes are captured.
         unsuited: the reason against passes of one width for this call.
 
@@ -296,8 +296,7 @@ def drafts_for(
     streamer = streamer_of(model)
     drafting: Drafting = getattr(streamer, "drafting", None) or Drafting()
     mode = speculate or drafting.mode
-    own = own_draft(setting)
-    if mode == "off" or own == "other":
+    if mode == "off" or own not in (None, *get_args(DraftKind)):
         return None
     if mode == "draft" and own is None and drafting.model is None:
         raise UnsupportedError(
@@ -333,18 +332,7 @@ def drafts_for(
     return DraftChoice({} if own else _settings_of(kind, width, drafting), pace)
 
 
-def own_draft(setting: Callable[[str], Any]) -> DraftKind | Literal["other"] | None:
-    """The kind of draft that the settings of `generate` choose; None: they choose none."""
-    if setting("use_mtp") or setting("speculation_type") == "dflash" or setting("assistant_early_exit") is not None:
-        return "other"
-    if setting("prompt_lookup_num_tokens") is not None:
-        return "prompt lookup"
-    return "assistant" if setting("assistant_model") is not None else None
-
-
-def _choices(
-    mode: Speculate, own: DraftKind | Literal["other"] | None, drafting: Drafting, passes: Passes
-) -> Mapping[DraftKind, PassChoice]:
+def _choices(mode: Speculate, own: str | None, drafting: Drafting, passes: Passes) -> Mapping[DraftKind, PassChoice]:
     """The kinds of drafts that may be used, and what is expected of each."""
     kinds: list[DraftKind] = ["prompt lookup", drafting.kind]
     if own is not None:

@@ -72,7 +72,7 @@ class SpeculationReport:
 
 
 def draft_of(model: Any, setting: Callable[[str], Any]) -> Draft | None:
-    """The draft that these settings of `generate` choose; None: they choose none.
+    """The draft that these settings of `generate` choose, in the order of transformers; None: they choose none.
 
     Raises:
         UnsupportedError: for `assistant_early_exit`, whose text differs from that of the model in transformers, too.

@@ -19,6 +19,7 @@ from weightstream.adapters.generation import tree
 from weightstream.adapters.generation.croppable_cache import croppable
 from weightstream.adapters.generation.decode_steps import options_of
 from weightstream.adapters.generation.graph_runner import GraphRunner
+from weightstream.adapters.generation.host_values import on_device
 from weightstream.adapters.generation.tree import Path, Tree
 from weightstream.adapters.hf import private
 
@@ -105,9 +106,8 @@ class LookupTrees:
         tokens, parents = self._trie()
         self.num_drafted = len(tokens) - 1
         unused = range(len(tokens), self._num_nodes + 1)
-        both = [[*tokens, *[0] * len(unused)], [*parents, *unused]]
-        on_device = torch.tensor(both, device=self._device)
-        return tree.tree(on_device[0], on_device[1], self._max_depth)
+        both = on_device([[*tokens, *[0] * len(unused)], [*parents, *unused]], self._device)
+        return tree.tree(both[0], both[1], self._max_depth)
 
     def ranks(self, path: Path) -> torch.Tensor:
         return path.nodes[:0]
@@ -234,12 +234,12 @@ class _StaticTree:
         parents = [0, *(index[node[:-1]] for node in nodes), *range(len(nodes) + 1, num_nodes + 1)]
         self.inner = {index[node[:-1]] for node in nodes}
         tokens = torch.zeros(num_nodes + 1, dtype=torch.long, device=device)
-        self.tree = tree.tree(tokens, torch.tensor(parents, device=device), max_depth)
+        self.tree = tree.tree(tokens, on_device(parents, device), max_depth)
         by_depth = [[node for node in nodes if len(node) == depth] for depth in range(1, max_depth + 1)]
         self.children = [
             _Children(
                 *(
-                    torch.tensor(each, device=device)
+                    on_device(each, device)
                     for each in (
                         [index[node] for node in level],
                         [index[node[:-1]] for node in level],
@@ -259,15 +259,15 @@ class _StaticTree:
                 break
             first = len(places)
             places |= {node: first + number for number, node in enumerate(run)}
-            ancestors = torch.zeros(num_rows, num_nodes, dtype=torch.bool)
+            ancestors = [[False] * num_nodes for _ in range(num_rows)]
             for row, node in enumerate(run):
                 for depth in range(1, len(node) + 1):
-                    ancestors[row, places[node[:depth]]] = True
+                    ancestors[row][places[node[:depth]]] = True
             rows = [*(index[node] for node in run), *[0] * (num_rows - len(run))]
             key_depths += [len(node) - 1 for node in run]
-            self.levels.append(_Level(torch.tensor(rows, device=device), len(run), ancestors.to(device), first))
+            self.levels.append(_Level(on_device(rows, device), len(run), on_device(ancestors, device), first))
         filled = key_depths + [0] * (num_nodes - len(key_depths))
-        self.key_depths = torch.tensor(filled, device=device)  # of the nodes that have keys: tokens after the text
+        self.key_depths = on_device(filled, device)  # of the nodes that have keys: tokens after the text
 
 
 class AssistantTrees:
@@ -318,8 +318,8 @@ class AssistantTrees:
         static = self._tree()
         tokens = static.tree.tokens.clone()
         tops = tokens.new_full((len(tokens), self._rates.num_ranks), -1)
-        tops[0] = self._read(new)
-        tokens[0] = new[-1]
+        text = on_device([*new, *[0] * (self._num_rows - len(new))], self._device)
+        tokens[0], tops[0] = text[len(new) - 1], self._read(text, len(new))
         for depth, children in enumerate(static.children):
             if depth:
                 level = static.levels[depth - 1]
@@ -352,12 +352,11 @@ class AssistantTrees:
         assert self._static is not None
         return self._static
 
-    def _read(self, new: Sequence[int]) -> torch.Tensor:
-        """Put new tokens of the text into the cache. Returns the best tokens after the last one."""
-        filled = torch.tensor([*new, *[0] * (self._num_rows - len(new))], device=self._device)
-        best = self._best(filled, self._rows, self._in_order, self._rows, 0)
-        self._length += len(new)
-        return best[len(new) - 1]
+    def _read(self, text: torch.Tensor, num_new: int) -> torch.Tensor:
+        """Put the first ones of these tokens into the cache. Returns the best tokens after them."""
+        best = self._best(text, self._rows, self._in_order, self._rows, 0)
+        self._length += num_new
+        return best[num_new - 1]
 
     def _best(
         self,

@@ -26,6 +26,7 @@ from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices import cuda_driver
 from weightstream.runtime.devices.backend import Copy, Event, Side
+from weightstream.runtime.devices.collector import uncollected
 from weightstream.runtime.devices.host_stream import Move, Worker, move, staging
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.store.arena import Arena
@@ -103,13 +104,14 @@ def _captures(index: int) -> torch.cuda.Stream:
 def recording(graph: Any, device: torch.device | None = None, **options: Any) -> Iterator[None]:
     """Capture work queued inside, on `device` or the current one, as the graph. Other threads may use the device.
 
-    After a capture that became invalid, PyTorch leaves stream, allocator and random state as they were inside it; they
-    are restored here.
+    Garbage is not collected inside: a graph or pinned memory that is freed while its thread captures makes the capture
+    invalid. After that, PyTorch leaves stream, allocator and random state as they were inside it; they are restored
+    here.
     """
     stream = torch.cuda.current_stream(device)
     defaults: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
     options = {"capture_error_mode": "thread_local"} | defaults | options
-    with torch.cuda.device(stream.device):
+    with torch.cuda.device(stream.device), uncollected():
         try:
             with torch.cuda.graph(graph, **options):
                 yield

@@ -15,6 +15,7 @@ from weightstream.codec.device import on
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime.devices import cuda, cuda_driver
 from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.devices.collector import uncollected
 from weightstream.runtime.devices.cpu import CpuBackend
 from weightstream.runtime.tensors.thread_state import ThreadState
 from weightstream.settings.config import OffloadConfig
@@ -36,7 +37,7 @@ def opened_backend(
     """
     if loads and _LEFT:
         gc.collect()
-    with _uncollected(), ExitStack() as on_failure:
+    with _loading(), ExitStack() as on_failure:
         with torch.inference_mode(False):
             backend = backend_of(device, config)
         _LEFT[id(backend)] = backend
@@ -48,22 +49,18 @@ def opened_backend(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _loading() -> Iterator[None]:
     """Switch the cycle collector off inside, and move new objects to the oldest generation, which is collected rarely.
 
     Loading makes hardly any garbage, and a collection over all loaded objects takes a quarter of a second.
     """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():  # else this would unfreeze objects that the caller has frozen
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+    with uncollected() as was_enabled:
+        try:
+            yield
+        finally:
+            if was_enabled and not gc.get_freeze_count():  # else this would unfreeze what the caller has frozen
+                gc.freeze()
+                gc.unfreeze()
 
 
 def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:

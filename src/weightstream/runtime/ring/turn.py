@@ -12,7 +12,6 @@ causes unplanned copies but changes no bits: the step does not end before every 
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType
 from typing import TypeVar
+
+from weightstream.runtime.devices.collector import uncollected
 
 _Result = TypeVar("_Result")
 
@@ -176,10 +177,5 @@ def _frames() -> dict[int, FrameType]:
     The garbage collector is off meanwhile: it would run while the interpreter's list of threads is locked, and a
     finalizer that waits for the GIL would never get it from a thread that reads frames, too.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return sys._current_frames()
-    finally:
-        if was_enabled:
-            gc.enable()
