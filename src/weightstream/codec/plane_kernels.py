@@ -134,8 +134,10 @@ def _words(plane, tile, nth, PER_WORD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "row_tiles", "room"])
 def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: tl.constexpr):
-    """Join a row, TILES at a time. `room`: bytes of escapes. Tiles after the end of the row are its last tile again, and
-    neither written nor counted."""
+    """Join a row, TILES at a time. `room`: bytes of escapes.
+
+    Tiles after the end of the row are its last tile again, and are neither written nor counted.
+    """
     row = tl.program_id(0).to(tl.int64)
     num_tiles = rows.to(tl.int64) * row_tiles
     first, second, third, bases = _high_places(high, num_tiles, BITS)
