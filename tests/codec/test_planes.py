@@ -113,6 +113,7 @@ def test_parts_joined_are_the_matrix(name: str, bits: int) -> None:
     assert_same_bits(out, weight)
 
 
+@pytest.mark.few(18)
 @all_bits
 @all_weights
 def test_the_kernel_joins(name: str, bits: int) -> None:
@@ -305,6 +306,7 @@ class Watch:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")
 @all_bits
+@pytest.mark.few(10)
 @pytest.mark.parametrize("fill", [None, 0, 255, 127])
 @pytest.mark.parametrize("with_escapes", [True, False])
 def test_damaged_parts_are_read_inside(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-COLUMNS = 1024  # that are joined at once
+JOINED_TILES = 16  # at once
 ROWS = 4  # outputs of a program, which share its loads of x
 SHAPE: Mapping[str, int] = MappingProxyType({"ROWS": ROWS, "TILES": 16, "STAGES": 2, "num_warps": 1})
 
@@ -127,17 +127,17 @@ def multiply_draft(
 
 
 @triton.jit
-def _field(words, tile, nth, place, PER_WORD: tl.constexpr):
-    """The field of weights in a plane at the lowest bits. Other bits follow. `nth`: the number of a weight in its tile;
-    `place`: the bit from which its field begins."""
-    words_of_tile: tl.constexpr = 64 // PER_WORD
-    word = tl.load(words + tile * words_of_tile + nth % words_of_tile)
-    return _rotated(word, place.to(tl.uint32))
+def _words(plane, tile, nth, PER_WORD: tl.constexpr):
+    """For weights of a tile the words of a plane that have them."""
+    return tl.load(plane + tile * (64 // PER_WORD) + nth % (64 // PER_WORD))
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles", "room"])
-def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Join a row, COLUMNS at a time. `room`: bytes of escapes."""
+def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: tl.constexpr):
+    """Join a row, TILES at a time. `room`: bytes of escapes.
+
+    Tiles after the end of the row are its last tile again, and are neither written nor counted.
+    """
     row = tl.program_id(0).to(tl.int64)
     num_tiles = rows.to(tl.int64) * row_tiles
     first, second, third, bases = _high_places(high, num_tiles, BITS)
@@ -145,36 +145,38 @@ def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, COLUMNS
     starts = more if BITS == 3 else more + _aligned((16 if BITS == 1 else 8) * num_tiles)
     escapes = starts + _aligned(4 * (rows.to(tl.int64) + 1))
     low, more = low.to(tl.pointer_type(tl.uint32)), more.to(tl.pointer_type(tl.uint32))
-    rank = tl.load(starts.to(tl.pointer_type(tl.uint32)) + row).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    nth = column % 64
-    for begin in range(0, row_tiles, COLUMNS // 64):
-        mask = column < 64 * (row_tiles - begin)
-        tile = row * row_tiles + tl.minimum(begin + column // 64, row_tiles - 1)
-        code = _field(first, tile, nth, 4 * (nth // 8) + 2, 8) & 15
+    start = tl.load(starts.to(tl.pointer_type(tl.uint32)) + row).to(tl.int64)
+    escapes += start  # of the row
+    left = tl.maximum(tl.minimum(room - start, 64 * row_tiles), 0).to(tl.int32)
+    nth = tl.arange(0, 64)[None, :]
+    rank = 0
+    for begin in range(0, row_tiles, TILES):
+        tile_1d = begin + tl.arange(0, TILES)
+        inside = (tile_1d < row_tiles)[:, None]
+        tile = tl.minimum(tile_1d, row_tiles - 1)[:, None] + row * row_tiles
+        code = _rotated(_words(first, tile, nth, 8), (4 * (nth // 8) + 2).to(tl.uint32)) & 15
         mantissa = (code & 1) << 6
         code >>= 1
         if BITS == 2:
-            place = 4 * (nth // 8) + nth // 4 % 2 + 1
-            sign = _field(second, tile, nth, place + 10, 16)
-            mantissa |= (_field(second, tile, nth, place, 16) & 1) << 5
+            word, place = _words(second, tile, nth, 16), (4 * (nth // 8) + nth // 4 % 2).to(tl.uint32)
+            sign = _rotated(word, place + 11)
+            mantissa |= ((word >> (place + 1)) & 1) << 5
         else:
-            sign = _field(third, tile, nth, nth // 2 + 11, 32)
+            sign = _rotated(_words(third, tile, nth, 32), (nth // 2 + 11).to(tl.uint32))
         if BITS == 3:
-            mantissa |= (_field(second, tile, nth, 2 * (nth // 4), 16) & 3) << 4
-        mantissa |= _field(low, tile, nth, 4 * (nth // 8), 8) & 15
-        if BITS < 3:
-            WIDTH: tl.constexpr = 3 - BITS
-            place = nth // (2 * WIDTH) * WIDTH
-            mantissa |= (_field(more, tile, nth, place, 32 // WIDTH) & ((1 << WIDTH) - 1)) << 4
-        escaped = mask & (code == 0)
-        count = tl.cumsum(escaped.to(tl.int32), 0)
-        place = rank + count - 1
-        rest = tl.load(escapes + place, mask=escaped & (place < room), other=0).to(tl.uint32)
-        base = tl.load(bases + tile).to(tl.uint32)
-        exponent = tl.where(code == 0, rest, (base + code) & 255)
-        weight = ((sign & 1) << 15) | (exponent << 7) | mantissa
-        tl.store(
-            out + (row * row_tiles + begin) * 64 + column, weight.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask
-        )
-        rank += tl.sum(escaped.to(tl.int32))
+            mantissa |= ((_words(second, tile, nth, 16) >> (2 * (nth // 4)).to(tl.uint32)) & 3) << 4
+        mantissa |= (_words(low, tile, nth, 8) >> (4 * (nth // 8)).to(tl.uint32)) & 15
+        if BITS == 2:
+            mantissa |= ((_words(more, tile, nth, 32) >> (nth // 2).to(tl.uint32)) & 1) << 4
+        elif BITS == 1:
+            mantissa |= ((_words(more, tile, nth, 16) >> (2 * (nth // 4)).to(tl.uint32)) & 3) << 4
+
+        escaped = inside & (code == 0)
+        counts = tl.cumsum(escaped.to(tl.int32), 1)
+        totals = tl.sum(escaped.to(tl.int32), 1)
+        places = rank + (tl.cumsum(totals, 0) - totals)[:, None] + counts - 1
+        rest = tl.load(escapes + places, mask=escaped & (places < left), other=0).to(tl.uint32)
+        exponent = tl.where(code == 0, rest, (tl.load(bases + tile).to(tl.uint32) + code) & 255)
+        weight = (((sign & 1) << 15) | (exponent << 7) | mantissa).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(out + (row * row_tiles + begin) * 64 + tl.arange(0, TILES)[:, None] * 64 + nth, weight, mask=inside)
+        rank += tl.sum(totals)

@@ -353,7 +353,7 @@ def launch_join(high: torch.Tensor, low: torch.Tensor, layout: PlaneLayout, out:
     room = len(low) - layout.escapes_at
     with on(high.device):
         plane_kernels.join_rows[(layout.rows,)](
-            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, COLUMNS=plane_kernels.COLUMNS
+            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, TILES=plane_kernels.JOINED_TILES
         )
 
 
