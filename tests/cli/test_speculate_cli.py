@@ -110,6 +110,31 @@ def test_run_generates_the_plain_tokens_and_reports_passes(folder: Path, draft: 
         assert f"({NUM_TOKENS} generated" in shown.stdout
 
 
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose weights can be split."""
+    path = tmp_path_factory.mktemp("rounded")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**TEXT | {"intermediate_size": 192}, initializer_range=0.3)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_model_drafts_for_itself(rounded: Path, profile: Path) -> None:
+    flags = ("--device-budget", "300KiB", "--context", 64, "--profile", profile)
+    shown = call("plan", rounded, *flags, "--draft", "self")
+    assert shown.exit_code == 0, shown.output
+    assert "bits of each mantissa as the draft" in " ".join(shown.stdout.split())
+    assert call_json("plan", rounded, *flags, "--draft", "self")["draft"]["is_loaded"] is True
+    flags = ("--device", "cpu", "--device-budget", "300KiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
+    plain = call_json("run", rounded, *flags)
+    found = call_json("run", rounded, *flags, "--draft", "self", "--speculate", "draft")
+    assert found["tokens"] == plain["tokens"]
+    assert found["decoding"]["speculation"]["draft"] == "self draft"
+    assert found["stats"]["speculation"]["accepted"] > 0
+
+
 def test_bench_times_passes_of_several_tokens(folder: Path) -> None:
     flags = ("--device", "cpu", "--device-budget", "1MiB", "--context", 64, "--seconds", 0.05)
     found = call_json("bench", folder, *flags, "--speculate", "auto")

@@ -308,6 +308,19 @@ def test_a_head_that_the_ring_cannot_hold_is_read_in_place() -> None:
         plan_of(WIDE, replace(DECODE, batch=65), device_budget=budget)
 
 
+def test_a_head_is_read_in_place_beside_weights_that_are_kept() -> None:
+    """What stays on the device is no unit that could be larger than the head."""
+    manifest = decoder("matrix", **WIDE)
+    matrices = [alias for alias in manifest.aliases if alias not in (HEAD, TABLE)]
+    for num in (1, len(matrices) - 1):
+        kept = frozenset(matrices[:num])
+        budget = manifest.aliases[HEAD] - MIB + sum(manifest.aliases[alias] for alias in kept)
+        plan = inputs_of(WIDE, grains=("matrix",), device_budget=budget).keeping(kept).plan().plan
+        assert HEAD in plan.mapped
+        assert kept <= plan.resident
+        assert plan.device_nbytes <= budget
+
+
 def test_a_refusal_names_the_smallest_budget_that_works() -> None:
     """The table is the largest unit, and need not be on the device."""
     manifest = decoder("matrix", **WIDE).without(frozenset({HEAD}))

@@ -61,7 +61,10 @@ SpeculateMode = Annotated[
 ]
 DraftOption = Annotated[
     str | None,
-    typer.Option(help="Small model with the same tokens that drafts, inside of the budget, if that is faster."),
+    typer.Option(
+        help="Small model with the same tokens that drafts, inside of the budget, if that is faster; or self: the "
+        "model drafts with the first bits of its own weights."
+    ),
 ]
 _Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],

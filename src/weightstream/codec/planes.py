@@ -11,17 +11,22 @@ the code and the first m bits of the mantissa (m is 1, 2 or 3), the low part has
 | 2 | code and 1st bit; 2nd bit and sign      | 4th to 7th bit; 3rd bit                            |
 | 3 | code and 1st bit; 2nd and 3rd bit; sign | 4th to 7th bit                                     |
 
-A plane has 4, 2 or 1 bits of each weight. With w bits it has 2 w words of 32 bits for each tile. Weight i of the tile
-is in word i % (2 w), from bit w (i // (2 w)) on. So weights i and i + 32 have the same places in the two halves of a
-word, and a few shifts make two float16 of them: sign at bit 15, code at bits 10 to 12, mantissa below. In the plane of
-the 2nd bit and the sign, these have the distance that they have in a float16: if the bit is at k, the sign is at k + 7,
-modulo 32.
+A plane has 4, 2 or 1 bits of each weight. With w bits it has 2 w words of 32 bits for each tile, and weight i of the
+tile is in word i % (2 w) at place k = i // (2 w). In the low part its bits begin at bit w k. In the high part they are
+where a few operations on a word of each plane make bfloat16 of two weights, i and i + 32: each bit that they store is
+where a bfloat16 has it, in a rotation that all planes share. So modulo 32 begin
+
+- code and 1st bit: 4 k + 2,
+- sign: k + 11, and for m = 2: 4 (k // 2) + k % 2 + 11,
+- 2nd bit for m = 2: 4 (k // 2) + k % 2 + 1,
+- 2nd and 3rd bit: 2 k.
 
 `starts` are rows + 1 unsigned words of 32 bits: the number of escapes in the rows before. Escapes are in the order of
 rows and columns. Each plane, bases, starts and escapes begin at a multiple of 16 bytes; zeros fill the gaps.
 
-The *draft* of a weight is that float16, with half of the last step added, times 2 ** (base - 112). For code 0 it is a
-subnormal number, which is less than twice 2 ** (base - 127). Drafts are exact in bfloat16.
+The *draft* of a weight is the middle of the values that its bits of the high part leave, with base plus code as its
+exponent (the base counts as 247 at most). So the draft of an escape is less than twice 2 ** (base - 127). Drafts are
+exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -40,6 +45,14 @@ TILE_COLUMNS = 64
 HIGH_WIDTHS: Mapping[int, tuple[int, ...]] = MappingProxyType({1: (4, 1), 2: (4, 2), 3: (4, 2, 1)})
 LOW_WIDTHS: Mapping[int, tuple[int, ...]] = MappingProxyType({1: (4, 2), 2: (4, 1), 3: (4,)})
 GAUSSIAN_ESCAPES = 0.0231  # share of escapes among Gaussian weights
+# By bits: half of the last step of a draft and 120 as its exponent, at their places in a bfloat16.
+MIDDLES: Mapping[int, int] = MappingProxyType({bits: 120 << 7 | 1 << 6 - bits for bits in (1, 2, 3)})
+# The bit of a word of the high part from which a field of each of its weights begins.
+_FIRST = tuple((4 * k + 2) % 32 for k in range(8))
+_SIGN = tuple((k + 11) % 32 for k in range(32))
+_SECOND = tuple(4 * (k // 2) + k % 2 + 1 for k in range(16))
+_SECOND_SIGN = tuple((place + 10) % 32 for place in _SECOND)
+_PAIR = tuple(range(0, 32, 2))
 _ALIGN_NBYTES = 16
 _CHUNK = 1 << 22  # weights for which temporary tensors are made at once, of about 100 bytes a weight
 _MOST = 2**32 - 1  # escapes: starts are words
@@ -211,52 +224,53 @@ def _fields(weight: torch.Tensor) -> _Fields:
 def _packed(fields: _Fields, bits: int) -> Iterator[torch.Tensor]:
     """The words of all planes of weights, those of the high part first."""
     signs, mantissas = fields.signs, fields.mantissas
-    yield _pack(fields.codes << 1 | mantissas >> 6, 4)
-    if bits == 1:
-        yield _pack(signs, 1)
-    elif bits == 2:
-        yield _pack(mantissas >> 5 & 1, 2) | _pack(signs, 2, at=7)
-    else:
-        yield _pack(mantissas >> 4 & 3, 2)
-        yield _pack(signs, 1)
-    yield _pack(mantissas & 15, 4)
+    yield _pack(fields.codes << 1 | mantissas >> 6, _FIRST)
+    if bits == 2:
+        yield _pack(mantissas >> 5 & 1, _SECOND) | _pack(signs, _SECOND_SIGN)
+    elif bits == 3:
+        yield _pack(mantissas >> 4 & 3, _PAIR)
+    if bits != 2:
+        yield _pack(signs, _SIGN)
+    yield _pack(mantissas & 15, range(0, 32, 4))
     if bits < 3:
-        yield _pack(mantissas >> 4 & 2 ** (3 - bits) - 1, 3 - bits)
+        yield _pack(mantissas >> 4 & 2 ** (3 - bits) - 1, range(0, 32, 3 - bits))
 
 
-def _pack(values: torch.Tensor, width: int, at: int = 0) -> torch.Tensor:
-    """The words of a plane whose weights begin `at` bits after their place, modulo 32."""
-    by_place = values.unflatten(2, (32 // width, 2 * width))
+def _pack(values: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """The words of a plane, of which each has a weight at each of the places."""
+    by_place = values.unflatten(2, (len(places), -1))
     words = torch.zeros_like(by_place[:, :, 0])
-    for place in range(32 // width):
-        words |= by_place[:, :, place] << (width * place + at) % 32
+    for k, place in enumerate(places):
+        words |= by_place[:, :, k] << place
+        words |= by_place[:, :, k] >> min(32 - place, 31)  # what is beyond the end
     return words
 
 
-def _unpack(words: torch.Tensor, width: int, at: int = 0, ones: int | None = None) -> torch.Tensor:
-    """The values of a plane, as `_pack` takes them: those bits of each that are in `ones`."""
-    ones = 2**width - 1 if ones is None else ones
-    return torch.stack([words >> (width * place + at) % 32 & ones for place in range(32 // width)], 2).flatten(2)
+def _unpack(words: torch.Tensor, places: Sequence[int], width: int) -> torch.Tensor:
+    """The values of a plane, as `_pack` takes them."""
+    ends = (words << 32 - place if place + width > 32 else 0 for place in places)
+    inside = (2 ** min(32 - place, width) - 1 for place in places)
+    found = [words >> place & ones | end for place, ones, end in zip(places, inside, ends, strict=True)]
+    return torch.stack(found, 2).bitwise_and_(2**width - 1).flatten(2)
 
 
 def _high_fields(planes: Sequence[torch.Tensor], bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Signs, codes, and the first `bits` bits of the mantissas, from the planes of a high part."""
-    first = _unpack(planes[0], 4)
+    first = _unpack(planes[0], _FIRST, 4)
     codes, mantissas = first >> 1, first & 1
     if bits == 1:
-        return _unpack(planes[1], 1), codes, mantissas
+        return _unpack(planes[1], _SIGN, 1), codes, mantissas
     if bits == 2:
-        return _unpack(planes[1], 2, 7, ones=1), codes, mantissas << 1 | _unpack(planes[1], 2, ones=1)
-    return _unpack(planes[2], 1), codes, mantissas << 2 | _unpack(planes[1], 2)
+        return _unpack(planes[1], _SECOND_SIGN, 1), codes, mantissas << 1 | _unpack(planes[1], _SECOND, 1)
+    return _unpack(planes[2], _SIGN, 1), codes, mantissas << 2 | _unpack(planes[1], _PAIR, 2)
 
 
 def _draft(planes: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
     """The draft of weights from the planes of their high part and their bases."""
     signs, codes, mantissas = _high_fields(planes, bits)
-    halves = signs << 15 | codes << 10 | mantissas << 10 - bits | 1 << 9 - bits
-    # 2 ** (base - 112), or the largest power of two
-    scales = (planes[-1].to(torch.int32) + 15).clamp_(max=254) << 23
-    values = halves.to(torch.int16).view(torch.float16).to(torch.float32) * scales.view(torch.float32)[..., None]
+    near_one = signs << 15 | codes << 7 | mantissas << 7 - bits | MIDDLES[bits]
+    scales = (planes[-1].to(torch.int32) + 7).clamp_(max=254) << 23  # 2 ** (base - 120)
+    values = near_one.to(torch.int16).view(torch.bfloat16) * scales.view(torch.float32)[..., None]
     return values.to(torch.bfloat16).flatten(1)
 
 
@@ -268,9 +282,9 @@ def _joined(high: torch.Tensor, low: torch.Tensor, layout: PlaneLayout, out: tor
     rests = torch.nn.functional.pad(low[layout.escapes_at :], (0, 1))  # a last one for damaged starts
     for chunk in _chunks(layout):
         signs, codes, mantissas = _high_fields([plane[chunk] for plane in high_planes], bits)
-        mantissas = mantissas << 7 - bits | _unpack(low_planes[0][chunk], 4)
+        mantissas = mantissas << 7 - bits | _unpack(low_planes[0][chunk], range(0, 32, 4), 4)
         if bits < 3:
-            mantissas |= _unpack(low_planes[1][chunk], 3 - bits) << 4
+            mantissas |= _unpack(low_planes[1][chunk], range(0, 32, 3 - bits), 3 - bits) << 4
         escapes = codes == 0
         ranks = escapes.flatten(1).cumsum(1).add_(starts[chunk, None] - 1).clamp_(0, len(rests) - 1)
         exponents = codes + high_planes[-1][chunk].to(torch.int32)[..., None]
@@ -339,7 +353,7 @@ def launch_join(high: torch.Tensor, low: torch.Tensor, layout: PlaneLayout, out:
     room = len(low) - layout.escapes_at
     with on(high.device):
         plane_kernels.join_rows[(layout.rows,)](
-            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, COLUMNS=plane_kernels.COLUMNS
+            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, TILES=plane_kernels.JOINED_TILES
         )
 
 
@@ -356,7 +370,16 @@ def launch_draft_linear(
     if num:
         with on(high.device):
             plane_kernels.multiply_draft[grid](
-                x, high, bias, out, layout.rows, layout.row_tiles, num, BITS=layout.bits, **plane_kernels.SHAPE
+                x,
+                high,
+                bias,
+                out,
+                layout.rows,
+                layout.row_tiles,
+                num,
+                MIDDLES[layout.bits] * 0x00010001,
+                BITS=layout.bits,
+                **plane_kernels.SHAPE,
             )
     return out
 

@@ -8,14 +8,12 @@ almost no memory of its own. `codec/planes.py` has the format.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weightstream.adapters.modules.partition import find_blocks, row_tables
 from weightstream.codec import planes
@@ -57,12 +55,19 @@ class _Planes(torch.Tensor):
         kwargs = kwargs or {}
         values = [*zip(func._schema.arguments, args, strict=False)]
         values += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
-        if any(each.is_write and isinstance(value, _Planes) for each, value in values):
+        written = tree_leaves([value for each, value in values if each.is_write])
+        if any(isinstance(value, _Planes) for value in written):
             raise UnsupportedError(
                 f"{func} would write to a weight that is in two parts: load the model without draft='self'"
             )
         args, kwargs = tree_map_only(_Planes, lambda weight: weight.dense(), (args, kwargs))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain matrix: the copy of a model is a plain model."""
+        made = nn.Parameter(self.dense(), requires_grad=False)
+        memo[id(self)] = made
+        return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, bits={self.parts.bits}, device={self.device})"
@@ -73,7 +78,6 @@ class SplitWeight(_Planes):
 
     high: torch.Tensor
     low: torch.Tensor
-    _dense: torch.Tensor | None  # kept for several calls
 
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor, parts: PlaneLayout) -> SplitWeight:
@@ -81,11 +85,8 @@ class SplitWeight(_Planes):
 
     def __init__(self, high: torch.Tensor, low: torch.Tensor, parts: PlaneLayout) -> None:
         self.high, self.low, self.parts = high, low, parts
-        self._dense = None
 
     def dense(self) -> torch.Tensor:
-        if self._dense is not None:
-            return self._dense
         return planes.join_planes(self.high, self.low.to(self.high.device), self.parts)
 
     def same(self) -> SplitWeight:
@@ -135,19 +136,6 @@ class DraftWeight(_Planes):
         if type(weight) is cls and func is functional.embedding:
             return planes.drafted_rows(args[0], weight.high, weight.parts)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def joined_once(module: nn.Module) -> Iterator[None]:
-    """Inside, the matrices of the module are joined once, not in each call."""
-    weights: list[Any] = [weight for weight in module.parameters() if isinstance(weight, SplitWeight)]
-    try:
-        for weight in weights:
-            weight._dense = weight.dense()
-        yield
-    finally:
-        for weight in weights:
-            weight._dense = None
 
 
 class SplitModel(NamedTuple):
