@@ -20,9 +20,10 @@ from weightstream.runtime.streamer.read_watch import OperatorMode
 
 _aten = torch.ops.aten
 _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-_NUM_TURNS = 12  # probes of an operator, at least
+_NUM_TURNS = 16  # probes of an operator, at least
 _MAX_NBYTES = 16 << 20  # of a matrix that is made for a probe; a larger one is that of the model
 _ALIGNMENT = 256  # bytes, the largest that cuBLAS asks for
+_CPU_ALIGNMENT = 64  # of what torch allocates there
 _MIN_PAIRS = 16  # terms of a sum that cancel
 
 _MOVES = frozenset(  # copies that strides may need for several rows only, and those of streamed weights
@@ -56,7 +57,8 @@ class _Layout(NamedTuple):
         """The layout of a tensor; all else as it is."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return cls(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.data_ptr() % _ALIGNMENT)
+        alignment = _CPU_ALIGNMENT if leaf.device.type == "cpu" else _ALIGNMENT
+        return cls(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.data_ptr() % alignment)
 
     def holding(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout with these values."""
@@ -158,7 +160,7 @@ class RowTrial:
         devices = [leaf.device for leaf in wide.leaves if isinstance(leaf, _Layout)]
         chance = torch.Generator(devices[0]).manual_seed(self._width)
         is_same: list[torch.Tensor] = []
-        for turn in range(max(_NUM_TURNS, 2 * self._width)):
+        for turn in range(max(_NUM_TURNS, probe.num_kinds * self._width)):
             values = probe.fill(args, kwargs, turn, chance)
             if values is None:
                 return f"{what} has no probe for its weights"
@@ -167,9 +169,10 @@ class RowTrial:
             for value, original, cut, a, b in zip(
                 tree_flatten(values)[0], originals, cuts, wide.leaves, single.leaves, strict=True
             ):
-                whole = value if value is original else a.holding(value)  # type: ignore[attr-defined]
+                is_kept = value is original  # whatever it is, its address does not depend on the number of rows
+                whole = value if is_kept else a.holding(value)  # type: ignore[attr-defined]
                 ours.append(whole)
-                own.append(_row(whole, cut, row, b))
+                own.append(whole if is_kept and cut is None else _row(whole, cut, row, b))
             outputs = [
                 [t for t in tree_flatten(function(*more, **named))[0] if isinstance(t, torch.Tensor)][
                     : probe.num_outputs

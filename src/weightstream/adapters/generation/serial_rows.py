@@ -35,7 +35,7 @@ class Mode(Enum):
 
     AT_ONCE = "at once"
     SERIAL = "one after the other"
-    TRIAL = "at once, and their shapes noted"
+    TRIAL = "at once, with shapes noted"
 
 
 class _Part(NamedTuple):
@@ -123,9 +123,10 @@ class SerialRows:
     def _why_not(self, singles: dict[int, list[_Noted]]) -> str | None:
         """Reason why a trial has shown that rows cannot run one after the other, or None."""
         name = type(self._model).__name__
-        of_rows = {module: [call for call in calls if call.is_of_rows] for module, calls in self._shapes.items()}
-        for module, calls in of_rows.items():
+        for module, calls in self._shapes.items():
             for call, one in zip(calls, singles.get(module, ()), strict=False):
+                if not call.is_of_rows:
+                    continue
                 dims = [_token_dim(len(shape), call.dim) for shape in one.shapes]
                 joined = [
                     shape if dim is None else torch.Size((*shape[:dim], shape[dim] * self._width, *shape[dim + 1 :]))
@@ -138,7 +139,8 @@ class SerialRows:
                 f"{name} has attention of its own, whose rows cannot run one after the other where parts of a layer "
                 "are streamed one by one"
             )
-        return None if any(of_rows.values()) else f"{name} has no parts whose rows can run one after the other"
+        is_of_rows = any(call.is_of_rows for calls in self._shapes.values() for call in calls)
+        return None if is_of_rows else f"{name} has no parts whose rows can run one after the other"
 
     def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(forward, "__func__", None) is type(part.module)._call_impl:
