@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from weightstream.adapters.generation import row_trial
+from weightstream.adapters.generation import row_trial, serial_rows
 from weightstream.adapters.generation.row_trial import RowTrial
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def differences(step: Step, x: torch.Tensor, width: int = WIDTH) -> list[str]:
     """What a trial finds in `step(x)`, whose rows are the entries of the first dimension of `x` but one."""
     trial = RowTrial(width)
     with torch.no_grad():
-        trial.run_single(lambda: step(x[:, :1].clone()))
+        trial.run_single(lambda: step(x[:, :1].clone(memory_format=torch.contiguous_format)))
         return trial.run_wide(lambda: step(x))[1]
 
 
@@ -284,3 +284,22 @@ def test_equal_layers_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowTrial, "_probe", lambda *args: probes.append(args) or plain(*args))
     differences(layers, normal(1, WIDTH, 8))
     assert len(probes) == 1
+
+
+LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "states": (lambda x: x, 1),
+    "queries": (lambda x: x.view(1, -1, 4, 8).transpose(1, 2), 2),
+    "queries of a joint product": (lambda x: x.view(1, -1, 8, 4)[:, :, :, :4].transpose(1, 2).clone(), 2),
+    "masks": (lambda x: x[:, None], 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_entry_of_a_tensor_is_laid_out_as_it_is_alone(name: str) -> None:
+    make, dim = LAYOUTS[name]
+    x = normal(1, WIDTH, 32)
+    for row in range(WIDTH):
+        alone = make(torch.stack([x[0, row : row + 1]]))
+        found = serial_rows._entry(make(x), dim, row)
+        assert torch.equal(found, alone)
+        assert found.stride() == alone.stride()

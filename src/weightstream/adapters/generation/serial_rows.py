@@ -179,7 +179,7 @@ class SerialRows:
         the dimension that states and masks of their shape have for tokens."""
         rows = []
         for row in range(self._width):
-            own = [leaf if c is None else leaf.narrow(c, row, 1).clone() for leaf, c in zip(leaves, cuts, strict=True)]
+            own = [leaf if c is None else _entry(leaf, c, row) for leaf, c in zip(leaves, cuts, strict=True)]
             args, kwargs = tree_unflatten(own, spec)
             rows.append(function(*args, **kwargs))
         return _joined(rows, dim)
@@ -195,9 +195,20 @@ def first_row(args: Any, kwargs: Any, width: int) -> tuple[Any, Any]:
     """The arguments of a model for the first of `width` tokens."""
     leaves, spec = tree_flatten((args, kwargs))
     cuts = [_row_dim(leaf, width, is_leaf=False) for leaf in leaves]
-    own = [leaf if c is None else leaf.narrow(c, 0, 1).clone() for c, leaf in zip(cuts, leaves, strict=True)]
+    own = [leaf if c is None else _entry(leaf, c, 0) for c, leaf in zip(cuts, leaves, strict=True)]
     found: tuple[Any, Any] = tree_unflatten(own, spec)
     return found
+
+
+def _entry(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """A copy of an entry of a dimension, with the strides of a tensor that never had more: torch chooses a product of
+    matrices or of batches by them."""
+    part, strides = tensor.narrow(dim, index, 1), tensor.stride()
+    order = list(range(part.dim()))
+    if all(strides):
+        order.sort(key=lambda each: -strides[each])
+    made = part.permute(order).clone(memory_format=torch.contiguous_format)
+    return made.permute([order.index(each) for each in range(part.dim())])
 
 
 def _row_dim(leaf: Any, width: int, *, is_leaf: bool) -> int | None:
