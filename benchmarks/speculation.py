@@ -26,7 +26,8 @@ import rows
 import torch
 
 import weightstream
-from weightstream.adapters.generation import serial_rows
+from weightstream.adapters.generation.row_split import plans
+from weightstream.adapters.generation.row_trial import RowTrial
 
 PROMPT, TEXT, SHORT, LONG = 61, 256, 12, 40
 WIDTHS = (8, 16, 4, 64, 256)
@@ -216,21 +217,21 @@ def _cycles(ms: float) -> int:
     return int(50_000_000 / begin.elapsed_time(end) * ms)
 
 
-def serial(bench: Bench, plain_s: float) -> None:
-    """Rows one after the other, as on a device where rows at once have other bits."""
-    plain = serial_rows.SerialRows.try_out
+def split(bench: Bench, plain_s: float) -> None:
+    """Operators row by row, as on a device where all operators that add have other bits for rows at once."""
+    plain = RowTrial._probe
 
-    def never_equal(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)._replace(is_equal=False)
+    def never_equal(trial: RowTrial, probe: Any, wide: Any, *_: Any) -> str:
+        return f"{wide} differs"
 
-    serial_rows.SerialRows.try_out = never_equal  # type: ignore[method-assign]
-    serial_rows.trials(bench.model).clear()
+    RowTrial._probe = never_equal  # type: ignore[method-assign]
+    plans(bench.model).clear()
     try:
         for width in (4, 8):
             bench.width(width, plain_s, bits="token")
     finally:
-        serial_rows.SerialRows.try_out = plain  # type: ignore[method-assign]
-        serial_rows.trials(bench.model).clear()
+        RowTrial._probe = plain  # type: ignore[method-assign]
+        plans(bench.model).clear()
 
 
 def main() -> None:
@@ -270,7 +271,7 @@ def main() -> None:
         if not is_late():
             bench.accepted(width, tau, 220, plain_s, cycles, 1.0)
     if not is_late():
-        serial(Bench.like(bench, partial(write, f"weightstream, {args.budget}, serial")), plain_s)
+        split(Bench.like(bench, partial(write, f"weightstream, {args.budget}, all split")), plain_s)
     scores, text = bench.scores, bench.text
     model.weightstream.remove()
     del bench, model
