@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -222,6 +223,13 @@ def experts(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    """Computes by the address of memory, as kernels in Triton and many extensions do."""
+    out = torch.empty_like(x)
+    ctypes.memset(out.data_ptr(), 0, out.nbytes)
+    return out.view(-1) + 1
+
+
 MIXING: dict[str, tuple[Step, str]] = {
     "mean of rows": (lambda x: x.mean(1), "outputs of aten.mean.dim of .* have no entry for each row"),
     "sum of rows before": (lambda x: x.cumsum(1), "aten.cumsum.default of .* differs"),
@@ -233,6 +241,10 @@ MIXING: dict[str, tuple[Step, str]] = {
     "another scale": (lambda x: x.sum(-1 if x.shape[1] > 1 else -2), "are not those of a row several times"),
     "added to one place": (lambda x: torch.zeros(6).index_put_((torch.zeros(x.shape[1]).long(),), x[0, :, 0], True),
                            "aten.index_put_.default is not known"),
+    "scaled by the largest of all": (lambda x: x / x.abs().amax(), "outputs of aten.amax.default of .* have no entry"),
+    "a kernel that torch does not see": (unseen, "aten.add.Tensor reads what no operator has written"),
+    "written by an operator": (lambda x: torch.mm(x[0], TABLE[:6], out=torch.empty(x.shape[1], 6)),
+                               "aten.mm.out is not known"),
     "reads a value": (lambda x: x * float(x[0, 0, 0]), "depend on values"),
 }  # fmt: skip
 

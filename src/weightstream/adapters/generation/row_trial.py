@@ -37,8 +37,8 @@ _ROW_WISE = frozenset(  # besides elementwise operators
         *("embedding", "cat", "stack", "index", "index_select", "gather", "index_copy", "index_put", "_index_put_impl"),
         *("_unsafe_index", "scatter", "slice_scatter", "select_scatter", "masked_fill", "_to_copy", "fill", "zero"),
         *("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
-        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu", "amax"),
-        *("amin", "polar", "split_with_sizes_copy", "split_copy"),
+        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu"),
+        *("polar", "split_with_sizes_copy", "split_copy"),
     )
 )
 
@@ -129,8 +129,10 @@ class RowTrial:
             if reason is not None:
                 found[reason] = None
 
-        with _Watch(check):
+        with _Watch(check) as watch:
             output = step()
+        if watch.unseen is not None:
+            found[watch.unseen] = None
         if not found and (rest := next(singles, None)) is not None:
             found[f"operators of a row differ in {rest.function}"] = None
         return output, list(found)
@@ -153,7 +155,7 @@ class RowTrial:
         if _is_row_wise(function, args, name):
             return None
         probe = _PROBES.get(getattr(function, "overloadpacket", None))
-        if probe is None:
+        if probe is None or _writes(function):
             return f"{function} is not known to treat rows alone"
         key = function, wide.spec, tuple(map(str, wide.leaves)), tuple(map(str, single.leaves))
         if key not in known:
@@ -208,19 +210,49 @@ class RowTrial:
 
 
 class _Watch(OperatorMode):
-    """Calls `note(function, args, kwargs, output)` after each operator that computes."""
+    """Calls `note(function, args, kwargs, output)` after each operator that computes.
+
+    `unseen`: an operator that read memory which no operator has written. So a kernel has that torch does not see.
+    """
 
     def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
+        self._unwritten: dict[int, torch.UntypedStorage] = {}  # alive, so that no other has their addresses
+        self.unseen: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # wrapped tensors: the operators on the inner ones are seen later
         output = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False) and _name(func) not in _MOVES:
-            self._note(func, args, kwargs or {}, output)
+        is_view, name = getattr(func, "is_view", False), _name(func)
+        if not is_view:
+            self._follow(func, (args, kwargs), output, name)
+            if name not in _MOVES:
+                self._note(func, args, kwargs or {}, output)
         return output
+
+    def _follow(self, func: Any, arguments: Any, output: Any, name: str) -> None:
+        """Note whether memory is written, or read before it is."""
+        if "empty" in name:
+            for storage in _storages(output):
+                self._unwritten[storage._cdata] = storage
+            return
+        for storage in _storages(arguments) if self._unwritten else ():
+            if self._unwritten.pop(storage._cdata, None) is not None and not _writes(func):
+                self.unseen = f"{func} reads what no operator has written"
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [
+        leaf.untyped_storage() for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
+
+
+def _writes(function: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _name(function: Any) -> str:
@@ -492,6 +524,7 @@ def _probes() -> Iterator[tuple[Any, _Probe]]:
     for packet in (_aten._softmax, _aten._safe_softmax, _aten._log_softmax, _aten.logsumexp, _aten.linalg_vector_norm):
         yield packet, _Probe(_positive, needs_float32=True)
     yield from ((packet, _Probe(_positive, needs_float32=True)) for packet in (_aten.var, _aten.var_mean, _aten.std))
+    yield from ((packet, _Probe(_positive)) for packet in (_aten.amax, _aten.amin))
     yield from ((packet, _Probe(_order)) for packet in (_aten.topk, _aten.sort, _aten.argmax, _aten.max, _aten.min))
 
 
