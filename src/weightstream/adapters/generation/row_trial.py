@@ -212,7 +212,8 @@ class RowTrial:
 class _Watch(OperatorMode):
     """Calls `note(function, args, kwargs, output)` after each operator that computes.
 
-    `unseen`: an operator that read memory which no operator has written. So a kernel has that torch does not see.
+    `unseen`: an operator that read memory for floats which no operator has written. So a kernel has that torch does not
+    see. Weights are streamed into memory for bytes.
     """
 
     def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
@@ -235,8 +236,8 @@ class _Watch(OperatorMode):
     def _follow(self, func: Any, arguments: Any, output: Any, name: str) -> None:
         """Note whether memory is written, or read before it is."""
         if "empty" in name:
-            for storage in _storages(output):
-                self._unwritten[storage._cdata] = storage
+            if output.is_floating_point():
+                self._unwritten |= {storage._cdata: storage for storage in _storages(output)}
             return
         for storage in _storages(arguments) if self._unwritten else ():
             if self._unwritten.pop(storage._cdata, None) is not None and not _writes(func):
@@ -417,16 +418,16 @@ def _against(matrix: torch.Tensor, like: torch.Tensor, turn: int, chance: torch.
     """Rows whose products with columns of a matrix (…, terms, columns) cancel, each with another column."""
     if turn % 2:
         return _normal(like, chance)
-    num_columns = matrix.shape[-1]
-    columns = torch.randint(num_columns, like.shape[-2:-1], generator=chance, device=like.device)
-    columns[0] = 0 if turn % 4 else num_columns - 1
+    num_rows = like.shape[-2]
+    columns = torch.randint(matrix.shape[-1], (3 * num_rows,), generator=chance, device=like.device)
     factors = matrix.index_select(-1, columns).mT.contiguous()
     found = _cancelling(factors, chance)
-    num_pairs = ((found * factors) != 0).sum(-1).min() // 2
-    is_sensitive = like.dtype.itemsize >= 4 or int(num_pairs) >= min(_MIN_PAIRS, like.shape[-1] // 4)
+    num_pairs = ((found * factors) != 0).sum(-1).reshape(-1, len(columns)).amin(0) // 2
+    most, best = num_pairs.topk(num_rows)  # some columns may be zero, such as those of words that do not exist
+    found = found.index_select(-2, best)
     if like.dtype.itemsize >= 4:  # its sums show an order anyway
-        found = torch.where(found == 0, _normal(like, chance), found)
-    return found if is_sensitive else None
+        return torch.where(found == 0, _normal(like, chance), found)
+    return found if int(most[-1]) >= min(_MIN_PAIRS, like.shape[-1] // 4) else None
 
 
 def _product(first: int, *, is_linear: bool = False) -> _Probe:

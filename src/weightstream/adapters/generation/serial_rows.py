@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.hf import private
@@ -55,12 +55,13 @@ class TriedStep(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """A call of a module in a trial. `is_of_rows`: it would run row by row, with outputs joined along `dim`."""
+    """A call of a module in a trial, and its output on meta. `is_of_rows`: it would run row by row, with outputs joined
+    along `dim`."""
 
     name: str
     is_of_rows: bool
     dim: int | None
-    shapes: list[torch.Size]  # of its outputs
+    output: Any
 
 
 class SerialRows:
@@ -78,7 +79,7 @@ class SerialRows:
         covered = {id(each) for part in self._parts for each in part.module.modules()}
         self._attention = [module for module in _attention(model) if id(module) not in covered]
         self._seen: set[int] = set()  # ids of attention modules that ran row by row
-        self._shapes: dict[int, list[_Noted]] = {}  # by id of a module, for each of its calls: of one row, then of all
+        self._calls: dict[int, list[_Noted]] = {}  # by id of a module, for each of its calls: of one row, then of all
 
     @property
     def unsuited(self) -> str | None:
@@ -109,11 +110,11 @@ class SerialRows:
         `take_back` takes a number of tokens out of the cache again.
         """
         trial = RowTrial(self._width)
-        self._shapes, self.mode = {}, Mode.TRIAL
+        self._calls, self.mode = {}, Mode.TRIAL
         try:
             trial.run_single(one)
             take_back(1)
-            singles, self._shapes = self._shapes, {}
+            singles, self._calls = self._calls, {}
             output, differences = trial.run_wide(step)
         finally:
             self.mode = Mode.AT_ONCE
@@ -123,24 +124,21 @@ class SerialRows:
     def _why_not(self, singles: dict[int, list[_Noted]]) -> str | None:
         """Reason why a trial has shown that rows cannot run one after the other, or None."""
         name = type(self._model).__name__
-        for module, calls in self._shapes.items():
-            for call, one in zip(calls, singles.get(module, ()), strict=False):
-                if not call.is_of_rows:
-                    continue
-                dims = [_token_dim(len(shape), call.dim) for shape in one.shapes]
-                joined = [
-                    shape if dim is None else torch.Size((*shape[:dim], shape[dim] * self._width, *shape[dim + 1 :]))
-                    for shape, dim in zip(one.shapes, dims, strict=True)
-                ]
-                if joined != call.shapes:
-                    return f"outputs of {call.name} in {name} have no entry for each token"
+        pairs = [
+            (call, one)
+            for module, calls in self._calls.items()
+            for call, one in zip(calls, singles.get(module, ()), strict=False)
+            if call.is_of_rows
+        ]
+        for call, one in pairs:
+            if _shapes(_joined([one.output] * self._width, call.dim)) != _shapes(call.output):
+                return f"outputs of {call.name} in {name} have no entry for each token"
         if not self._seen >= set(map(id, self._attention)):
             return (
                 f"{name} has attention of its own, whose rows cannot run one after the other where parts of a layer "
                 "are streamed one by one"
             )
-        is_of_rows = any(call.is_of_rows for calls in self._shapes.values() for call in calls)
-        return None if is_of_rows else f"{name} has no parts whose rows can run one after the other"
+        return None if pairs else f"{name} has no parts whose rows can run one after the other"
 
     def _run(self, part: _Part, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(forward, "__func__", None) is type(part.module)._call_impl:
@@ -153,8 +151,9 @@ class SerialRows:
             return self._by_row(forward, leaves, spec, cuts, dim)
         output = forward(*args, **kwargs)
         if self.mode is Mode.TRIAL:
-            call = _Noted(type(part.module).__name__, bool(states), dim, _shapes(output))
-            self._shapes.setdefault(id(part.module), []).append(call)
+            shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.new_empty(tensor.shape, device="meta"), output)
+            call = _Noted(type(part.module).__name__, bool(states), dim, shapes)
+            self._calls.setdefault(id(part.module), []).append(call)
         return output
 
     def _attend(self, attention: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -234,15 +233,10 @@ def _joined(rows: list[Any], dim: int | None) -> Any:
     found, spec = zip(*map(tree_flatten, rows), strict=True)
     joined = []
     for each in zip(*found, strict=True):
-        own = _token_dim(each[0].dim(), dim) if isinstance(each[0], torch.Tensor) else None
-        joined.append(each[-1] if own is None else torch.cat(each, own))
+        num_dims = each[0].dim() if isinstance(each[0], torch.Tensor) else 0
+        own = dim if dim is not None else {3: 1, 4: 2}.get(num_dims)
+        joined.append(torch.cat(each, own) if own is not None and num_dims > max(own, 1) else each[-1])
     return tree_unflatten(joined, spec[0])
-
-
-def _token_dim(num_dims: int, dim: int | None) -> int | None:
-    """The dimension along which tensors of one token each are joined; None: they are not."""
-    own = dim if dim is not None else {3: 1, 4: 2}.get(num_dims)
-    return own if own is not None and num_dims > max(own, 1) else None
 
 
 def _shapes(output: Any) -> list[torch.Size]:
