@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -132,6 +133,7 @@ def test_probes_show_another_order(name: str, dtype: torch.dtype, num: int, othe
 def test_large_weights_of_a_model_are_probed_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_trial, "_MAX_NBYTES", 0)
     weight = (normal(160, 1024) / 32).to(dtype).T
+    weight[:, -40:] = 0  # of words that do not exist
     probe, chance, differs = row_trial._PROBES[aten.mm], torch.Generator().manual_seed(0), 0
     for turn in range(0, 2 * row_trial._NUM_TURNS, 2):
         made = probe.fill((normal(WIDTH, 1024).to(dtype), weight), {}, turn, chance)
@@ -222,6 +224,13 @@ def experts(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def unseen(x: torch.Tensor) -> torch.Tensor:
+    """Computes by the address of memory, as kernels in Triton and many extensions do."""
+    out = torch.empty_like(x)
+    ctypes.memset(out.data_ptr(), 0, out.nbytes)
+    return out.view(-1) + 1
+
+
 MIXING: dict[str, tuple[Step, str]] = {
     "mean of rows": (lambda x: x.mean(1), "outputs of aten.mean.dim of .* have no entry for each row"),
     "sum of rows before": (lambda x: x.cumsum(1), "aten.cumsum.default of .* differs"),
@@ -233,6 +242,10 @@ MIXING: dict[str, tuple[Step, str]] = {
     "another scale": (lambda x: x.sum(-1 if x.shape[1] > 1 else -2), "are not those of a row several times"),
     "added to one place": (lambda x: torch.zeros(6).index_put_((torch.zeros(x.shape[1]).long(),), x[0, :, 0], True),
                            "aten.index_put_.default is not known"),
+    "scaled by the largest of all": (lambda x: x / x.abs().amax(), "outputs of aten.amax.default of .* have no entry"),
+    "a kernel that torch does not see": (unseen, "aten.add.Tensor reads what no operator has written"),
+    "written by an operator": (lambda x: torch.mm(x[0], TABLE[:6], out=torch.empty(x.shape[1], 6)),
+                               "aten.mm.out is not known"),
     "reads a value": (lambda x: x * float(x[0, 0, 0]), "depend on values"),
 }  # fmt: skip
 

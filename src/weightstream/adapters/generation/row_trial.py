@@ -47,8 +47,8 @@ _ROW_WISE = frozenset(  # besides elementwise operators
         *("embedding", "cat", "stack", "index", "index_select", "gather", "index_copy", "index_put", "_index_put_impl"),
         *("_unsafe_index", "scatter", "slice_scatter", "select_scatter", "masked_fill", "_to_copy", "fill", "zero"),
         *("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
-        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu", "amax"),
-        *("amin", "polar", "split_with_sizes_copy", "split_copy"),
+        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu"),
+        *("polar", "split_with_sizes_copy", "split_copy"),
     )
 )
 
@@ -135,8 +135,10 @@ class RowTrial:
             with _disable_current_modes(), torch.no_grad():
                 self._note(single, args, kwargs, output)
 
-        with _Watch(check):
+        with _Watch(check) as watch:
             output = step()
+        if watch.unseen is not None:
+            self._refuse(watch.unseen)
         if is_aligned and (rest := next(singles, None)) is not None:
             self._refuse(f"operators of a row differ in {rest.function}")
         return output, self._plan()
@@ -205,7 +207,7 @@ class RowTrial:
             return _Tried()  # alignment is nothing to it
         if is_pointwise:
             difference: str | None = f"{function} computes the last elements in other code on a CPU"
-        elif probe is None:
+        elif probe is None or _writes(function):
             difference = f"{function} is not known to treat rows alone"
         else:
             difference = None  # not known yet
@@ -301,19 +303,50 @@ class RowTrial:
 
 
 class _Watch(OperatorMode):
-    """Calls `note(function, args, kwargs, output)` after each operator that computes."""
+    """Calls `note(function, args, kwargs, output)` after each operator that computes.
+
+    `unseen`: an operator that read memory for floats which no operator has written. So a kernel has that torch does not
+    see. Weights are streamed into memory for bytes.
+    """
 
     def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
+        self._unwritten: dict[int, torch.UntypedStorage] = {}  # alive, so that no other has their addresses
+        self.unseen: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # wrapped tensors: the operators on the inner ones are seen later
         output = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False) and _name(func) not in _MOVES:
-            self._note(func, args, kwargs or {}, output)
+        is_view, name = getattr(func, "is_view", False), _name(func)
+        if not is_view:
+            self._follow(func, (args, kwargs), output, name)
+            if name not in _MOVES:
+                self._note(func, args, kwargs or {}, output)
         return output
+
+    def _follow(self, func: Any, arguments: Any, output: Any, name: str) -> None:
+        """Note whether memory is written, or read before it is."""
+        if "empty" in name:
+            if output.is_floating_point():
+                self._unwritten |= {storage._cdata: storage for storage in _storages(output)}
+            return
+        for storage in _storages(arguments) if self._unwritten else ():
+            if self._unwritten.pop(storage._cdata, None) is not None and not _writes(func):
+                self.unseen = f"{func} reads what no operator has written"
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [
+        leaf.untyped_storage() for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
+
+
+def _writes(function: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _name(function: Any) -> str:
@@ -435,16 +468,16 @@ def _against(matrix: torch.Tensor, like: torch.Tensor, turn: int, chance: torch.
     """Rows whose products with columns of a matrix (…, terms, columns) cancel, each with another column."""
     if turn % 2:
         return _normal(like, chance)
-    num_columns = matrix.shape[-1]
-    columns = torch.randint(num_columns, like.shape[-2:-1], generator=chance, device=like.device)
-    columns[0] = 0 if turn % 4 else num_columns - 1
+    num_rows = like.shape[-2]
+    columns = torch.randint(matrix.shape[-1], (3 * num_rows,), generator=chance, device=like.device)
     factors = matrix.index_select(-1, columns).mT.contiguous()
     found = _cancelling(factors, chance)
-    num_pairs = ((found * factors) != 0).sum(-1).min() // 2
-    is_sensitive = like.dtype.itemsize >= 4 or int(num_pairs) >= min(_MIN_PAIRS, like.shape[-1] // 4)
+    num_pairs = ((found * factors) != 0).sum(-1).reshape(-1, len(columns)).amin(0) // 2
+    most, best = num_pairs.topk(num_rows)  # some columns may be zero, such as those of words that do not exist
+    found = found.index_select(-2, best)
     if like.dtype.itemsize >= 4:  # its sums show an order anyway
-        found = torch.where(found == 0, _normal(like, chance), found)
-    return found if is_sensitive else None
+        return torch.where(found == 0, _normal(like, chance), found)
+    return found if int(most[-1]) >= min(_MIN_PAIRS, like.shape[-1] // 4) else None
 
 
 def _product(first: int, *, is_linear: bool = False) -> _Probe:
@@ -542,6 +575,7 @@ def _probes() -> Iterator[tuple[Any, _Probe]]:
     for packet in (_aten._softmax, _aten._safe_softmax, _aten._log_softmax, _aten.logsumexp, _aten.linalg_vector_norm):
         yield packet, _Probe(_positive, needs_float32=True)
     yield from ((packet, _Probe(_positive, needs_float32=True)) for packet in (_aten.var, _aten.var_mean, _aten.std))
+    yield from ((packet, _Probe(_positive)) for packet in (_aten.amax, _aten.amin))
     yield from ((packet, _Probe(_order)) for packet in (_aten.topk, _aten.sort, _aten.argmax, _aten.max, _aten.min))
 
 
