@@ -1,6 +1,6 @@
 """Several tokens a pass of Llama's shapes through `weightstream.generate`, with a scripted draft.
 
-    python benchmarks/speculation.py [--parts widths,auto,tau,serial,resident] [--budget 6GiB] [--limit SECONDS]
+    python benchmarks/speculation.py [--parts widths,auto,tau,split,resident] [--budget 6GiB] [--limit SECONDS]
     python benchmarks/speculation.py --shape 70b --budget 40GiB [--limit SECONDS]
     python benchmarks/speculation.py --smoke --folder FOLDER
 
@@ -47,14 +47,15 @@ import timing
 import torch
 
 import weightstream
-from weightstream.adapters.generation import serial_rows
+from weightstream.adapters.generation.row_split import plans
+from weightstream.adapters.generation.row_trial import RowTrial
 
 PROMPT, SHORT, LONG = 61, 12, 40
 WIDTHS = (8, 16, 4, 64, 256)
 COMPARED = (4, 8, 16)
 WRONG = 0.0
 SETTLING = 3  # forwards of a text before the first replay: the prompt, a watched pass and a captured one
-PARTS = ("widths", "auto", "tau", "serial", "resident")
+PARTS = ("widths", "auto", "tau", "split", "resident")
 GIB = 2**30
 BESIDE_GIB = 8  # of the budget of the 70B shape: for a draft with its cache
 HOST_LAYERS = (0, 24)  # if the whole model leaves no room to compress it on the GPU, its last layers start on the host
@@ -359,21 +360,21 @@ def _cycles(ms: float) -> int:
     return int(50_000_000 / begin.elapsed_time(end) * ms)
 
 
-def serial(bench: Bench, plain_s: float) -> None:
-    """Rows one after the other, as on a device where rows at once have other bits."""
-    plain = serial_rows.SerialRows.try_out
+def split(bench: Bench, plain_s: float) -> None:
+    """Operators row by row, as on a device where all operators that add have other bits for rows at once."""
+    plain = RowTrial._probe
 
-    def never_equal(*args: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)._replace(is_equal=False)
+    def never_equal(trial: RowTrial, probe: Any, wide: Any, *_: Any) -> str:
+        return f"{wide} differs"
 
-    serial_rows.SerialRows.try_out = never_equal  # type: ignore[method-assign]
-    serial_rows.trials(bench.model).clear()
+    RowTrial._probe = never_equal  # type: ignore[method-assign]
+    plans(bench.model).clear()
     try:
         for width in (4, 8):
             bench.width(width, plain_s, bits="token")
     finally:
-        serial_rows.SerialRows.try_out = plain  # type: ignore[method-assign]
-        serial_rows.trials(bench.model).clear()
+        RowTrial._probe = plain  # type: ignore[method-assign]
+        plans(bench.model).clear()
 
 
 def drawn(settings: dict[str, Any], device: torch.device, host_layers: int) -> Any:
@@ -477,8 +478,8 @@ def main() -> None:
     model = weightstream.from_pretrained(args.folder, device=device, device_budget=budget, progress=False)
     bench = Bench(model, ids, shape.num_tokens, partial(write, f"weightstream, {budget}"))
     plain_s = measure(bench, shape, limit)
-    if limit.allows("serial"):
-        serial(Bench.like(bench, partial(write, f"weightstream, {budget}, serial")), plain_s)
+    if limit.allows("split"):
+        split(Bench.like(bench, partial(write, f"weightstream, {budget}, all split")), plain_s)
     scores, text = bench.scores, bench.text
     model.weightstream.remove()
     del bench, model

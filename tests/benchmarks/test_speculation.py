@@ -43,7 +43,7 @@ def rows_of(module: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *args: s
 def test_all_parts(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows_of(bench, tmp_path, monkeypatch)
     timed = [row for row in found if "ms" in row]
-    assert len(timed) == 1 + 1 + 2 + 2 + 1 + 1  # plain, a width, drafts, two serial ones, resident: plain and a width
+    assert len(timed) == 1 + 1 + 2 + 2 + 1 + 1  # plain, a width, drafts, two split ones, resident: plain and a width
     assert all(row["ms"]["p20"] <= row["ms"]["p50"] <= row["ms"]["p80"] for row in timed)
     assert all(0 < row["pass_ms"] < row["ms"]["p80"] and row["round_ms"] > 0 for row in timed)
     assert {row["acceptance"] for row in found if "speculate" in row} == {0.0, 0.6}

@@ -18,11 +18,11 @@ from generating import MODELS, STATIC, add_noise, build, options
 
 transformers = pytest.importorskip("transformers")
 
-from weightstream.adapters.generation import serial_rows  # noqa: E402
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.drafts import DraftCounts, FixedWidthDrafts  # noqa: E402
 from weightstream.adapters.generation.generation import generate  # noqa: E402
-from weightstream.adapters.generation.serial_rows import SerialRows  # noqa: E402
+from weightstream.adapters.generation.row_split import plans  # noqa: E402
+from weightstream.adapters.generation.row_trial import RowTrial  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -55,13 +55,13 @@ def drafts(kind: str, model: Any) -> dict[str, Any]:
     return {"prompt_lookup_num_tokens": 4} if kind == "lookup" else {"assistant_model": noised(model)}
 
 
-@pytest.mark.parametrize("is_serial", [False, True], ids=["tried", "serial"])
+@pytest.mark.parametrize("splits_all", [False, True], ids=["as found", "all split"])
 @pytest.mark.parametrize("sample", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("share", [None, 0.7, 0.15], ids=["resident", "offloaded", "in parts"])
 @pytest.mark.parametrize("name", FULL)
 def test_tokens_and_scores_are_those_of_one_token_at_a_time(
-    name: str, share: float | None, kind: str, sample: dict[str, Any], is_serial: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, share: float | None, kind: str, sample: dict[str, Any], splits_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = build(MODELS[name]()).cuda(), build(MODELS[name]())
     torch.manual_seed(5)
@@ -73,12 +73,9 @@ def test_tokens_and_scores_are_those_of_one_token_at_a_time(
         pytest.skip("its experts are one unit, which is larger")
     else:
         weightstream.offload(model, device="cuda", device_budget=int(sum(p.nbytes for p in model.parameters()) * share))
-    if is_serial:
-        plain_trial = SerialRows.try_out
-        monkeypatch.setattr(
-            SerialRows, "try_out", lambda *args, **kwargs: plain_trial(*args, **kwargs)._replace(is_equal=False)
-        )
-    serial_rows.trials(model).clear()
+    if splits_all:
+        monkeypatch.setattr(RowTrial, "_probe", lambda _, probe, wide, *rest: f"{wide} differs")
+    plans(model).clear()
     for _ in range(2):  # the second time, the streamer knows the order, and what the trial has found
         got, decoding = drafted(model, bits="token", **more, **sample)
         assert torch.equal(got.sequences, want.sequences)
@@ -87,7 +84,7 @@ def test_tokens_and_scores_are_those_of_one_token_at_a_time(
         assert decoding.replays
         assert decoding.speculation is not None
         assert decoding.speculation.bits == "token"
-        assert decoding.speculation.rows == "one after the other" or not is_serial
+        assert decoding.speculation.rows.startswith("at once, except ") or not splits_all
     if share is not None:
         assert model.weightstream.stats().unplanned_fills == 0
 

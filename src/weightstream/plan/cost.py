@@ -10,6 +10,8 @@ from weightstream.plan.manifest import Manifest, Profile, Seconds
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import Cursor
 
+_KERNELS_OF_ROW = 2
+_LAUNCHES_OF_ROW = 6  # what Python takes for a row, in launches of a kernel
 _STEPS = 3  # from the second step on, the fills that wrap around are in their steady state
 
 
@@ -90,14 +92,33 @@ def disk_s(plan: Plan, profile: Profile) -> float:
     return plan.step_disk_nbytes / profile.disk_bytes_per_s
 
 
-def serial_pass_s(plan: Plan, profile: Profile, num_rows: int, *, in_graphs: bool) -> float:
-    """Predicted seconds of a pass whose rows run one after the other in each unit, while its weights are there.
+class Splits(NamedTuple):
+    """Operators of a pass of several rows that run once for each row.
 
-    `in_graphs`: the host launches nothing.
+    Attributes:
+        calls: the number of their calls in a pass.
+        rows: the rows of a pass.
+        nbytes: bytes of their arguments without rows, such as weights, which a call reads for each row.
+    """
+
+    calls: int
+    rows: int
+    nbytes: int
+
+
+def split_pass_s(plan: Plan, profile: Profile, splits: Splits, *, in_graphs: bool) -> float:
+    """Predicted seconds of a pass with these splits: of the device, the host, the link or the disk, the longest.
+
+    The device runs two kernels more for each row, one of which puts its output to those of the others, and reads
+    arguments without rows again. `in_graphs`: the host launches nothing. Without a graph it also runs Python for each
+    row, as long as several launches take.
     """
     one = sums_s(plan.manifest, times_s(plan, profile, captured=in_graphs))
-    row_s = max(0.0, max(one) - plan.decode_s)  # a graph has no time of the host
-    return max(plan.decode_s + num_rows * row_s, plan.copy_s, plan.disk_s)
+    num = splits.calls * splits.rows
+    again_s = (splits.rows - 1) * splits.nbytes / profile.device_bytes_per_s
+    device_s = one.device_s + num * _KERNELS_OF_ROW * profile.op_s + again_s
+    host_s = 0.0 if in_graphs else one.host_s + num * _LAUNCHES_OF_ROW * profile.op_launch_s
+    return max(device_s, host_s, plan.copy_s, plan.disk_s)
 
 
 def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:

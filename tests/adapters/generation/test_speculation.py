@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,20 +44,32 @@ from models import ARCHITECTURES, TEXT, randomise
 transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import drafted as drafted_module  # noqa: E402
-from weightstream.adapters.generation import speculation  # noqa: E402
+from weightstream.adapters.generation import row_trial, speculation  # noqa: E402
 from weightstream.adapters.generation.drafts import DrawsByPosition, drafting  # noqa: E402
 from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
 from weightstream.adapters.generation.graph_runner import Recorder  # noqa: E402
+from weightstream.adapters.generation.row_split import RowPlan, plans  # noqa: E402
 from weightstream.adapters.generation.row_trial import RowTrial  # noqa: E402
-from weightstream.adapters.generation.serial_rows import trials  # noqa: E402
 from weightstream.api.multi_gpu import stripe  # noqa: E402
 from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
-from weightstream.plan.cost import serial_pass_s  # noqa: E402
+from weightstream.plan.cost import Splits, split_pass_s  # noqa: E402
 from weightstream.settings.config import OffloadConfig  # noqa: E402
 
-DECODERS = (  # of the architectures: without gemma2 in matrices, whose attention is eager
-    *("llama", "llama-bf16", "qwen2", "qwen3-bf16", "mistral", "gemma3-bf16", "gpt2", "gpt_neox", "opt", "phi"),
+DECODERS = (  # of the architectures
+    *(
+        "llama",
+        "llama-bf16",
+        "qwen2",
+        "qwen3-bf16",
+        "mistral",
+        "gemma2",
+        "gemma3-bf16",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "phi",
+    ),
     *("phi3-bf16", "olmo2", "smollm3", "falcon-bf16", "bloom", "mixtral", "qwen2_moe", "qwen3_moe-bf16"),
 )
 KINDS = ("lookup", "assistant")
@@ -115,6 +128,8 @@ def test_architectures(name: str, grain: str | None, monkeypatch: pytest.MonkeyP
     model = ARCHITECTURES[name]().module
     if getattr(model.config, "sliding_window", None):
         model.config.sliding_window = 64
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # as transformers decodes on a GPU
     want = plainly(model, prompt())
     if grain is None:
         for way in WAYS:
@@ -189,37 +204,37 @@ def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_choice_of_bits_lasts(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first text is no exception, though a trial runs its first pass in both ways."""
-    monkeypatch.setattr(drafted_module, "_serial_is_free", lambda *_: is_free)
+    monkeypatch.setattr(drafted_module, "_splits_are_free", lambda *_: is_free)
     model, chosen = build("llama"), "token" if is_free else "rows"
     want = drafted(build("llama"), prompt(), chosen, **LOOKUP)[0]
     for _ in range(2):
         got, decoding = drafted(model, prompt(), None, **LOOKUP)
         assert decoding.speculation.bits == chosen
         assert_equal(got, want)
-    assert list(trials(model).values()) == [False]
+    assert all(plan.calls for plan in plans(model).values())
 
 
 def test_rows_run_at_once_where_a_trial_finds_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    monkeypatch.setattr(RowTrial, "_difference", lambda *_: None)
+    monkeypatch.setattr(RowTrial, "_try", lambda *_: row_trial._Tried())
     for _ in range(2):
         _, decoding = drafted(model, prompt(), "token", **LOOKUP)
         assert (decoding.speculation.bits, decoding.speculation.rows) == ("token", "at once")
-    assert list(trials(model).values()) == [True]
+    assert [str(plan) for plan in plans(model).values()] == ["at once"]
 
 
 def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     model = build("llama")
     drafted(model, prompt(), "token", **LOOKUP)
     drafted(model, prompt(), "token", **LOOKUP)
-    assert len(trials(model)) == 1
+    assert len(plans(model)) == 1
     drafted(model, prompt(), "token", **LOOKUP | {"prompt_lookup_num_tokens": 3})
     model.set_attn_implementation("eager")
     got, _ = drafted(model, prompt(), "token", **LOOKUP)
     assert_equal(got, plainly(model, prompt()))
     drafted(model.double(), prompt(), "token", **LOOKUP)
     drafted(model, prompt(25), "token", **LOOKUP)
-    assert len(trials(model)) == 5
+    assert len(plans(model)) == 5
 
 
 @pytest.mark.parametrize("seed_of_weights", [14, 20])
@@ -228,42 +243,86 @@ def test_equal_bits_of_few_values_are_no_evidence(name: str, seed_of_weights: in
     """In bfloat16, sums that differ often round alike. The first passes of these models show no difference."""
     model = randomise(build(name), seed_of_weights).to(torch.bfloat16)
     got, _ = drafted(model, prompt(), "token", prompt_lookup_num_tokens=3)
-    assert list(trials(model).values()) == [False]
+    assert all(plan.calls for plan in plans(model).values())
     assert_equal(got, plainly(model, prompt()))
 
 
-class Router(torch.nn.Linear):
-    """Returns weights of words, whose dimensions are not those of states."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x).transpose(1, 2)
-
-
 class Odd(transformers.LlamaForCausalLM):
-    """A model with a module whose output has its tokens in an unusual place."""
+    """A model with a product whose tokens are in an unusual place, an operator of its own, and means of all tokens."""
+
+    is_mixing = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.router = Router(config.vocab_size, config.vocab_size)
+        self.router = torch.nn.Linear(config.vocab_size, config.vocab_size)
 
     def forward(  # type: ignore[override]
         self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
     ) -> Any:
         output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-        output.logits = self.router(output.logits).transpose(1, 2)
+        states = torch.ops.rowsplit.scaled(self.router(output.logits).transpose(1, 2))
+        output.logits = (states - states.mean(-1, keepdim=True) if self.is_mixing else states).transpose(1, 2)
         return output
 
 
-@pytest.mark.parametrize("is_free", [False, True])
-def test_a_module_that_cannot_run_row_by_row(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafted_module, "_serial_is_free", lambda *_: is_free)
+library = torch.library.Library("rowsplit", "DEF")
+library.define("scaled(Tensor states) -> Tensor")
+library.impl("scaled", lambda states: states * 2.0 ** states.shape[-1], "CompositeExplicitAutograd")
+
+
+def test_an_operator_that_no_trial_knows_runs_row_by_row() -> None:
     model = randomise(Odd(build("llama").config).eval(), 3)
-    want = plainly(model, prompt())
-    got, decoding = drafted(model, prompt(), None, **LOOKUP)
-    assert decoding.speculation.bits == "rows"
-    assert got.sequences.tolist() == want.sequences.tolist()
-    with pytest.raises(UnsupportedError, match='bits="token": outputs of Router in Odd have no entry for each token'):
+    for way in WAYS:
+        got, decoding = drafted(model, prompt(), "token", recorder(way), **LOOKUP)
+        assert_equal(got, plainly(model, prompt()))
+    (plan,) = plans(model).values()
+    assert plan.calls["rowsplit.scaled.default"] == 1
+    assert f"at once, except {plan.calls.most_common(1)[0][1]} calls of " in decoding.speculation.rows
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_an_operator_that_mixes_rows(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafted_module, "_splits_are_free", lambda *_: is_free)
+    model = randomise(Odd(build("llama").config).eval(), 3)
+    model.is_mixing = True
+    for _ in range(2):
+        got, decoding = drafted(model, prompt(), None, **LOOKUP)
+        assert (decoding.speculation.bits, decoding.speculation.rows) == ("rows", "at once")
+        assert_equal(got, drafted(model, prompt(), "rows", **LOOKUP)[0])
+        with pytest.raises(UnsupportedError, match=r"outputs of aten.mean.dim of .* have no entry for each row"):
+            drafted(model, prompt(), "token", **LOOKUP)
+
+
+def test_experts_that_meet_their_tokens_together(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("qwen3-moe")
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(
+        UnsupportedError, match=r'set_experts_implementation\("batched_mm"\) runs experts token by token'
+    ):
         drafted(model, prompt(), "token", **LOOKUP)
+    with caplog.at_level(logging.INFO, "weightstream"):
+        assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
+    assert 'bits="rows", as ' in caplog.text
+
+
+def test_operators_of_a_layout_that_was_not_tried_have_no_bits_of_single_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    drafted(model, prompt(), "token", **LOOKUP)
+    (plan,) = plans(model).values()
+    packed = next(splits for function, splits in plan.splits.items() if "mm" in str(function))
+    packed.clear()
+    monkeypatch.setattr(drafted_module, "_splits_are_free", lambda *_: True)
+    assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
+    assert not plans(model), "it is tried again"
+    assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "token"
+    for plan in plans(model).values():
+        for splits in plan.splits.values():
+            splits.clear()
+    with pytest.raises(UnsupportedError, match=r'bits="token": aten.* was not in the pass that was tried'):
+        drafted(model, prompt(), "token", **LOOKUP)
+    assert_equal(drafted(model, prompt(), "token", **LOOKUP)[0], plainly(model, prompt()))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -271,7 +330,7 @@ def test_a_model_of_one_block(name: str) -> None:
     model = build(name, layers=1)
     for num in (1, WIDTH - 1):
         got, decoding = drafted(model, prompt(), "token", prompt_lookup_num_tokens=num)
-        assert decoding.speculation.rows == "one after the other"
+        assert decoding.speculation.rows.startswith("at once, except ")
         assert_equal(got, plainly(model, prompt()))
 
 
@@ -626,8 +685,6 @@ def test_an_offloaded_model_is_equal_to_a_resident_one(
     model, reference = build(name, layers=4), build(name, layers=4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     kinds = ["token", "rows"]
-    if grain == "matrix" and share < 1 and model.config._attn_implementation == "eager":
-        kinds = ["rows"]  # see the next test
     draft = drafts(noised(reference))
     want = {bits: drafted(reference, prompt(), bits, **draft)[0] for bits in kinds}
     streamer, streamed = offloaded(model, share, monkeypatch, grain)
@@ -649,21 +706,15 @@ def test_an_offloaded_model_is_equal_to_a_resident_one(
     assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_matrices_that_are_streamed_one_by_one_need_sdpa_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_that_are_streamed_one_by_one_with_eager_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = build("llama", layers=4), build("llama", layers=4)
     for each in (model, reference):
         each.set_attn_implementation("eager")
-    want = drafted(reference, prompt(), "rows", **LOOKUP)[0]
+    want = plainly(reference, prompt())
     streamer, streamed = offloaded(model, 0.6, monkeypatch, "matrix")
     with streamer:
         for way in (None, streamed):
-            with pytest.raises(UnsupportedError, match='bits="token": parts of a layer are streamed one by one'):
-                drafted(model, prompt(), "token", way, **LOOKUP)
-            for bits in (None, "rows"):
-                got, decoding = drafted(model, prompt(), bits, way, **LOOKUP)
-                assert_equal(got, want)
-                assert decoding.speculation.bits == "rows"
-    assert_equal(drafted(model, prompt(), "token", **LOOKUP)[0], plainly(reference, prompt()))
+            assert_equal(drafted(model, prompt(), "token", way, **LOOKUP)[0], want)
 
 
 @pytest.mark.few(1)
@@ -695,7 +746,7 @@ def test_hooks_of_an_offloaded_model_see_all_tokens_of_a_pass(way: str, monkeypa
     with streamer:
         got, _ = drafted(model, prompt(), "token", streamed if way == "captured" else None, **draft, **kept)
     assert_equal(got, want)
-    assert widths == {LENGTH, WIDTH}
+    assert widths == {LENGTH, 1, WIDTH}  # one token to compare with, before the first pass
     for ours, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -870,7 +921,7 @@ def test_generate_on_the_cpu(llama: Any, kind: str, caplog: pytest.LogCaptureFix
     assert_equal(got, plainly(llama, prompt()))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("generate: eager (graphs are captured on CUDA, and the model is on cpu); ")
-    assert message.endswith('bits="token" (rows one after the other)')
+    assert 'bits="token" (rows at once, except ' in message
 
 
 def test_a_temperature_at_which_few_tokens_are_accepted_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -940,16 +991,21 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
     assert chi_square(texts(1000, bits="rows", **draft), model, 3) > CRITICAL, "a draft that is accepted too often"
 
 
-def test_rows_one_after_the_other_are_free_where_copies_take_longer() -> None:
-    model = build("llama")
+def test_operators_row_by_row_are_free_where_copies_take_longer() -> None:
+    model, draft = build("llama"), speculation.Draft("prompt lookup", 3)
     with weightstream.offload(model, device="cpu", device_budget=sum(p.nbytes for p in model.parameters())) as streamer:
         plan, profile = streamer.plan, streamer.lane.profile
+        few, many, wide = (Splits(*facts) for facts in ((5, 4, 1 << 20), (50, 4, 1 << 20), (50, 8, 1 << 20)))
         for in_graphs in (False, True):
-            seconds = [serial_pass_s(plan, profile, rows, in_graphs=in_graphs) for rows in (1, 2, 4, 1000)]
+            seconds = [split_pass_s(plan, profile, each, in_graphs=in_graphs) for each in (few, many, wide)]
             assert seconds == sorted(seconds)
-            assert seconds[-1] > 100 * seconds[0]
-        assert serial_pass_s(plan, profile, 8, in_graphs=True) <= serial_pass_s(plan, profile, 8, in_graphs=False)
+            assert seconds[0] < seconds[1] < seconds[2]
+            again = split_pass_s(plan, profile, wide._replace(nbytes=1 << 40), in_graphs=in_graphs)
+            assert again == pytest.approx(7 * 2**40 / profile.device_bytes_per_s, rel=0.1)
+        assert split_pass_s(plan, profile, wide, in_graphs=True) < split_pass_s(plan, profile, wide, in_graphs=False)
         slow = dataclasses.replace(plan, copy_s=1e3)
-        assert serial_pass_s(slow, profile, 1000, in_graphs=True) == 1e3
-        assert not drafted_module._serial_is_free(streamer, False, 1000)
-        assert not drafted_module._serial_is_free(None, False, 1)
+        assert split_pass_s(slow, profile, wide, in_graphs=True) == 1e3
+        rows = RowPlan(calls=Counter({"mm": 10**6}))
+        assert not drafted_module._splits_are_free(streamer, False, draft, rows)
+        assert drafted_module._splits_are_free(streamer, True, draft, RowPlan())
+        assert not drafted_module._splits_are_free(None, False, draft, RowPlan())

@@ -22,14 +22,15 @@ from weightstream.adapters.generation.call import (
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, standing_in
 from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.generation.pacing import Pacing
+from weightstream.adapters.generation.row_split import RowPlan
 from weightstream.adapters.generation.self_drafts import SelfDrafts
-from weightstream.adapters.generation.speculation import FREE, AssistantSteps, Bits, VerifySteps, draft_of
+from weightstream.adapters.generation.speculation import FREE, AssistantSteps, Bits, Draft, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.generation.tree_drafts import Start
 from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import ranks_of
 from weightstream.errors import UnsupportedError
-from weightstream.plan.cost import serial_pass_s
+from weightstream.plan.cost import Splits, split_pass_s
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.tensors.thread_state import restored
 
@@ -70,7 +71,7 @@ def speculate_with(
         verify: VerifySteps | TreeSteps
         ends = TokenByToken(options.get("streamer"))
         if tree_nodes is None:
-            free, draws = partial(_serial_is_free, streamer, runner is not None), bool(setting("do_sample"))
+            free, draws = partial(_splits_are_free, streamer, runner is not None, draft), bool(setting("do_sample"))
             verify = VerifySteps(model, draft, bits, runner, free, ends, draws=draws, pace=pace)
             options = ends.options(options)
         else:
@@ -148,10 +149,11 @@ def _tree_assistant_runner(setting: Callable[[str], Any]) -> GraphRunner | None:
     return None if recorder is None else GraphRunner(recorder, setting("assistant_model").device, None)
 
 
-def _serial_is_free(streamer: Any, in_graphs: bool, width: int) -> bool:
-    """Whether a pass whose `width` rows run one after the other takes as long as one of a single token."""
+def _splits_are_free(streamer: Any, in_graphs: bool, draft: Draft, rows: RowPlan) -> bool:
+    """Whether a pass some of whose operators run row by row takes as long as one of a single token."""
     if streamer is None:
         return False
     plan, profile = streamer.plan, streamer.lane.profile
     one_s: float = plan.graph_s if in_graphs else plan.step_s
-    return serial_pass_s(plan, profile, width, in_graphs=in_graphs) <= FREE * one_s
+    splits = Splits(calls=rows.calls.total(), rows=draft.num + 1, nbytes=rows.nbytes)
+    return split_pass_s(plan, profile, splits, in_graphs=in_graphs) <= FREE * one_s

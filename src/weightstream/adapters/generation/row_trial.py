@@ -3,11 +3,12 @@
 Sums in another order round to the same bfloat16 in all but one of 10,000 to 1,000,000 cases, so outputs of a model are
 no evidence. Instead each operator that adds is run on probes: values that cancel, so that its result is the residue of
 rounding, which another order changes. The assumption is that kernels are chosen by operator, shapes, strides, dtypes
-and alignment, not by values, and that elementwise kernels compute each element alike.
+and alignment, not by values, and that elementwise kernels of a GPU compute each element alike; those of a CPU do not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,13 +17,23 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from weightstream.adapters.generation.row_split import (
+    Cut,
+    Place,
+    RowPlan,
+    Split,
+    TensorLayout,
+    attention_cuts,
+    cuts_of,
+    key_of,
+    row_of,
+)
 from weightstream.runtime.streamer.read_watch import OperatorMode
 
 _aten = torch.ops.aten
 _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-_NUM_TURNS = 12  # probes of an operator, at least
+_NUM_TURNS = 16  # probes of an operator, at least
 _MAX_NBYTES = 16 << 20  # of a matrix that is made for a probe; a larger one is that of the model
-_ALIGNMENT = 256  # bytes, the largest that cuBLAS asks for
 _MIN_PAIRS = 16  # terms of a sum that cancel
 
 _MOVES = frozenset(  # copies that strides may need for several rows only, and those of streamed weights
@@ -36,52 +47,53 @@ _ROW_WISE = frozenset(  # besides elementwise operators
         *("embedding", "cat", "stack", "index", "index_select", "gather", "index_copy", "index_put", "_index_put_impl"),
         *("_unsafe_index", "scatter", "slice_scatter", "select_scatter", "masked_fill", "_to_copy", "fill", "zero"),
         *("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
-        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu", "amax"),
-        *("amin", "polar", "split_with_sizes_copy", "split_copy"),
+        *("arange", "scalar_tensor", "rsub", "tril", "triu", "flip", "repeat", "constant_pad_nd", "glu"),
+        *("polar", "split_with_sizes_copy", "split_copy"),
     )
 )
 
 
-class _Layout(NamedTuple):
-    """What a kernel is chosen by, of a tensor."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    offset: int  # bytes from an aligned address
-
-    @classmethod
-    def of(cls, leaf: object) -> object:
-        """The layout of a tensor; all else as it is."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return cls(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.data_ptr() % _ALIGNMENT)
-
-    def holding(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor of this layout with these values."""
-        offset = self.offset // self.dtype.itemsize
-        size = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        memory = torch.empty(size + offset, dtype=self.dtype, device=self.device)
-        made = memory.as_strided(self.shape, self.strides, offset)
-        expanded = [n > 1 and stride == 0 for n, stride in zip(self.shape, self.strides, strict=True)]
-        for dim in (dim for dim, is_one in enumerate(expanded) if is_one):
-            made, values = made.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-        made.copy_(values)
-        return memory.as_strided(self.shape, self.strides, offset)
+_EXACT = frozenset(  # elementwise operators that round correctly, in whatever code
+    (
+        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "sqrt", "relu", "where", "masked_fill", "fill"),
+        *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "isin"),
+        *("logical_and", "logical_or", "logical_not", "floor", "ceil", "round", "trunc", "isnan", "isinf", "copy"),
+    )
+)
 
 
 class _Call(NamedTuple):
-    """An operator with its arguments, flat, and tensors by their layouts."""
+    """An operator with its arguments and outputs, flat, and tensors by their layouts. `sums`: of the tensors among its
+    arguments, for an operator that has no probe."""
 
     function: Any
     spec: TreeSpec
     leaves: list[object]
+    outputs: list[object]
+    sums: list[torch.Tensor | None]
 
     @classmethod
-    def of(cls, function: Any, args: Any, kwargs: Any) -> _Call:
+    def of(cls, function: Any, args: Any, kwargs: Any, output: Any) -> _Call:
         leaves, spec = tree_flatten((args, kwargs))
-        return cls(function, spec, [_Layout.of(leaf) for leaf in leaves])
+        outputs = [TensorLayout.of(leaf) for leaf in tree_flatten(output)[0]]
+        is_opaque = _is_functional(function) and not _is_known(function, args, _name(function))
+        sums = [_sum_of_bits(leaf) if is_opaque else None for leaf in leaves]
+        return cls(function, spec, [TensorLayout.of(leaf) for leaf in leaves], outputs, sums)
+
+    def __str__(self) -> str:
+        return f"{self.function} of {[tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, TensorLayout)]}"
+
+    def is_as(self, other: _Call) -> bool:
+        return (self.spec, self.leaves) == (other.spec, other.leaves)
+
+
+class _Tried(NamedTuple):
+    """A call in a trial: `difference` of its rows at once from single ones, `split` if it can run row by row, else the
+    `reason` against that."""
+
+    difference: str | None = None
+    split: Split | None = None
+    reason: str | None = None
 
 
 class RowTrial:
@@ -90,86 +102,190 @@ class RowTrial:
     def __init__(self, width: int) -> None:
         self._width = width
         self._single: list[_Call] = []
+        self._known: dict[object, str | None] = {}  # what probes have found
+        self._tried: dict[Any, dict[object, list[_Tried]]] = {}  # by operator and arguments
+        self._differences: dict[str, str | None] = {}  # in order, with the reason against a split
+        self._nbytes: dict[Any, dict[object, int]] = {}
 
     def run_single(self, step: Callable[[], Any]) -> Any:
         """Run the pass of one token."""
 
-        def note(function: Any, args: Any, kwargs: Any, _: Any) -> None:
-            self._single.append(_Call.of(function, args, kwargs))
+        def note(function: Any, args: Any, kwargs: Any, output: Any) -> None:
+            with _disable_current_modes(), torch.no_grad():
+                self._single.append(_Call.of(function, args, kwargs, output))
 
         with _Watch(note):
             return step()
 
-    def run_wide(self, step: Callable[[], Any]) -> tuple[Any, list[str]]:
-        """Run the pass of `width` tokens. Returns its output and how operators differ from those of the single token:
-        if in nothing, rows have the bits of single tokens. Waits for the device."""
-        singles, known = iter(self._single), dict[Any, str | None]()
-        found: dict[str, None] = {}  # in order
+    def run_wide(self, step: Callable[[], Any]) -> tuple[Any, RowPlan]:
+        """Run the pass of `width` tokens. Returns its output, and how later passes have the bits of single tokens.
+        Waits for the device."""
+        singles = iter(self._single)
+        is_aligned = True
 
         def check(function: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if any("differ in" in reason for reason in found):
+            nonlocal is_aligned
+            if not is_aligned:
                 return  # later operators have no partner
             single = next(singles, None)
+            if single is None or single.function is not function:
+                is_aligned = False
+                self._refuse(f"operators of a row differ in {function}")
+                return
             with _disable_current_modes(), torch.no_grad():
-                if single is None or single.function is not function:
-                    reason: str | None = f"operators of a row differ in {function}"
-                else:
-                    reason = self._difference(single, args, kwargs, output, known)
-            if reason is not None:
-                found[reason] = None
+                self._note(single, args, kwargs, output)
 
-        with _Watch(check):
+        with _Watch(check) as watch:
             output = step()
-        if not found and (rest := next(singles, None)) is not None:
-            found[f"operators of a row differ in {rest.function}"] = None
-        return output, list(found)
+        if watch.unseen is not None:
+            self._refuse(watch.unseen)
+        if is_aligned and (rest := next(singles, None)) is not None:
+            self._refuse(f"operators of a row differ in {rest.function}")
+        return output, self._plan()
+
+    def _refuse(self, reason: str) -> None:
+        self._differences[reason] = reason
+
+    def _note(self, single: _Call, args: Any, kwargs: Any, output: Any) -> None:
+        wide = _Call.of(single.function, args, kwargs, output)
+        tried = self._try(single, wide, args, kwargs, output)
+        leaves = tree_flatten((args, kwargs))[0]
+        key = key_of(wide.spec, leaves)
+        self._tried.setdefault(wide.function, {}).setdefault(key, []).append(tried)
+        cuts = () if tried.split is None else tried.split.cuts
+        pairs = zip(leaves, cuts, strict=False)
+        nbytes = sum(leaf.nbytes for leaf, cut in pairs if isinstance(leaf, torch.Tensor) and not isinstance(cut, Cut))
+        self._nbytes.setdefault(wide.function, {})[key] = nbytes
+        if tried.difference is not None:
+            self._differences.setdefault(tried.difference, tried.reason)
+
+    def _plan(self) -> RowPlan:
+        """What the tried calls give. A call that differs is split, and so is each one of equal arguments."""
+        splits: dict[Any, dict[object, Split | None]] = {}
+        calls: Counter[str] = Counter()
+        reasons = [reason for reason in self._differences.values() if reason is not None]
+        nbytes = 0
+        for function, by_key in self._tried.items():
+            if not any(each.difference is not None for found in by_key.values() for each in found):
+                continue
+            splits[function] = {}
+            for key, found in by_key.items():
+                splits[function][key] = None
+                differing = next((each for each in found if each.difference is not None), None)
+                if differing is None:
+                    continue
+                splits[function][key] = differing.split
+                calls[_name(function) or str(function)] += len(found)
+                nbytes += len(found) * self._nbytes[function][key]
+                if any(each.split != differing.split for each in found):
+                    reasons.append(f"{differing.difference}, and two such calls have unlike single rows")
+        differences = list(self._differences)
+        if reasons:
+            return RowPlan(reason=reasons[0], differences=differences)
+        return RowPlan(differences=differences, splits=splits, calls=calls, nbytes=nbytes)
+
+    def _try(self, single: _Call, wide: _Call, args: Any, kwargs: Any, output: Any) -> _Tried:
+        function, name = wide.function, _name(wide.function)
+        if _WAITING & set(getattr(function, "tags", ())) and not (name == "index" and not _has_masks(args[1])):
+            reason = f"the shapes of {function} depend on values"
+            return _Tried(reason, reason=reason)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs, output))[0] if isinstance(leaf, torch.Tensor)]
+        if wide.is_as(single) or not any(each.is_floating_point() or each.is_complex() for each in tensors):
+            return _Tried()  # no rows, or integers, whose sums are exact
+        is_pointwise = torch.Tag.pointwise in getattr(function, "tags", ())
+        is_exact = name.rstrip("_") in _EXACT or all(each.device.type != "cpu" for each in tensors)
+        if is_exact if is_pointwise else _is_row_wise(function, args, name):
+            return _Tried()
+        probe = _PROBES.get(getattr(function, "overloadpacket", None))
+        find = cuts_of if probe is None else probe.cuts
+        cuts = find(wide.leaves, single.leaves, self._width) if single.spec == wide.spec else None
+        if cuts is None:
+            reason = f"arguments of {wide} are not those of a row several times"
+            return _Tried(reason, reason=reason)
+        has_rows = any(isinstance(cut, Cut) for cut in cuts)
+        if is_pointwise and not has_rows and _are_alike(wide.leaves, single.leaves):
+            return _Tried()  # alignment is nothing to it
+        if is_pointwise:
+            difference: str | None = f"{function} computes the last elements in other code on a CPU"
+        elif probe is None or _writes(function):
+            difference = f"{function} is not known to treat rows alone"
+        else:
+            difference = None  # not known yet
+        can_split = has_rows and _is_functional(function)
+        if difference is not None and not can_split:
+            return _Tried(difference, reason=difference)
+        places = self._places(probe, wide, single)
+        if has_rows and places is None:
+            reason = f"outputs of {wide} have no entry for each row"
+            return _Tried(reason, reason=reason)
+        if probe is not None and difference is None:
+            key = function, wide.spec, tuple(map(str, wide.leaves)), tuple(map(str, single.leaves))
+            if key not in self._known:
+                self._known[key] = self._difference(probe, wide, single, cuts, args, kwargs)
+            difference = self._known[key]
+        if not can_split:
+            return _Tried(difference, reason=difference)
+        if any(
+            cut is None and a is not None and b is not None and bool(a != b)
+            for cut, a, b in zip(cuts, single.sums, wide.sums, strict=True)
+        ):
+            return _Tried(difference, reason=f"{difference}, and its arguments without rows depend on other tokens")
+        split = Split(
+            tuple(cuts),
+            tuple(None if cut is None else each for cut, each in zip(cuts, single.leaves, strict=True)),
+            tuple(places or ()),
+        )
+        return _Tried(difference, split)
+
+    def _places(self, probe: _Probe | None, wide: _Call, single: _Call) -> list[tuple[object, Place]] | None:
+        """The layouts of outputs of all rows, and where a row is in each; None: one has no entry for each row."""
+        found: list[tuple[object, Place]] = []
+        num = None if probe is None else probe.num_outputs
+        if len(wide.outputs) != len(single.outputs):
+            return None
+        for index, (whole, one) in enumerate(zip(wide.outputs, single.outputs, strict=True)):
+            find = probe.cuts if probe is not None and index == 0 else cuts_of
+            cuts = find([whole], [one], self._width)
+            place = None if cuts is None else cuts[0]
+            if not isinstance(whole, TensorLayout):
+                found.append((None, None))
+                continue
+            is_split = isinstance(place, Cut) and not whole.overlaps
+            if not is_split and (num is None or index < num):
+                return None
+            found.append((whole._replace(offset=0), place if is_split else None))
+        return found
 
     def _difference(
-        self, single: _Call, args: Any, kwargs: Any, output: Any, known: dict[Any, str | None]
+        self, probe: _Probe, wide: _Call, single: _Call, cuts: list[Place], args: Any, kwargs: Any
     ) -> str | None:
-        function = single.function
-        wide = _Call.of(function, args, kwargs)
-        name = _name(function)
-        if _WAITING & set(getattr(function, "tags", ())) and not (name == "index" and not _has_masks(args[1])):
-            return f"the shapes of {function} depend on values"
-        if wide == single or _is_row_wise(function, args, name):
-            return None
-        tensors = [leaf for leaf in tree_flatten((args, kwargs, output))[0] if isinstance(leaf, torch.Tensor)]
-        if not any(each.is_floating_point() or each.is_complex() for each in tensors):
-            return None  # sums of integers are exact
-        probe = _PROBES.get(getattr(function, "overloadpacket", None))
-        if probe is None:
-            return f"{function} is not known to treat rows alone"
-        key = function, wide.spec, tuple(map(str, wide.leaves)), tuple(map(str, single.leaves))
-        if key not in known:
-            known[key] = self._probe(probe, wide, single, args, kwargs)
-        return known[key]
-
-    def _probe(self, probe: _Probe, wide: _Call, single: _Call, args: Any, kwargs: Any) -> str | None:
         """How rows at once differ from single ones in an operator, or None."""
+        try:
+            return self._probe(probe, wide, single, cuts, args, kwargs)
+        except torch.OutOfMemoryError:
+            return f"there is no memory for a probe of {wide}"
+
+    def _probe(
+        self, probe: _Probe, wide: _Call, single: _Call, cuts: list[Place], args: Any, kwargs: Any
+    ) -> str | None:
         function = wide.function
-        what = f"{function} of {[tuple(leaf.shape) for leaf in wide.leaves if isinstance(leaf, _Layout)]}"
-        if single.spec != wide.spec:
-            return f"arguments of {what} have another structure for one row"
-        cuts = probe.cuts(wide.leaves, single.leaves, self._width)
-        if cuts is None:
-            return f"arguments of {what} are not those of a row several times"
         originals = tree_flatten((args, kwargs))[0]
-        devices = [leaf.device for leaf in wide.leaves if isinstance(leaf, _Layout)]
+        devices = [leaf.device for leaf in wide.leaves if isinstance(leaf, TensorLayout)]
         chance = torch.Generator(devices[0]).manual_seed(self._width)
         is_same: list[torch.Tensor] = []
-        for turn in range(max(_NUM_TURNS, 2 * self._width)):
+        for turn in range(max(_NUM_TURNS, probe.num_kinds * self._width)):
             values = probe.fill(args, kwargs, turn, chance)
             if values is None:
-                return f"{what} has no probe for its weights"
+                return f"{wide} has no probe for its weights"
             row = (turn // probe.num_kinds) % self._width
             ours, own = [], []
             for value, original, cut, a, b in zip(
                 tree_flatten(values)[0], originals, cuts, wide.leaves, single.leaves, strict=True
             ):
-                whole = value if value is original else a.holding(value)  # type: ignore[attr-defined]
+                is_kept = value is original  # whatever it is, its address does not depend on the number of rows
+                whole = value if is_kept else a.holding(value)  # type: ignore[attr-defined]
                 ours.append(whole)
-                own.append(_row(whole, cut, row, b))
+                own.append(whole if is_kept and cut is None else row_of(whole, cut, row, b))
             outputs = [
                 [t for t in tree_flatten(function(*more, **named))[0] if isinstance(t, torch.Tensor)][
                     : probe.num_outputs
@@ -177,31 +293,60 @@ class RowTrial:
                 for more, named in (tree_unflatten(leaves, wide.spec) for leaves in (ours, own))
             ]
             for rows, one in zip(*outputs, strict=True):
-                found = probe.cuts([_Layout.of(rows)], [_Layout.of(one)], self._width)
-                if found is None or (found == [None] and any(cut is not None for cut in cuts)):
-                    return f"outputs of {what} have no entry for each row"
-                part = _row(rows, found[0], row, _Layout.of(one))
+                place = (probe.cuts([TensorLayout.of(rows)], [TensorLayout.of(one)], self._width) or [None])[0]
+                part = row_of(rows, place, row, TensorLayout.of(one))
                 is_same.append(torch.isfinite(one).all() & (_bits(part) == _bits(one)).all())
             floats = [one for one in outputs[1] if one.is_floating_point()]
             if probe.needs_float32 and not any(one.dtype.itemsize >= 4 for one in floats):
-                return f"{what} rounds too much to be probed"
-        return None if bool(torch.stack(is_same).all()) else f"{what} differs"
+                return f"{wide} rounds too much to be probed"
+        return None if bool(torch.stack(is_same).all()) else f"{wide} differs"
 
 
 class _Watch(OperatorMode):
-    """Calls `note(function, args, kwargs, output)` after each operator that computes."""
+    """Calls `note(function, args, kwargs, output)` after each operator that computes.
+
+    `unseen`: an operator that read memory for floats which no operator has written. So a kernel has that torch does not
+    see. Weights are streamed into memory for bytes.
+    """
 
     def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
+        self._unwritten: dict[int, torch.UntypedStorage] = {}  # alive, so that no other has their addresses
+        self.unseen: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # wrapped tensors: the operators on the inner ones are seen later
         output = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False) and _name(func) not in _MOVES:
-            self._note(func, args, kwargs or {}, output)
+        is_view, name = getattr(func, "is_view", False), _name(func)
+        if not is_view:
+            self._follow(func, (args, kwargs), output, name)
+            if name not in _MOVES:
+                self._note(func, args, kwargs or {}, output)
         return output
+
+    def _follow(self, func: Any, arguments: Any, output: Any, name: str) -> None:
+        """Note whether memory is written, or read before it is."""
+        if "empty" in name:
+            if output.is_floating_point():
+                self._unwritten |= {storage._cdata: storage for storage in _storages(output)}
+            return
+        for storage in _storages(arguments) if self._unwritten else ():
+            if self._unwritten.pop(storage._cdata, None) is not None and not _writes(func):
+                self.unseen = f"{func} reads what no operator has written"
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [
+        leaf.untyped_storage() for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor) and leaf.numel()
+    ]
+
+
+def _writes(function: Any) -> bool:
+    """Whether an operator writes to an argument."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _name(function: Any) -> str:
@@ -211,89 +356,44 @@ def _name(function: Any) -> str:
 
 
 def _is_row_wise(function: Any, args: Any, name: str) -> bool:
-    if torch.Tag.pointwise in getattr(function, "tags", ()):
-        return True
     if name.startswith("index_put") or name == "_index_put_impl_":
         return not any(args[3:4])  # accumulates
     return name.rstrip("_") in _ROW_WISE and "reduce" not in function._overloadname
 
 
+def _is_known(function: Any, args: Any, name: str) -> bool:
+    """Whether something is known of an operator, so that no arguments of it are more than its probe handles."""
+    is_pointwise = torch.Tag.pointwise in getattr(function, "tags", ())
+    return is_pointwise or getattr(function, "overloadpacket", None) in _PROBES or _is_row_wise(function, args, name)
+
+
+def _is_functional(function: Any) -> bool:
+    """Whether an operator only computes its output from its arguments. Attention has no randomness without dropout."""
+    schema, packet = getattr(function, "_schema", None), getattr(function, "overloadpacket", None)
+    if schema is None or schema.is_mutable or any(each.alias_info is not None for each in schema.returns):
+        return False
+    return packet in _PROBES or not {torch.Tag.nondeterministic_seeded, *_WAITING} & set(function.tags)
+
+
+def _are_alike(wide: list[object], single: list[object]) -> bool:
+    """Whether arguments differ at most in their alignment, and strides of dimensions of one entry."""
+    return all(
+        a.is_like(b._replace(offset=a.offset))
+        if isinstance(a, TensorLayout) and isinstance(b, TensorLayout)
+        else a == b
+        for a, b in zip(wide, single, strict=True)
+    )
+
+
+def _sum_of_bits(leaf: object) -> torch.Tensor | None:
+    """By which the values of a tensor are compared."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_complex():
+        return None
+    return _bits(leaf).sum(dtype=torch.int64)
+
+
 def _has_masks(indices: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-class _Cut(NamedTuple):
-    """Where a row is in an argument: its part of a dimension, to be seen in another shape where `is_folded`."""
-
-    dim: int
-    is_folded: bool = False
-
-
-class _Heads(NamedTuple):
-    """An argument that has each head `num` times, but once where a row is alone."""
-
-    num: int
-
-
-_Place = _Cut | _Heads | None  # None: the argument has no rows
-
-
-def _cuts(wide: list[object], single: list[object], width: int) -> list[_Place] | None:
-    """Where a row is in each argument; None: somewhere."""
-    found: list[_Place] = []
-    for whole, row in zip(wide, single, strict=True):
-        if not isinstance(whole, _Layout) or not isinstance(row, _Layout):
-            if type(whole) is not type(row) or whole != row:
-                return None
-            found.append(None)
-            continue
-        if (whole.dtype, whole.device, len(whole.shape)) != (row.dtype, row.device, len(row.shape)):
-            return None
-        dims = [dim for dim, (a, b) in enumerate(zip(whole.shape, row.shape, strict=True)) if a != b]
-        if dims and (len(dims) > 1 or whole.shape[dims[0]] != width * row.shape[dims[0]]):
-            return None
-        found.append(_Cut(dims[0]) if dims else None)
-    return found
-
-
-def _attention_cuts(wide: list[object], single: list[object], width: int) -> list[_Place] | None:
-    """As `_cuts`, of attention's queries, keys and values (batch, heads, tokens, …), or its output alone.
-
-    transformers may pack the queries of all heads that share keys, where there is one token: then these are its tokens.
-    """
-    found: list[_Place] = []
-    for index, (whole, row) in enumerate(zip(wide, single, strict=True)):
-        is_keys = index in (1, 2)
-        if not isinstance(whole, _Layout) or not isinstance(row, _Layout) or whole[0] == row[0]:
-            place = _cuts([whole], [row], width)
-        elif len(whole.shape) != 4 or len(row.shape) != 4 or whole.dtype != row.dtype:
-            place = None
-        else:
-            (heads, tokens), (own_heads, own_tokens) = whole.shape[1:3], row.shape[1:3]
-            is_packed = heads == own_heads * own_tokens and tokens == width
-            is_shared = heads % own_heads == 0 and tokens == own_tokens
-            place = [_Heads(heads // own_heads)] if is_keys and is_shared else None
-            place = [_Cut(2, is_folded=own_tokens > 1)] if not is_keys and is_packed else place
-        if place is None or (is_keys and isinstance(place[0], _Cut)):
-            return None
-        found += place
-    return found
-
-
-def _row(whole: Any, place: _Place, row: int, layout: Any) -> Any:
-    """The entries of a row, laid out as they are where it is alone. Large ones are not copied."""
-    if not isinstance(whole, torch.Tensor):
-        return whole
-    if isinstance(place, _Heads):
-        part = whole[:, :: place.num]
-    elif place is None:
-        part = whole
-    elif place.is_folded:
-        part = whole.narrow(place.dim, row, 1).reshape(layout.shape)
-    else:
-        size = layout.shape[place.dim]
-        part = whole.narrow(place.dim, row * size, size)
-    return part if _Layout.of(part) == layout else layout.holding(part)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -318,7 +418,7 @@ class _Probe(NamedTuple):
     num_kinds: int = 1
     num_outputs: int | None = None
     needs_float32: bool = False
-    cuts: Callable[[list[object], list[object], int], list[_Place] | None] = _cuts
+    cuts: Callable[[list[object], list[object], int], list[Place] | None] = cuts_of
 
 
 def _normal(like: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
@@ -368,16 +468,16 @@ def _against(matrix: torch.Tensor, like: torch.Tensor, turn: int, chance: torch.
     """Rows whose products with columns of a matrix (…, terms, columns) cancel, each with another column."""
     if turn % 2:
         return _normal(like, chance)
-    num_columns = matrix.shape[-1]
-    columns = torch.randint(num_columns, like.shape[-2:-1], generator=chance, device=like.device)
-    columns[0] = 0 if turn % 4 else num_columns - 1
+    num_rows = like.shape[-2]
+    columns = torch.randint(matrix.shape[-1], (3 * num_rows,), generator=chance, device=like.device)
     factors = matrix.index_select(-1, columns).mT.contiguous()
     found = _cancelling(factors, chance)
-    num_pairs = ((found * factors) != 0).sum(-1).min() // 2
-    is_sensitive = like.dtype.itemsize >= 4 or int(num_pairs) >= min(_MIN_PAIRS, like.shape[-1] // 4)
+    num_pairs = ((found * factors) != 0).sum(-1).reshape(-1, len(columns)).amin(0) // 2
+    most, best = num_pairs.topk(num_rows)  # some columns may be zero, such as those of words that do not exist
+    found = found.index_select(-2, best)
     if like.dtype.itemsize >= 4:  # its sums show an order anyway
-        found = torch.where(found == 0, _normal(like, chance), found)
-    return found if is_sensitive else None
+        return torch.where(found == 0, _normal(like, chance), found)
+    return found if int(most[-1]) >= min(_MIN_PAIRS, like.shape[-1] // 4) else None
 
 
 def _product(first: int, *, is_linear: bool = False) -> _Probe:
@@ -467,7 +567,7 @@ def _probes() -> Iterator[tuple[Any, _Probe]]:
     yield from ((packet, _product(1)) for packet in (_aten.addmm, _aten.baddbmm))
     yield _aten.linear, _product(0, is_linear=True)
     for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
-        yield getattr(_aten, f"_scaled_dot_product_{name}"), _Probe(_attention, 3, 1, cuts=_attention_cuts)
+        yield getattr(_aten, f"_scaled_dot_product_{name}"), _Probe(_attention, 3, 1, cuts=attention_cuts)
     yield from ((packet, _Probe(_sum)) for packet in (_aten.sum, _aten.mean, _aten.cumsum))
     yield _aten.native_layer_norm, _Probe(_norm, 2)
     if hasattr(_aten, "_fused_rms_norm"):
@@ -475,6 +575,7 @@ def _probes() -> Iterator[tuple[Any, _Probe]]:
     for packet in (_aten._softmax, _aten._safe_softmax, _aten._log_softmax, _aten.logsumexp, _aten.linalg_vector_norm):
         yield packet, _Probe(_positive, needs_float32=True)
     yield from ((packet, _Probe(_positive, needs_float32=True)) for packet in (_aten.var, _aten.var_mean, _aten.std))
+    yield from ((packet, _Probe(_positive)) for packet in (_aten.amax, _aten.amin))
     yield from ((packet, _Probe(_order)) for packet in (_aten.topk, _aten.sort, _aten.argmax, _aten.max, _aten.min))
 
 

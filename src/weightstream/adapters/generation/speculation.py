@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +21,8 @@ from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.serial_rows import Mode, SerialRows, first_row, trials
+from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans
+from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
 from weightstream.errors import ConfigError, UnsupportedError
@@ -31,7 +32,7 @@ logger = logging.getLogger("weightstream")
 Bits = Literal["token", "rows"]
 _EARLY_EXIT = "assistant_early_exit"
 _ASSISTANT_TOKENS = 20  # transformers' default
-FREE = 1.05  # rows one after the other are free where they make a step this much longer at most
+FREE = 1.05  # operators that run row by row are free where they make a step this much longer at most
 _FEW = 0.2  # a share of accepted tokens that is worth a word
 
 
@@ -117,7 +118,7 @@ class VerifySteps:
         draft: Draft,
         bits: Bits | None,
         runner: GraphRunner | None,
-        serial_is_free: Callable[[int], bool],
+        splits_are_free: Callable[[RowPlan], bool],
         ends: TokenByToken,
         *,
         draws: bool,
@@ -134,10 +135,11 @@ class VerifySteps:
         self._pace = pace
         if pace is not None:
             pace.allows_one = self._allows_one
-        self._serial_is_free = serial_is_free
+        self._splits_are_free = splits_are_free
         self._draws = draws  # tokens are sampled
-        self._rows: SerialRows | None = None
-        self._stack = ExitStack()  # what is undone at the end
+        self._key: object = None  # of the trial that counts for this call
+        self._plan = RowPlan()
+        self._split: RowSplit | None = None  # None: all rows at once
         self._cache: CroppableCache | None = None
         self.max_length = 0  # the positions that a text of this call may fill
 
@@ -152,7 +154,6 @@ class VerifySteps:
         return 0 if self._cache is None else int(self._cache.cache.layers[0].max_cache_len)
 
     def report(self) -> SpeculationReport:
-        rows = Mode.AT_ONCE if self._rows is None else self._rows.mode
         return SpeculationReport(
             draft=self._draft.kind,
             width=self.width,
@@ -160,7 +161,7 @@ class VerifySteps:
             tokens_per_pass=self.counts.tokens_per_pass,
             acceptance=self.counts.acceptance,
             bits=self._bits or self._wanted or "token",  # undecided: no pass had several rows
-            rows=rows.value,
+            rows="at once" if self._split is None else str(self._plan),
             singles=self.counts.singles,
         )
 
@@ -189,14 +190,13 @@ class VerifySteps:
         streamer = streamer_of(self._model)
         step = nullcontext if streamer is None else streamer.step
         make = drafting(method, self.width - 1, self.counts, self._model.device, self.ends.passed, step, self._pace)
-        stack = self._stack
-        with stack, private.generating(self._model, make_candidates=make, put_cache=put_cache):
-            stack.enter_context(self.ends.installed(self._model))
-            if self._draws:
-                with DrawsByPosition(self.counts):
-                    yield
-            else:
-                yield
+        draws = DrawsByPosition(self.counts) if self._draws else nullcontext()
+        with (
+            private.generating(self._model, make_candidates=make, put_cache=put_cache),
+            self.ends.installed(self._model),
+            draws,
+        ):
+            yield
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
         """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
@@ -212,7 +212,13 @@ class VerifySteps:
                 output = self._try(forward, args, kwargs)
                 if output is not None:
                     return output
-            return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)
+            if self._split is None or is_single:
+                return run_step(self._runner, forward, args, kwargs, may_capture=may_capture)
+            output = run_step(self._runner, self._split.around(forward), args, kwargs, may_capture=may_capture)
+        if self._split.unknown is not None and self._bits == "token":
+            plans(self._model).pop(self._key, None)
+            self._settle_for_rows(self._split.unknown)
+        return output
 
     def _in_range(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a pass, with positions that the text can have.
@@ -231,30 +237,26 @@ class VerifySteps:
         if self._wanted == "rows" or self._cache is None:
             self._bits = "rows"
             return None
-        rows = self._rows = self._rows or SerialRows(self._model, self.width)
-        if (reason := rows.unsuited or self._unequal()) is not None:
+        if (reason := self._unequal()) is not None:
             self._settle_for_rows(reason)
             return None
-        config, known = self._model.config, trials(self._model)
+        config, known = self._model.config, plans(self._model)
         kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
-        key = (self.width, self.num_positions, *kernels, str(getattr(config, "_experts_implementation", None)))
+        experts = str(getattr(config, "_experts_implementation", None))
+        self._key = key = (self.width, self.num_positions, *kernels, experts)
         if key in known:
-            self._choose(rows, known[key])
+            self._choose(known[key])
             return None
         one_args, one_kwargs = first_row(args, kwargs, self.width)
-        take_back = self._cache.cache.crop
-        with rows.attached():
-            tried = rows.try_out(
-                lambda: forward(*args, **kwargs), lambda: forward(*one_args, **one_kwargs), lambda num: take_back(-num)
-            )
-        if tried.reason is not None and not tried.is_equal:
-            self._settle_for_rows(tried.reason)
-            return tried.output
-        known[key] = tried.is_equal
-        self._choose(rows, tried.is_equal)
-        if rows.mode is Mode.AT_ONCE:
-            return tried.output
-        take_back(-self.width)  # the step runs again, row by row
+        take_back, trial = self._cache.cache.crop, RowTrial(self.width)
+        trial.run_single(lambda: forward(*one_args, **one_kwargs))
+        take_back(-1)
+        output, known[key] = trial.run_wide(lambda: forward(*args, **kwargs))
+        logger.debug("generate: %d rows at once, operators with other bits: %s", self.width, known[key].differences)
+        self._choose(known[key])
+        if self._split is None:
+            return output
+        take_back(-self.width)  # the step runs again, with operators row by row
         return None
 
     def _unequal(self) -> str | None:
@@ -262,19 +264,17 @@ class VerifySteps:
             return "the text is longer than a sliding window, which a static cache forgets and a draft may need again"
         return None
 
-    def _choose(self, rows: SerialRows, is_equal: bool) -> None:
-        """Choose how rows run, now that it is known whether rows at once have the bits of single ones."""
-        if is_equal:
+    def _choose(self, plan: RowPlan) -> None:
+        """Choose how rows run, now that it is known which operators have other bits for rows at once."""
+        if plan.reason is not None:
+            self._settle_for_rows(plan.reason + private.remedy_of_experts(self._model))
+        elif not plan.calls:
             self._bits = "token"
-            return
-        if not self._may_be_serial():
-            self._settle_for_rows("rows one after the other would take longer than the copies")
-            return
-        self._stack.enter_context(rows.attached())
-        self._bits, rows.mode = "token", Mode.SERIAL
-
-    def _may_be_serial(self) -> bool:
-        return self._wanted == "token" or self._serial_is_free(self.width)
+        elif self._wanted == "token" or self._splits_are_free(plan):
+            self._plan, self._split, self._bits = plan, RowSplit(plan, self.width), "token"
+        else:
+            num = plan.calls.total()
+            self._settle_for_rows(f"{num} operators have other bits, and row by row they would take longer than copies")
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":

@@ -17,7 +17,6 @@ from weightstream.adapters.generation.croppable_cache import croppable, is_cropp
 from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts
 from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
-from weightstream.adapters.generation.serial_rows import Mode
 from weightstream.adapters.generation.speculation import Draft, SpeculationReport
 from weightstream.adapters.generation.tree import NodePass, Path, Tree
 from weightstream.adapters.generation.tree_drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
@@ -117,7 +116,7 @@ class TreeSteps:
             tokens_per_pass=self.counts.tokens_per_pass,
             acceptance=self.counts.acceptance,
             bits="rows",
-            rows=Mode.AT_ONCE.value,
+            rows="at once",
         )
 
     @contextmanager

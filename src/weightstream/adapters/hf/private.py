@@ -651,38 +651,12 @@ def generating(
         yield
 
 
-_SDPA = "sdpa"
-
-
-class _Attending:
-    """Stands in for transformers' function of sdpa attention while modules have other functions run, by id."""
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
-        self.runs: dict[int, Callable[..., Any]] = {}
-
-    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = self.runs.get(id(module))
-        return self.plain(module, *args, **kwargs) if run is None else run(self.plain, module, args, kwargs)
-
-
-def attend_by(module: torch.nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Have a module of sdpa attention call `run(attention, module, args, kwargs)` in place of transformers' function;
-    returns a function that undoes it."""
-    from transformers.modeling_utils import AttentionInterface
-
-    table = AttentionInterface._global_mapping
-    if not isinstance(table[_SDPA], _Attending):
-        table[_SDPA] = _Attending(table[_SDPA])
-    attending = table[_SDPA]
-    attending.runs[id(module)] = run
-
-    def undo() -> None:
-        attending.runs.pop(id(module), None)
-        if not attending.runs and table[_SDPA] is attending:
-            table[_SDPA] = attending.plain
-
-    return undo
+def remedy_of_experts(model: Any) -> str:
+    """What to do, in an error, where operators of experts compute all tokens that meet at one together."""
+    chosen = getattr(model.config.get_text_config(), "_experts_implementation", None)
+    if chosen == "batched_mm" or not model._can_set_experts_implementation():
+        return ""
+    return '; model.set_experts_implementation("batched_mm") runs experts token by token'
 
 
 @cache

@@ -253,9 +253,8 @@ class _Code:
         members = [list(map(id, kind.__dict__.values())) for kind in self._kinds]
         forwards: list[Any] = ["forward" in own and own["forward"] for own in self._attributes]
         hooks = [hooks and (*hooks,) for hooks in self._hooks]
-        if hasattr(forwards[0], forward_patch.OUTER):  # a decoder, which may also have put stand-ins inside of units
+        if hasattr(forwards[0], forward_patch.OUTER):
             forwards[0] = forwards[0].__wrapped__
-            forwards[1:] = [getattr(forward, forward_patch.INSIDE, forward) for forward in forwards[1:]]
         return members, list(map(type, self.modules)), forwards, hooks
 
 

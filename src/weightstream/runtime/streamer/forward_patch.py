@@ -27,7 +27,6 @@ from weightstream.runtime.tensors.undo import Undo
 
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 OUTER = "_weightstream_decoder"  # marks a forward set by the package that runs whole steps, so is no step itself
-INSIDE = "_weightstream_inside"  # where a stand-in of `add_inside` keeps the instance's own forward; False: it had none
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 _PLAIN = "_weightstream_plain"  # where a module keeps the values that some attributes have in its copies
 _AROUND = "_weightstream_around"  # where a module keeps its `Around`
@@ -86,9 +85,9 @@ class Around:
             forward = module.__dict__["forward"] = stand_in
         self.forward = forward
 
-    def add(self, run: Run, *, inside: bool = False) -> Callable[[], None]:
-        """Wrap the forward in `run`, outside or inside of the functions so far; returns a function that undoes it."""
-        self._runs.insert(0 if inside else len(self._runs), run)
+    def add(self, run: Run) -> Callable[[], None]:
+        """Wrap the forward in `run`, outside of the functions so far; returns a function that undoes it."""
+        self._runs.append(run)
         self.run = _composed(self._runs)
 
         def undo() -> None:
@@ -281,23 +280,6 @@ def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable
     if (around := _in_force(module)) is None:
         return surround(module, run, session)
     return around.add(run)
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Whether the module's weights are streamed by themselves."""
-    around = _in_force(module)
-    return around is not None and around.unit is not None
-
-
-def add_inside(module: nn.Module, run: Run) -> Callable[[], None]:
-    """Run `run(forward, args, kwargs)` instead of the module's forward, while its weights are there if it is a unit;
-    returns a function that undoes it. To the streamer it is no change of the module's code."""
-    if (around := _in_force(module)) is not None:
-        return around.add(run, inside=True)
-    own_forward = module.__dict__.get("forward", False)
-    undo = wrap_forward(module, lambda _, forward, args, kwargs: run(forward, args, kwargs))
-    setattr(module.__dict__["forward"].__func__, INSIDE, own_forward)
-    return undo
 
 
 def surround(
