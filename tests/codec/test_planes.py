@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from repeats import only
 from weightstream.codec import planes
 from weightstream.codec.planes import PlaneLayout, Planes
+from weightstream.errors import InvariantError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = [1, 2, 3]
@@ -427,6 +428,17 @@ def test_compiled_kernels_read_whole_vectors(bits: int, tmp_path: Path) -> None:
 
 def test_kernels_are_compiled_once_for_all_shapes(tmp_path: Path) -> None:
     assert without_interpreter(COUNTING, tmp_path) == {"join_rows": 1, "multiply_draft": 1}
+
+
+def test_parts_that_are_too_small_are_refused() -> None:
+    high, low, layout = planes.split(gaussian(), 2)
+    out, x = torch.empty(37, 192, dtype=torch.bfloat16), torch.empty(1, 192)
+    for parts in ((high[:-16], low, out), (high, low[: layout.escapes_at - 16], out), (high, low, out[1:])):
+        with pytest.raises(InvariantError, match=r"has \d+ elements, its layout needs \d+"):
+            planes.launch_join(*parts[:2], layout, parts[2])
+    for product in ((x, high[:-16]), (x[:, :128], high)):
+        with pytest.raises(InvariantError, match=r"has \d+ elements, its layout needs \d+"):
+            planes.launch_draft_linear(*product, layout)
 
 
 # What can be split, and the operators
