@@ -40,7 +40,8 @@ import weightstream
 from weightstream.adapters.generation.self_drafts import SelfDrafts
 from weightstream.plan.speculation import tokens_per_pass
 
-NUM_TOKENS = 160
+NUM_TOKENS, SMOKE_TOKENS = 160, 20
+SMOKE = checkpoint.TINY | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 1024}
 ACCEPTED = {1: 0.73, 2: 0.86, 3: 0.94}  # share of drafted tokens, by bits of each mantissa
 COPY_ACCEPTED, COPY_BITS = 0.82, 4.25
 FOUND = 0.9  # of the tokens per second that acceptance and times make
@@ -99,11 +100,12 @@ def drafted(bench: Bench, known: list[int], tau: float, num: int) -> Timed:
 
 def high_parts(bench: Bench, bits: int, plain_s: float, plain_text: list[int]) -> tuple[float, int]:
     """The row of the model as its own draft. Returns milliseconds of a drafted token, and drafted tokens of a pass."""
-    first = drafted(bench, [0] * NUM_TOKENS, 1.0, NUM_TOKENS)  # nothing is accepted: the text of these passes
+    # nothing is accepted: the text of these passes
+    first = drafted(bench, [0] * bench.num_tokens, 1.0, bench.num_tokens)
     known = first.output[0, PROMPT:].tolist()
     num = first.report.speculation.width - 1
     tau = tokens_per_pass([ACCEPTED[bits]] * num)
-    found = drafted(bench, known, tau, NUM_TOKENS)
+    found = drafted(bench, known, tau, bench.num_tokens)
     pass_ms = float(np.median(found.passes))
     tokens_s = 1e3 * found.num_tokens / sum(found.rounds)
     model_s = 1e3 * tau / (pass_ms + num * found.draft_ms)
@@ -167,7 +169,7 @@ def main() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     common = rows.environment() | {"cudnn_attention": False, "budget": args.budget}
     device, begun = torch.device("cpu" if args.smoke else "cuda"), time.perf_counter()
-    checkpoint.make(args.folder, checkpoint.TINY if args.smoke else checkpoint.LLAMA)
+    checkpoint.make(args.folder, SMOKE if args.smoke else checkpoint.LLAMA)
     budget = weightstream.OffloadConfig(device_budget=args.budget).device_budget
     ids = torch.randint(3, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(5)).to(device)
 
@@ -179,7 +181,7 @@ def main() -> None:
     def loaded(system: str, **more: Any) -> Bench:
         options = {"device": device, "progress": False, "context": 512, **more}
         model = weightstream.from_pretrained(args.folder, **options)
-        return Bench(model, ids, NUM_TOKENS, partial(write, system))
+        return Bench(model, ids, SMOKE_TOKENS if args.smoke else NUM_TOKENS, partial(write, system))
 
     products = dict.fromkeys(("planes", "int4"), 0.0) if args.smoke else products_us(args.bits, device)
     timing.clear(device)

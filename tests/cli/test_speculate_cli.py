@@ -126,7 +126,8 @@ def test_a_model_drafts_for_itself(rounded: Path, profile: Path) -> None:
     shown = call("plan", rounded, *flags, "--draft", "self")
     assert shown.exit_code == 0, shown.output
     assert "bits of each mantissa as the draft" in " ".join(shown.stdout.split())
-    assert call_json("plan", rounded, *flags, "--draft", "self")["draft"]["is_loaded"] is True
+    found = call_json("plan", rounded, *flags, "--draft", "self", "--speculate", "draft")
+    assert found["draft"]["is_loaded"] is True
     flags = ("--device", "cpu", "--device-budget", "300KiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
     plain = call_json("run", rounded, *flags)
     found = call_json("run", rounded, *flags, "--draft", "self", "--speculate", "draft")

@@ -38,9 +38,8 @@ KINDS = {
 @pytest.mark.parametrize("sample", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_has_the_bits_of_the_plain_model(kind: str, sample: dict[str, Any], tmp_path: Path) -> None:
-    plain = build(KINDS[kind]())
-    plain.save_pretrained(tmp_path)
-    plain.cuda()
+    build(KINDS[kind]()).save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).cuda()
     prompt = torch.randint(3, 1024, (1, 9), generator=torch.Generator().manual_seed(7)).cuda()
     options = {"max_new_tokens": NUM, "pad_token_id": 0, "eos_token_id": None, **KEPT, **sample}
     torch.manual_seed(5)

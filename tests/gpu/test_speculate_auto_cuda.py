@@ -86,7 +86,9 @@ def test_a_draft_is_loaded_inside_of_the_budget_and_drafts_from_graphs(tmp_path:
     target, small = tmp_path / "target", tmp_path / "small"
     model_of().save_pretrained(target)
     model_of(layers=1).save_pretrained(small)
-    want = model_of().cuda().generate(prompt(), **options(TOKENS, **KEPT), **STATIC)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).cuda()
+    want = plain.generate(prompt(), **options(TOKENS, **KEPT), **STATIC)
+    del plain
     before = held_nbytes()
     model = weightstream.from_pretrained(
         target, device_budget="24MiB", speculate="draft", draft=small, context=128, codec="none"
