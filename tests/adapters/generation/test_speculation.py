@@ -201,6 +201,15 @@ def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
         assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
 
 
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+def test_attention_whose_masks_have_no_rows() -> None:
+    model = build("llama")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedError, match='bits="token": masks of flex_attention attention have no row for each'):
+        drafted(model, prompt(), "token", **LOOKUP)
+    assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
+
+
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_choice_of_bits_lasts(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first text is no exception, though a trial runs its first pass in both ways."""

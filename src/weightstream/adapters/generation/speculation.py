@@ -229,7 +229,7 @@ class VerifySteps:
         if self._wanted == "rows" or self._cache is None:
             self._bits = "rows"
             return None
-        if (reason := self._unequal()) is not None:
+        if (reason := self._unsuited()) is not None:
             self._settle_for_rows(reason)
             return None
         config, known = self._model.config, plans(self._model)
@@ -251,7 +251,11 @@ class VerifySteps:
         take_back(-self.width)  # the step runs again, with operators row by row
         return None
 
-    def _unequal(self) -> str | None:
+    def _unsuited(self) -> str | None:
+        """Reason why passes cannot be compared with those of one token, or None."""
+        kind = getattr(self._model.config, "_attn_implementation", None)
+        if kind not in ("sdpa", "eager"):
+            return f"masks of {kind} attention have no row for each token"
         if self._cache is not None and self._cache.widens_windows:
             return "the text is longer than a sliding window, which a static cache forgets and a draft may need again"
         return None
