@@ -201,11 +201,13 @@ def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
         assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
-def test_attention_whose_masks_have_no_rows() -> None:
+def test_attention_of_another_kind() -> None:
+    """Its masks may have no row for each token, as those of flex attention."""
     model = build("llama")
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(UnsupportedError, match='bits="token": masks of flex_attention attention have no row for each'):
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        interface.register("own", interface._global_mapping["sdpa"])
+    model.set_attn_implementation("own")
+    with pytest.raises(UnsupportedError, match='bits="token": masks of own attention have no row for each token'):
         drafted(model, prompt(), "token", **LOOKUP)
     assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
 
