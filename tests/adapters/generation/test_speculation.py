@@ -246,6 +246,14 @@ def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     drafted(model.double(), prompt(), "token", **LOOKUP)
     drafted(model, prompt(25), "token", **LOOKUP)
     assert len(plans(model)) == 5
+    for setting in ("cudnn", "mem_efficient"):
+        enable = getattr(torch.backends.cuda, f"enable_{setting}_sdp")
+        enable(False)
+        try:
+            drafted(model, prompt(25), "token", **LOOKUP)
+        finally:
+            enable(True)
+    assert len(plans(model)) == 7
 
 
 @pytest.mark.parametrize("seed_of_weights", [14, 20])

@@ -21,7 +21,7 @@ from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans
+from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans, switches
 from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
@@ -235,7 +235,7 @@ class VerifySteps:
         config, known = self._model.config, plans(self._model)
         kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
         experts = str(getattr(config, "_experts_implementation", None))
-        self._key = key = (self.width, self.num_positions, *kernels, experts)
+        self._key = key = (self.width, self.num_positions, *kernels, experts, *switches())
         if key in known:
             self._choose(known[key])
             return None
