@@ -270,7 +270,9 @@ class VerifySteps:
             self._plan, self._split, self._bits = plan, RowSplit(plan, self.width), "token"
         else:
             num = plan.calls.total()
-            self._settle_for_rows(f"{num} operators have other bits, and row by row they would take longer than copies")
+            self._settle_for_rows(
+                f"{num} operators have other bits, and a pass in which they run row by row takes longer"
+            )
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":
