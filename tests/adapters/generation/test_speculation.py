@@ -201,6 +201,17 @@ def test_a_window_that_fills_up_has_no_bits_of_single_tokens() -> None:
         assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
 
 
+def test_attention_of_another_kind() -> None:
+    """Its masks may have no row for each token, as those of flex attention."""
+    model = build("llama")
+    for interface in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        interface.register("own", interface._global_mapping["sdpa"])
+    model.set_attn_implementation("own")
+    with pytest.raises(UnsupportedError, match='bits="token": masks of own attention have no row for each token'):
+        drafted(model, prompt(), "token", **LOOKUP)
+    assert drafted(model, prompt(), None, **LOOKUP)[1].speculation.bits == "rows"
+
+
 @pytest.mark.parametrize("is_free", [False, True])
 def test_a_choice_of_bits_lasts(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first text is no exception, though a trial runs its first pass in both ways."""
@@ -235,6 +246,14 @@ def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     drafted(model.double(), prompt(), "token", **LOOKUP)
     drafted(model, prompt(25), "token", **LOOKUP)
     assert len(plans(model)) == 5
+    for setting in ("cudnn", "mem_efficient"):
+        enable = getattr(torch.backends.cuda, f"enable_{setting}_sdp")
+        enable(False)
+        try:
+            drafted(model, prompt(25), "token", **LOOKUP)
+        finally:
+            enable(True)
+    assert len(plans(model)) == 7
 
 
 @pytest.mark.parametrize("seed_of_weights", [14, 20])

@@ -236,6 +236,15 @@ def plans(model: nn.Module) -> dict[object, RowPlan]:
     return found
 
 
+def switches() -> tuple[object, ...]:
+    """Settings of torch that decide which kernels run."""
+    cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
+    attention = cuda.cudnn_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.flash_sdp_enabled()
+    sums = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    common = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    return (*attention, *sums, *common, torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled)
+
+
 class RowSplit(OperatorMode):
     """Runs the operators of a plan row by row, and all others as they are."""
 

@@ -387,9 +387,9 @@ def _are_alike(wide: list[object], single: list[object]) -> bool:
 
 def _sum_of_bits(leaf: object) -> torch.Tensor | None:
     """By which the values of a tensor are compared."""
-    if not isinstance(leaf, torch.Tensor) or leaf.is_complex():
+    if not isinstance(leaf, torch.Tensor) or leaf.is_quantized:
         return None
-    return _bits(leaf).sum(dtype=torch.int64)
+    return leaf.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
 
 
 def _has_masks(indices: Any) -> bool:

@@ -21,7 +21,7 @@ from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans
+from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans, switches
 from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
@@ -237,13 +237,13 @@ class VerifySteps:
         if self._wanted == "rows" or self._cache is None:
             self._bits = "rows"
             return None
-        if (reason := self._unequal()) is not None:
+        if (reason := self._unsuited()) is not None:
             self._settle_for_rows(reason)
             return None
         config, known = self._model.config, plans(self._model)
         kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
         experts = str(getattr(config, "_experts_implementation", None))
-        self._key = key = (self.width, self.num_positions, *kernels, experts)
+        self._key = key = (self.width, self.num_positions, *kernels, experts, *switches())
         if key in known:
             self._choose(known[key])
             return None
@@ -259,7 +259,11 @@ class VerifySteps:
         take_back(-self.width)  # the step runs again, with operators row by row
         return None
 
-    def _unequal(self) -> str | None:
+    def _unsuited(self) -> str | None:
+        """Reason why passes cannot be compared with those of one token, or None."""
+        kind = getattr(self._model.config, "_attn_implementation", None)
+        if kind not in ("sdpa", "eager"):
+            return f"masks of {kind} attention have no row for each token"
         if self._cache is not None and self._cache.widens_windows:
             return "the text is longer than a sliding window, which a static cache forgets and a draft may need again"
         return None
@@ -274,7 +278,9 @@ class VerifySteps:
             self._plan, self._split, self._bits = plan, RowSplit(plan, self.width), "token"
         else:
             num = plan.calls.total()
-            self._settle_for_rows(f"{num} operators have other bits, and row by row they would take longer than copies")
+            self._settle_for_rows(
+                f"{num} operators have other bits, and a pass in which they run row by row takes longer"
+            )
 
     def _settle_for_rows(self, reason: str) -> None:
         if self._wanted == "token":
