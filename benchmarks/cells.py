@@ -27,7 +27,7 @@ import transformers
 
 import weightstream
 from weightstream import OffloadConfig, Plan, PlanError, PrefetchOffloadConfig
-from weightstream.adapters.generation.decode_steps import CACHES, DecodeSteps, takes_ids
+from weightstream.adapters.steps.decode_steps import CACHES, DecodeSteps, takes_ids
 from weightstream.inputs.gathering import sketch_of
 from weightstream.inputs.machine import dtypes_of, machine_with_rates
 from weightstream.measure.bench import copies_s, rounds_s

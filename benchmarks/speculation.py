@@ -47,8 +47,8 @@ import timing
 import torch
 
 import weightstream
-from weightstream.adapters.generation.row_split import plans
-from weightstream.adapters.generation.row_trial import RowTrial
+from weightstream.adapters.steps.row_split import plans
+from weightstream.adapters.steps.row_trial import RowTrial
 
 PROMPT, SHORT, LONG = 61, 12, 40
 WIDTHS = (8, 16, 4, 64, 256)

@@ -54,9 +54,10 @@ INSIDE: dict[str, dict[str, set[str]]] = {
     "adapters": {
         "hf": set(),
         "modules": {"hf"},
-        "generation": {"hf", "modules"},
-        "tracing": {"hf", "generation"},
-        "diffusers": {"hf", "modules", "generation", "tracing"},
+        "steps": {"hf"},
+        "generation": {"hf", "modules", "steps"},
+        "tracing": {"hf", "steps"},
+        "diffusers": {"hf", "modules", "steps", "generation", "tracing"},
     },
 }
 FILES_IN_ROOT, FILES_IN_ROOM = 4, 19

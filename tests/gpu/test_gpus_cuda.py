@@ -18,7 +18,7 @@ from expert_rig import built, generated, held, prompt
 from models import BLOCKLESS, MODELS, assert_same
 from stack import Stack, assert_equal, captured, floats, slow
 from streaming import plain, run
-from weightstream.adapters.generation import graph_runner
+from weightstream.adapters.steps import graph_runner
 from weightstream.api.multi_gpu import Stripes
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weightstream.adapters.generation.row_trial import RowTrial
+from weightstream.adapters.steps.row_trial import RowTrial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

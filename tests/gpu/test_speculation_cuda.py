@@ -21,8 +21,8 @@ transformers = pytest.importorskip("transformers")
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.drafts import DraftCounts, FixedWidthDrafts  # noqa: E402
 from weightstream.adapters.generation.generation import generate  # noqa: E402
-from weightstream.adapters.generation.row_split import plans  # noqa: E402
-from weightstream.adapters.generation.row_trial import RowTrial  # noqa: E402
+from weightstream.adapters.steps.row_split import plans  # noqa: E402
+from weightstream.adapters.steps.row_trial import RowTrial  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from models import MODELS, TEXT
 from weightstream import __version__
-from weightstream.adapters.generation.decode_steps import _NUM_TURNS, DecodeSteps, cache_in
+from weightstream.adapters.steps.decode_steps import _NUM_TURNS, DecodeSteps, cache_in
 from weightstream.cli import app, terminal
 from weightstream.measure import bench as timing
 from weightstream.measure import comparison

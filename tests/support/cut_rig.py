@@ -175,7 +175,7 @@ def language_model(monkeypatch: pytest.MonkeyPatch, device: str) -> Case:
     import expert_rig
     import generating
     from weightstream.adapters.generation.generation import decode_with
-    from weightstream.adapters.generation.graph_runner import Recorder
+    from weightstream.adapters.steps.graph_runner import Recorder
 
     captures_on_the_cpu(monkeypatch)
     model, ids = generating.build(generating.MODELS["llama"]()), expert_rig.prompt().to(device)

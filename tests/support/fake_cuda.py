@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weightstream.adapters.generation.graph_runner import Recorder
+from weightstream.adapters.steps.graph_runner import Recorder
 from weightstream.runtime.devices.backend import Copy, Side
 from weightstream.runtime.devices.cpu import CpuBackend, CpuEvent
 

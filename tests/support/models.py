@@ -21,7 +21,7 @@ from torch import nn
 
 import fixtures_structure
 import fixtures_weights
-from weightstream.adapters.generation.decode_steps import CACHES
+from weightstream.adapters.steps.decode_steps import CACHES
 
 Inputs = Callable[[int], dict[str, Any]]
 

@@ -34,9 +34,10 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 import weightstream
 from fake_cuda import FakeCuda
 from weightstream import CheckpointError, ConfigError, Plan, PlanError
-from weightstream.adapters.generation import call, deferred_stop, generation, graph_runner
+from weightstream.adapters.generation import call, deferred_stop, generation
 from weightstream.adapters.generation.decoder import DecodeReport
 from weightstream.adapters.hf.ranks import Ranks, join, ranks_of
+from weightstream.adapters.steps import graph_runner
 from weightstream.api.offload import _offload
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder
 from weightstream.runtime.devices.opening import backend_of

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.generation import static_cache
-from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.modules import device_map
+from weightstream.adapters.steps import static_cache
+from weightstream.adapters.steps.decode_steps import cache_in
 from weightstream.codec.device import on
 from weightstream.errors import OffloadError
 from weightstream.inputs.builder import CallerFacts, OffloadBuilder, assembled

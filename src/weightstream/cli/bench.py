@@ -117,7 +117,7 @@ def _compared(model: str, options: dict[str, Any], seconds: float, *, progress: 
 
     with reporting("loading libraries", progress):
         from weightstream import from_pretrained
-        from weightstream.adapters.generation.decode_steps import DecodeSteps
+        from weightstream.adapters.steps.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **options)

@@ -26,10 +26,10 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer  # noqa: E402
 
-from weightstream.adapters.generation import graph_runner, static_cache  # noqa: E402
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
-from weightstream.adapters.generation.graph_runner import Recorder  # noqa: E402
+from weightstream.adapters.steps import graph_runner, static_cache  # noqa: E402
+from weightstream.adapters.steps.graph_runner import Recorder  # noqa: E402
 from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
 from weightstream.errors import OffloadError, PlanError  # noqa: E402

@@ -44,12 +44,13 @@ from models import ARCHITECTURES, TEXT, randomise
 transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import drafted as drafted_module  # noqa: E402
-from weightstream.adapters.generation import row_trial, speculation  # noqa: E402
+from weightstream.adapters.generation import speculation  # noqa: E402
 from weightstream.adapters.generation.drafts import DrawsByPosition, drafting  # noqa: E402
 from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
-from weightstream.adapters.generation.graph_runner import Recorder  # noqa: E402
-from weightstream.adapters.generation.row_split import RowPlan, plans  # noqa: E402
-from weightstream.adapters.generation.row_trial import RowTrial  # noqa: E402
+from weightstream.adapters.steps import row_trial  # noqa: E402
+from weightstream.adapters.steps.graph_runner import Recorder  # noqa: E402
+from weightstream.adapters.steps.row_split import RowPlan, plans  # noqa: E402
+from weightstream.adapters.steps.row_trial import RowTrial  # noqa: E402
 from weightstream.api.multi_gpu import stripe  # noqa: E402
 from weightstream.errors import ConfigError, UnsupportedError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402

@@ -27,12 +27,12 @@ transformers = pytest.importorskip("transformers")
 
 from weightstream.adapters.generation import speculation, tree  # noqa: E402
 from weightstream.adapters.generation import tree_loop as loop  # noqa: E402
-from weightstream.adapters.generation.croppable_cache import croppable  # noqa: E402
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.generation import decode_with, generate  # noqa: E402
-from weightstream.adapters.generation.graph_runner import GraphRunner  # noqa: E402
 from weightstream.adapters.generation.tree_drafts import LookupTrees, RankRates, Start, rank_tree  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
+from weightstream.adapters.steps.croppable_cache import croppable  # noqa: E402
+from weightstream.adapters.steps.graph_runner import GraphRunner  # noqa: E402
 from weightstream.errors import UnsupportedError  # noqa: E402
 
 CPU = torch.device("cpu")

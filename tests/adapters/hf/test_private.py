@@ -23,8 +23,9 @@ from transformers import cache_utils, core_model_loading  # noqa: E402
 from transformers.generation import candidate_generator  # noqa: E402
 
 from models import TEXT  # noqa: E402
-from weightstream.adapters.generation import croppable_cache, deferred_stop, drafts, static_cache  # noqa: E402
+from weightstream.adapters.generation import deferred_stop, drafts  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
+from weightstream.adapters.steps import croppable_cache, static_cache  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 

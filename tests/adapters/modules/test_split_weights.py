@@ -164,6 +164,6 @@ def test_models_that_cannot_be_split_say_why() -> None:
     assert reason is not None
     assert reason.startswith("0% of the blocks of LlamaForCausalLM are linear layers in bfloat16")
     experts = transformers.Qwen3MoeConfig(**TEXT, num_key_value_heads=2, head_dim=16, num_experts=6)
-    with pytest.raises(UnsupportedError, match="draft='self': .*all other weights would have to stay on the device"):
+    with pytest.raises(UnsupportedError, match=r"draft='self': .*all other weights would have to stay on the device"):
         split_model(build(experts), 2, CPU)
     assert why_not_split(nn.Linear(64, 64, dtype=torch.bfloat16)) is not None

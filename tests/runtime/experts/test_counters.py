@@ -237,7 +237,7 @@ def test_a_trace_without_experts_has_no_row_for_them(tmp_path: Path) -> None:
 
 
 def test_a_comparison_reports_hits_and_fetched_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    from weightstream.adapters.generation.decode_steps import DecodeSteps
+    from weightstream.adapters.steps.decode_steps import DecodeSteps
 
     model = built()
     with held(model, "cached", MOST) as streamer:

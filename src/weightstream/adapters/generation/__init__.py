@@ -1,1 +1,1 @@
-"""How transformers models generate: decode steps in graphs, on static caches, one token a pass or several."""
+"""How transformers models generate: the loops, one token a pass or several."""

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from weightstream.adapters.generation import static_cache
-from weightstream.adapters.generation.decode_steps import CACHES
-from weightstream.adapters.generation.graph_runner import LaunchableGraph, Recorder
 from weightstream.adapters.hf.ranks import Ranks, num_processes
+from weightstream.adapters.steps import static_cache
+from weightstream.adapters.steps.decode_steps import CACHES
+from weightstream.adapters.steps.graph_runner import LaunchableGraph, Recorder
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
 
-from weightstream.adapters.generation import static_cache
 from weightstream.adapters.generation.call import CapturableStreamer
-from weightstream.adapters.generation.decode_steps import cache_in
-from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.speculation import SpeculationReport
 from weightstream.adapters.hf.ranks import Ranks, common, least
+from weightstream.adapters.steps import static_cache
+from weightstream.adapters.steps.decode_steps import cache_in
+from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
 from weightstream.runtime.streamer import forward_patch
 
 

@@ -20,15 +20,15 @@ from weightstream.adapters.generation.call import (
     with_settings,
 )
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, standing_in
-from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.row_split import RowPlan
 from weightstream.adapters.generation.self_drafts import SelfDrafts
 from weightstream.adapters.generation.speculation import FREE, AssistantSteps, Bits, Draft, VerifySteps, draft_of
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.generation.tree_drafts import Start
 from weightstream.adapters.generation.tree_loop import TreeSteps
 from weightstream.adapters.hf.ranks import ranks_of
+from weightstream.adapters.steps.graph_runner import GraphRunner, Recorder
+from weightstream.adapters.steps.row_split import RowPlan
 from weightstream.errors import UnsupportedError
 from weightstream.plan.cost import Splits, split_pass_s
 from weightstream.runtime.devices import cuda

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from weightstream.adapters.generation.host_values import on_device
 from weightstream.adapters.generation.pacing import Pacing, limit
+from weightstream.adapters.steps.host_values import on_device
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 

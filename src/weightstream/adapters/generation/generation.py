@@ -22,10 +22,10 @@ from weightstream.adapters.generation.call import (
 )
 from weightstream.adapters.generation.decoder import Decoder, DecodeReport, LongStep, TokenSteps, standing_in
 from weightstream.adapters.generation.drafted import speculate_with, why_not_drafted_for
-from weightstream.adapters.generation.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.generation.pacing import Pacing, drafts_for
 from weightstream.adapters.generation.speculation import Bits, draft_of
 from weightstream.adapters.hf.ranks import common, least, ranks_of
+from weightstream.adapters.steps.graph_runner import GraphRunner, Recorder
 from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.tensors.thread_state import restored
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from weightstream.adapters.generation.croppable_cache import is_croppable
-from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.tree import NodePass
 from weightstream.adapters.generation.tree_drafts import Start
+from weightstream.adapters.steps.croppable_cache import is_croppable
+from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
 
 
 class SelfDrafts:
-    """A candidate generator of transformers: the most likely tokens of the draft, one after the other. The host does not
-    wait in between.
+    """A candidate generator of transformers: the most likely tokens of the draft, one after the other, for which the
+    host does not wait.
 
     `draft`: the model with the high parts. `cache_of` returns the cache of the text. `runner` captures the draft's
     steps; None: they run eagerly.

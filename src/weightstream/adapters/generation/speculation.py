@@ -16,15 +16,15 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from weightstream.adapters.generation.call import streamer_of
-from weightstream.adapters.generation.croppable_cache import CroppableCache, croppable, is_croppable
-from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
-from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.pacing import Pacing
-from weightstream.adapters.generation.row_split import RowPlan, RowSplit, first_row, plans, switches
-from weightstream.adapters.generation.row_trial import RowTrial
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
+from weightstream.adapters.steps.croppable_cache import CroppableCache, croppable, is_croppable
+from weightstream.adapters.steps.decode_steps import cache_in
+from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
+from weightstream.adapters.steps.row_split import RowPlan, RowSplit, first_row, plans, switches
+from weightstream.adapters.steps.row_trial import RowTrial
 from weightstream.errors import ConfigError, UnsupportedError
 
 logger = logging.getLogger("weightstream")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.generation import static_cache
 from weightstream.adapters.hf import private
+from weightstream.adapters.steps import static_cache
 from weightstream.errors import UnsupportedError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"  # transformers' names of layers and of their masks

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from weightstream.adapters.generation import tree
-from weightstream.adapters.generation.croppable_cache import croppable
-from weightstream.adapters.generation.decode_steps import options_of
-from weightstream.adapters.generation.graph_runner import GraphRunner
-from weightstream.adapters.generation.host_values import on_device
 from weightstream.adapters.generation.tree import Path, Tree
 from weightstream.adapters.hf import private
+from weightstream.adapters.steps.croppable_cache import croppable
+from weightstream.adapters.steps.decode_steps import options_of
+from weightstream.adapters.steps.graph_runner import GraphRunner
+from weightstream.adapters.steps.host_values import on_device
 
 NGRAM = 3  # words of the text's end that are looked up, at most
 _MOST_MATCHES = 64  # that are read in a round: a text that repeats itself has thousands, and all say the same

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.adapters.generation import tree
-from weightstream.adapters.generation.croppable_cache import croppable, is_croppable
-from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.generation.drafts import DraftCounts
-from weightstream.adapters.generation.graph_runner import GraphRunner, run_step
 from weightstream.adapters.generation.speculation import Draft, SpeculationReport
 from weightstream.adapters.generation.tree import NodePass, Path, Tree
 from weightstream.adapters.generation.tree_drafts import NGRAM, AssistantTrees, Drafts, LookupTrees, Start
 from weightstream.adapters.hf import private
+from weightstream.adapters.steps.croppable_cache import croppable, is_croppable
+from weightstream.adapters.steps.decode_steps import cache_in
+from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
 from weightstream.errors import UnsupportedError
 
 DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")  # settings of `generate` that choose the draft of a tree

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weightstream.adapters.generation import croppable_cache, static_cache
-from weightstream.adapters.generation.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.hf import private
+from weightstream.adapters.steps import croppable_cache, static_cache
+from weightstream.adapters.steps.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
 from weightstream.adapters.tracing import global_state, meta_copy, op_cost, process_states
 from weightstream.adapters.tracing.known_values import UNKNOWN, KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch

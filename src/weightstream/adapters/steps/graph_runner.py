@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from weightstream.adapters.generation import static_cache
-from weightstream.adapters.generation.decode_steps import cache_in
 from weightstream.adapters.hf import private
 from weightstream.adapters.hf.ranks import Ranks, common, least
+from weightstream.adapters.steps import static_cache
+from weightstream.adapters.steps.decode_steps import cache_in
 from weightstream.errors import WeightstreamError
 from weightstream.runtime.streamer.read_watch import OperatorMode
 

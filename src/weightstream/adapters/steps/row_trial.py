@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from weightstream.adapters.generation.row_split import (
+from weightstream.adapters.steps.row_split import (
     Cut,
     Place,
     RowPlan,

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from weightstream.adapters.generation import row_trial
-from weightstream.adapters.generation.row_split import RowPlan, RowSplit, Split, plans
-from weightstream.adapters.generation.row_trial import RowTrial
+from weightstream.adapters.steps import row_trial
+from weightstream.adapters.steps.row_split import RowPlan, RowSplit, Split, plans
+from weightstream.adapters.steps.row_trial import RowTrial
 
 aten = torch.ops.aten
 WIDTH = 4

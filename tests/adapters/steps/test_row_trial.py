@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from weightstream.adapters.generation import row_split, row_trial
-from weightstream.adapters.generation.row_trial import RowTrial
+from weightstream.adapters.steps import row_split, row_trial
+from weightstream.adapters.steps.row_trial import RowTrial
 
 aten = torch.ops.aten
 WIDTH = 4
