@@ -134,8 +134,8 @@ def test_the_most_bits_that_fit_are_taken(folders: dict[str, Path]) -> None:
         assert planned.plan.device_nbytes + planned.inputs.reserved_nbytes <= config.within(10**9).device_budget
         assert "tokens/s are expected with" in planned.reason
         found.append(int(planned.reason.partition(" bits of")[0][-1]))
+    config = OffloadConfig(device_budget=nbytes(folders["llama"]) // 4, context=64, codec="none")
     with pytest.raises(PlanError, match="draft='self': no part of the weights that could draft fits"):
-        config = OffloadConfig(device_budget=nbytes(folders["llama"]) // 4, context=64, codec="none")
         plan_drafted(folders["llama"], config, "self", "draft", profile=SLOW)
     assert found == sorted(found)
     assert found[-1] == 3
