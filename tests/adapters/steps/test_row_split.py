@@ -174,6 +174,7 @@ REFUSED: dict[str, tuple[Step, str]] = {
     "out": (lambda x: torch.mm(x[0], TABLE, out=torch.empty(x.shape[1], 6)), "aten.mm.out is not known"),
     "expanded": (own.expanded, "outputs of rowsplitting.expanded.default of .* have no entry for each row"),
     "mixes rows": (lambda x: own.attends(x[0], x[0]), "have no entry|are not those of a row"),
+    "a later call": (lambda x: (own.attends(x[0], WEIGHT), cached(x)), "arguments without rows depend on"),
     "a cache": (cached, "attends.default .*, and its arguments without rows depend on other tokens"),
     "unlike single rows": (unlike, "rowsplitting.by_width.default .*, and two such calls have unlike single rows"),
     "another argument": (lambda x: own.by_width(x[0], TABLE * 1)[None].mul(2).cumsum(-1 if x.shape[1] > 1 else 2),

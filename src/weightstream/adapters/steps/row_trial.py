@@ -104,7 +104,8 @@ class RowTrial:
         self._single: list[_Call] = []
         self._known: dict[object, str | None] = {}  # what probes have found
         self._tried: dict[Any, dict[object, list[_Tried]]] = {}  # by operator and arguments
-        self._differences: dict[str, str | None] = {}  # in order, with the reason against a split
+        self._differences: dict[str, None] = {}  # in order
+        self._reasons: dict[str, None] = {}  # against splits
         self._nbytes: dict[Any, dict[object, int]] = {}
 
     def run_single(self, step: Callable[[], Any]) -> Any:
@@ -144,7 +145,7 @@ class RowTrial:
         return output, self._plan()
 
     def _refuse(self, reason: str) -> None:
-        self._differences[reason] = reason
+        self._differences[reason] = self._reasons[reason] = None
 
     def _note(self, single: _Call, args: Any, kwargs: Any, output: Any) -> None:
         wide = _Call.of(single.function, args, kwargs, output)
@@ -157,13 +158,15 @@ class RowTrial:
         nbytes = sum(leaf.nbytes for leaf, cut in pairs if isinstance(leaf, torch.Tensor) and not isinstance(cut, Cut))
         self._nbytes.setdefault(wide.function, {})[key] = nbytes
         if tried.difference is not None:
-            self._differences.setdefault(tried.difference, tried.reason)
+            self._differences[tried.difference] = None
+        if tried.reason is not None:
+            self._reasons[tried.reason] = None
 
     def _plan(self) -> RowPlan:
         """What the tried calls give. A call that differs is split, and so is each one of equal arguments."""
         splits: dict[Any, dict[object, Split | None]] = {}
         calls: Counter[str] = Counter()
-        reasons = [reason for reason in self._differences.values() if reason is not None]
+        reasons = list(self._reasons)
         nbytes = 0
         for function, by_key in self._tried.items():
             if not any(each.difference is not None for found in by_key.values() for each in found):
