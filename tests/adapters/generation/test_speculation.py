@@ -924,6 +924,7 @@ def test_an_error_in_a_pass_leaves_the_model_as_it_was(llama: Any) -> None:
             raise KeyError("of the caller")
         return torch.tensor([False])
 
+    plans(llama)
     before = dict(vars(llama))
     with pytest.raises(KeyError, match="of the caller"):
         drafted(llama, prompt(), **LOOKUP, stopping_criteria=transformers.StoppingCriteriaList([fails]))
