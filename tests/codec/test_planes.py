@@ -77,6 +77,7 @@ def all_escapes() -> torch.Tensor:
 WEIGHTS = {
     "Gaussian": gaussian,
     "one row": lambda: gaussian(1, 64),
+    "several rounds of the join": lambda: gaussian(3, 2048 + 192),
     "every value": every_value,
     "ascending": ascending,
     "zeros": lambda: torch.zeros(5, 64, dtype=torch.bfloat16),
