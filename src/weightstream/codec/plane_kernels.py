@@ -184,7 +184,8 @@ def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: 
         base = tl.minimum(tl.load(bases + tile, mask=inside).to(tl.uint32), 248)
 
         shifted = _rotated(codes, 3)
-        escaped = ~(shifted | (shifted >> 1) | (shifted >> 2)) & tl.where(inside, 0x11111111, 0).to(tl.uint32)
+        all_escaped = tl.where(inside, 0x11111111, 0).to(tl.uint32)
+        escaped = ((shifted | (shifted >> 1) | (shifted >> 2)) & all_escaped) ^ all_escaped  # bit 4 j for place j
         count = ((escaped * 0x11111111) >> 28).to(tl.int32)
         place = rank + tl.cumsum(count, 0) - count
         rank += tl.sum(count)
