@@ -387,7 +387,8 @@ numbers = dict.fromkeys(("rows", "row_tiles", "room", "num", "middle"), "i32")
 names = parts | numbers | {"x": "*bf16"}
 multiply = compiled(plane_kernels.multiply_draft, names, {"BITS": bits, "bias": None} | plane_kernels.SHAPE)
 join = compiled(plane_kernels.join_rows, names, {"BITS": bits} | plane_kernels.JOIN_SHAPE)
-print(json.dumps([multiply.count("ld.global.v4"), join.count("ld.global.v4"), join.count("st.global.v4")]))
+counted = [join.count(each) for each in ("ld.global.v4", "st.global.v4", "shfl.sync")]
+print(json.dumps([multiply.count("ld.global.v4"), *counted]))
 """
 
 COUNTING = """
@@ -432,11 +433,12 @@ def without_interpreter(code: str, folder: Path, *args: str) -> Any:
 
 @pytest.mark.parametrize("bits", only(BITS, 2))
 def test_compiled_kernels_read_whole_vectors(bits: int, tmp_path: Path) -> None:
-    """The join writes them, too."""
-    of_product, of_join, stores = without_interpreter(COMPILING, tmp_path, str(bits))
+    """The join writes them, too, and threads exchange nothing but a prefix sum."""
+    of_product, of_join, stores, shuffles = without_interpreter(COMPILING, tmp_path, str(bits))
     assert of_product >= 4  # a row each
     assert of_join == 3  # the planes of 4 bits, and one of 2
     assert stores == 4
+    assert shuffles == 6
 
 
 def test_kernels_are_compiled_once_for_all_shapes(tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: 
     """Join a row, TILES at a time. `room`: bytes of escapes.
 
     A thread has whole words of the first plane. Those after the end of the row are undefined, and are neither counted
-    nor written.
+    nor written. Tensors have one dimension: with two, Triton gives loads of escapes another layout, and moves all that
+    depends on them between layouts.
     """
     row = tl.program_id(0).to(tl.int64)
     first_tile = row * row_tiles
@@ -194,7 +195,7 @@ def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: 
         c = _two_weights(codes, rest, lowest, base, 2)
         d = _two_weights(codes, rest, lowest, base, 3)
         nth = 0
-        while tl.max(escaped.to(tl.int32)) > 0:  # the next escape of each word
+        while tl.max(escaped.to(tl.int32)) > 0:  # the next escape of each word; two rounds are usual
             exponent = tl.load(escapes + tl.minimum(place + nth, last)).to(tl.uint32)
             change, sixteenth = exponent * 128 - base * 128, exponent * 8 - base * 8
             its = escaped & (0 - escaped)
