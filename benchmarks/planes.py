@@ -1,12 +1,13 @@
 """Weights in two parts: the time of a product with the high part alone, of the join, and of rivals.
 
-    python benchmarks/planes.py [--sweep] [--out benchmarks/results/planes.jsonl]
+    python benchmarks/planes.py [--sweep product|join] [--out benchmarks/results/planes.jsonl]
 
 The matrices of a block of Llama-3.1-8B and its head, with Gaussian weights and one token, in CUDA graphs. Each of 32
-blocks has its own copy, so that no matrix is in a cache. A token is all matrices of all blocks and the head. The rivals
-are `torch.nn.functional.linear` in bfloat16, and 4-bit weights with a scale and a zero for each 64.
+blocks has its own copy, so that no matrix is in a cache. A token is all matrices of all blocks and, except for the
+join, the head. The rivals are `torch.nn.functional.linear` in bfloat16, and 4-bit weights with a scale and a zero for
+each 64.
 
-With `--sweep`, other shapes of the kernel's programs, for 2 bits of each mantissa.
+With `--sweep`, other shapes of a kernel's programs, for 2 bits of each mantissa.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ BLOCK |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}
 HEAD = (128256, 4096)
 SHOWN = ("q", "k", "gate", "down", "head")
 DEPTH = 32
-WARM, REPLAYS, JOINS = 3, 12, 16
-SHAPES = [
-    {"ROWS": rows, "TILES": 16 * warps, "STAGES": stages, "num_warps": warps}
-    for rows, stages, warps in [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (8, 1, 1), (8, 2, 1), (4, 2, 4)]
+WARM, REPLAYS = 3, 12
+SHAPES = [  # of the product: ROWS, warps of 16 TILES, PROGRAMS (0: no fewer ROWS for small matrices)
+    ({"ROWS": rows, "TILES": 16 * warps, "num_warps": warps}, programs)
+    for rows, warps, programs in [(4, 1, 0), (4, 1, 2048), (4, 1, 4096), (4, 2, 0), (4, 4, 0), (2, 4, 0)]
+]
+JOIN_SHAPES = [
+    {"TILES": tiles, "num_warps": warps} for tiles, warps in [(16, 1), (32, 1), (64, 1), (32, 2), (64, 2), (64, 4)]
 ]
 
 Row = dict[str, Any]
@@ -146,62 +150,87 @@ def measure(system: System, weights: dict[str, torch.Tensor], args: argparse.Nam
     return [{"bench": "planes", "system": system.name} | row for row in found]
 
 
-def measure_join(bits: int, weights: dict[str, torch.Tensor], args: argparse.Namespace) -> list[Row]:
-    """A row for each shape of matrix of a block."""
-    planes, found = importlib.import_module("weightstream.codec.planes"), []
+def split_block(bits: int, weights: dict[str, torch.Tensor]) -> dict[str, Held]:
+    planes = importlib.import_module("weightstream.codec.planes")
+    return {name: tuple(planes.split(weights[name], bits)) for name in BLOCK}
+
+
+def measure_join(
+    system: str, parts: dict[str, Held], weights: dict[str, torch.Tensor], args: argparse.Namespace
+) -> list[Row]:
+    """A row for each shape of matrix of a block, and one for a token."""
+    planes = importlib.import_module("weightstream.codec.planes")
+    outs = {name: torch.empty_like(weights[name]) for name in BLOCK}
+    works: dict[str, list[Work]] = {
+        name: [lambda each=each, out=outs[name]: planes.launch_join(*each, out) for each in copies(held, args.depth)]
+        for name, held in parts.items()
+    }
+    nbytes = {name: nbytes_of(held) for name, held in parts.items()}
+    found = []
     for name in SHOWN[:-1]:
-        parts, out = planes.split(weights[name], bits), torch.empty_like(weights[name])
-        all_parts = copies(tuple(parts), args.joins)
-        us = times_us([lambda each=each, out=out: planes.launch_join(*each, out) for each in all_parts], args.device)
-        us = {key: round(value / args.joins, 2) for key, value in us.items()}
+        out = outs[name].zero_()
+        us = {key: round(value / args.depth, 2) for key, value in times_us(works[name], args.device).items()}
         if not torch.equal(out.view(torch.int16), weights[name].view(torch.int16)):
-            raise SystemExit(f"m = {bits}, {name}: the joined parts are not the matrix")
-        nbytes, high_nbytes = nbytes_of(parts), parts.high.nbytes
-        row = {"bench": "planes", "system": f"join, m = {bits}", "matrix": name, "shape": list(out.shape), "us": us}
-        row |= {"gbps": round((nbytes + out.nbytes) / us["p50"] / 1e3, 1)}
-        row |= {"bits_per_weight": round(8 * nbytes / out.numel(), 4)}
-        found.append(row | {"low_bits_per_weight": round(8 * (nbytes - high_nbytes) / out.numel(), 4)})
-    return found
+            raise SystemExit(f"{system}, {name}: the joined parts are not the matrix")
+        row = {"matrix": name, "shape": list(out.shape), "us": us}
+        row |= {"gbps": round((nbytes[name] + out.nbytes) / us["p50"] / 1e3, 1)}
+        row |= {"bits_per_weight": round(8 * nbytes[name] / out.numel(), 4)}
+        found.append(row | {"low_bits_per_weight": round(8 * parts[name][1].nbytes / out.numel(), 4)})
+    us = times_us([works[name][layer] for layer in range(args.depth) for name in BLOCK], args.device)
+    total = args.depth * sum(nbytes[name] + out.nbytes for name, out in outs.items())
+    found.append({"matrix": "token", "us": us, "gbps": round(total / us["p50"] / 1e3, 1), "nbytes": total})
+    return [{"bench": "planes", "system": system} | row for row in found]
 
 
-def sweep(weights: dict[str, torch.Tensor], args: argparse.Namespace) -> list[Row]:
+def sweep_product(weights: dict[str, torch.Tensor], args: argparse.Namespace) -> list[Row]:
     """A token for each shape of the programs."""
     kernels, system, found = importlib.import_module("weightstream.codec.plane_kernels"), systems()[2], []
     held = {id(weight): system.hold(weight) for weight in weights.values()}
     system = replace(system, hold=lambda weight: held[id(weight)])
-    for shape in SHAPES[:2] if args.smoke else SHAPES:
-        kernels.ROWS, kernels.SHAPE = shape["ROWS"], shape
+    for shape, programs in SHAPES[:2] if args.smoke else SHAPES:
+        kernels.SHAPE, kernels.PROGRAMS = shape, programs
         for row in measure(system, weights, args):
-            show(row | {"system": f"{system.name}, {shape}"})
-            found.append(row | {"program": shape, "system": f"{system.name}, swept"})
+            show(row | {"system": f"{system.name}, {shape}, PROGRAMS {programs}"})
+            found.append(row | {"program": shape | {"PROGRAMS": programs}, "system": f"{system.name}, swept"})
+    return found
+
+
+def sweep_join(weights: dict[str, torch.Tensor], args: argparse.Namespace) -> list[Row]:
+    """A token for each shape of the programs."""
+    kernels, parts, found = importlib.import_module("weightstream.codec.plane_kernels"), split_block(2, weights), []
+    for shape in JOIN_SHAPES[:2] if args.smoke else JOIN_SHAPES:
+        kernels.JOIN_SHAPE = shape
+        for row in measure_join(f"join, m = 2, {shape}", parts, weights, args):
+            show(row)
+            found.append(row | {"program": shape, "system": "join, m = 2, swept"})
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="only the shapes of the kernel's programs")
+    parser.add_argument("--sweep", choices=["product", "join"], help="only the shapes of a kernel's programs")
     parser.add_argument("--smoke", action="store_true", help="tiny matrices in Triton's interpreter")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "planes.jsonl")
     args = parser.parse_args()
     args.device = torch.device("cpu" if args.smoke else "cuda")
-    args.depth, args.joins = (2, 2) if args.smoke else (DEPTH, JOINS)
+    args.depth = 2 if args.smoke else DEPTH
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     common = rows.environment()
     torch.manual_seed(time.time_ns() % 2**31)
-    shapes = BLOCK | {"head": HEAD}
+    shapes = BLOCK if args.sweep == "join" else BLOCK | {"head": HEAD}
     if args.smoke:
         shapes = {name: (height // 4096 + 1, width // 4096 * 64) for name, (height, width) in shapes.items()}
     weights = {
         name: torch.randn(shape, device=args.device, dtype=torch.bfloat16).mul_(0.02) for name, shape in shapes.items()
     }
     if args.sweep:
-        rows.append(args.out, sweep(weights, args), common)
+        rows.append(args.out, (sweep_join if args.sweep == "join" else sweep_product)(weights, args), common)
         return
     for system in systems():
         report(measure(system, weights, args), args, common)
     for bits in (1, 2, 3):
-        report(measure_join(bits, weights, args), args, common)
+        report(measure_join(f"join, m = {bits}", split_block(bits, weights), weights, args), args, common)
 
 
 def report(found: list[Row], args: argparse.Namespace, common: Row) -> None:

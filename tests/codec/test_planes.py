@@ -19,7 +19,7 @@ import triton.runtime.interpreter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repeats import only
-from weightstream.codec import planes
+from weightstream.codec import plane_kernels, planes
 from weightstream.codec.planes import PlaneLayout, Planes
 from weightstream.errors import InvariantError
 
@@ -77,6 +77,7 @@ def all_escapes() -> torch.Tensor:
 WEIGHTS = {
     "Gaussian": gaussian,
     "one row": lambda: gaussian(1, 64),
+    "several rounds of the join": lambda: gaussian(3, 2048 + 192),
     "every value": every_value,
     "ascending": ascending,
     "zeros": lambda: torch.zeros(5, 64, dtype=torch.bfloat16),
@@ -160,8 +161,9 @@ def test_places_of_the_format(bits: int) -> None:
         return 4 * (k // 2) + k % 2 + 1
 
     escapes, starts = [], [0]
+    in_order = [64 * tile + word + 8 * place for tile in range(2) for word in range(8) for place in range(8)]
     for row in range(3):
-        for column in range(128):
+        for column in in_order:
             base = max(exponents[row, column // 64 * 64 : column // 64 * 64 + 64].max() - 7, 0)
             assert high[layout.bases_at + 2 * row + column // 64] == base
             exponent, mantissa, sign = exponents[row, column], words[row, column] & 127, words[row, column] >> 15
@@ -252,7 +254,10 @@ def products(x: torch.Tensor, parts: Planes, bias: torch.Tensor | None) -> torch
     ("rows", "columns", "dtype"),  # rows and tiles that fill no program, and several rounds of one
     [(1, 64, torch.bfloat16), (10, 192, torch.bfloat16), (6, 2048 + 128, torch.float32)],
 )
-def test_the_product_with_the_draft(bits: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_the_product_with_the_draft(
+    bits: int, rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_kernels, "PROGRAMS", 1)
     parts = planes.split(gaussian(rows, columns), bits)
     x = torch.randn(2, 1, columns, generator=source(1)).to(dtype)
     bias = torch.randn(rows, generator=source(2)).to(dtype) if rows > 1 else None
@@ -262,6 +267,17 @@ def test_the_product_with_the_draft(bits: int, rows: int, columns: int, dtype: t
     for found in (products(x, parts, bias), planes.draft_linear(x, parts.high, parts.layout, bias)):
         assert (found.dtype, found.shape) == (dtype, (2, 1, rows))
         torch.testing.assert_close(found.double(), expected, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", only(BITS, 3))
+def test_products_do_not_depend_on_the_outputs_of_a_program(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, x, found = planes.split(gaussian(11, 192), bits), torch.randn(2, 192, generator=source(1)), {}
+    for programs in (1, 3, 6):
+        monkeypatch.setattr(plane_kernels, "PROGRAMS", programs)
+        found[plane_kernels.shape_of_product(11)["ROWS"]] = products(x, parts, None)
+    assert list(found) == [4, 2, 1]
+    assert torch.equal(found[4], found[1])
+    assert torch.equal(found[2], found[1])
 
 
 @all_bits
@@ -317,6 +333,7 @@ class Watch:
 def test_damaged_parts_are_read_inside(
     bits: int, fill: int | None, with_escapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(plane_kernels, "PROGRAMS", 1)
     weight = gaussian(5, 192) if with_escapes else torch.ones(5, 192, dtype=torch.bfloat16)
     high, low, layout = planes.split(weight, bits)
     assert (len(low) > layout.escapes_at) is with_escapes
@@ -355,7 +372,8 @@ from triton.compiler import ASTSource
 from weightstream.codec import plane_kernels
 
 
-def compiled(kernel, signature, constants, **options):
+def compiled(kernel, signature, constants):
+    options = {"num_warps": constants.pop("num_warps")}
     names = kernel.arg_names
     signature = {name: kind for name, kind in signature.items() if name in names}
     facts = {(names.index(name),): value for name, value in constants.items()}
@@ -366,14 +384,11 @@ def compiled(kernel, signature, constants, **options):
 
 parts, bits = {"high": "*u8", "low": "*u8", "out": "*bf16"}, int(sys.argv[1])
 numbers = dict.fromkeys(("rows", "row_tiles", "room", "num", "middle"), "i32")
-constants = dict(plane_kernels.SHAPE)
-options = {"num_warps": constants.pop("num_warps")}
-multiply = compiled(
-    plane_kernels.multiply_draft, parts | numbers | {"x": "*bf16"}, constants | {"BITS": bits, "bias": None}, **options
-)
-join = compiled(plane_kernels.join_rows, parts | numbers, {"BITS": bits, "TILES": plane_kernels.JOINED_TILES})
-whole = "cp.async.cg.shared.global", "ld.global.v4", "st.global.v4"
-print(json.dumps([multiply.count(whole[0]), *(join.count(each) for each in whole[1:])]))
+names = parts | numbers | {"x": "*bf16"}
+multiply = compiled(plane_kernels.multiply_draft, names, {"BITS": bits, "bias": None} | plane_kernels.SHAPE)
+join = compiled(plane_kernels.join_rows, names, {"BITS": bits} | plane_kernels.JOIN_SHAPE)
+counted = [join.count(each) for each in ("ld.global.v4", "st.global.v4", "shfl.sync")]
+print(json.dumps([multiply.count("ld.global.v4"), *counted]))
 """
 
 COUNTING = """
@@ -396,12 +411,11 @@ triton.knobs.runtime.jit_cache_hook = compiled
 from weightstream.codec import planes
 
 high, low = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
-for rows in (1, 2, 16, 37, 320):
-    for columns in (64, 128, 1024):
-        layout = planes.PlaneLayout(rows, columns, 2)
-        planes.launch_join(high, low, layout, torch.empty(rows, columns, dtype=torch.bfloat16))
-        for num in (1, 3, 16):
-            planes.launch_draft_linear(torch.empty(num, columns, dtype=torch.bfloat16), high, layout)
+for rows, columns in [(1, 64), (2, 64), (16, 128), (37, 1024), (4095, 64), (4096, 64), (8191, 64), (8192, 64)]:
+    layout = planes.PlaneLayout(rows, columns, 2)
+    planes.launch_join(high, low, layout, torch.empty(rows, columns, dtype=torch.bfloat16))
+    for num in (1, 3, 16):
+        planes.launch_draft_linear(torch.empty(num, columns, dtype=torch.bfloat16), high, layout)
 names = [name.rpartition(".")[2] for name, _ in found]
 print(json.dumps({name: names.count(name) for name in names}))
 """
@@ -419,15 +433,17 @@ def without_interpreter(code: str, folder: Path, *args: str) -> Any:
 
 @pytest.mark.parametrize("bits", only(BITS, 2))
 def test_compiled_kernels_read_whole_vectors(bits: int, tmp_path: Path) -> None:
-    """The product prefetches them, and the join writes them, too."""
-    prefetches, loads, stores = without_interpreter(COMPILING, tmp_path, str(bits))
-    assert prefetches >= 8
-    assert loads >= 4
-    assert stores == 1
+    """The join writes them, too, and threads exchange nothing but a prefix sum."""
+    of_product, of_join, stores, shuffles = without_interpreter(COMPILING, tmp_path, str(bits))
+    assert of_product >= 4  # a row each
+    assert of_join == 3  # the planes of 4 bits, and one of 2
+    assert stores == 4
+    assert shuffles == 6
 
 
 def test_kernels_are_compiled_once_for_all_shapes(tmp_path: Path) -> None:
-    assert without_interpreter(COUNTING, tmp_path) == {"join_rows": 1, "multiply_draft": 1}
+    """The product for three numbers of outputs of a program."""
+    assert without_interpreter(COUNTING, tmp_path) == {"join_rows": 1, "multiply_draft": 3}
 
 
 def test_parts_that_are_too_small_are_refused() -> None:

@@ -11,7 +11,8 @@ from weightstream.codec.planes import PlaneLayout, Planes
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 all_bits = pytest.mark.parametrize("bits", [1, 2, 3])
-SHAPES = [(1, 64), (37, 192), (1024, 4096), (515, 14336)]
+# Of the last two, a program has two and four outputs.
+SHAPES = [(1, 64), (37, 192), (1024, 4096), (515, 14336), (4098, 192), (8195, 128)]
 HEAD = (128256, 4096)
 
 

@@ -12,9 +12,18 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-JOINED_TILES = 16  # at once
-ROWS = 4  # outputs of a program, which share its loads of x
-SHAPE: Mapping[str, int] = MappingProxyType({"ROWS": ROWS, "TILES": 16, "STAGES": 2, "num_warps": 1})
+# Of the programs of the join, and of the product. TILES are at once, ROWS are outputs that share loads of x.
+JOIN_SHAPE: Mapping[str, int] = MappingProxyType({"TILES": 16, "num_warps": 1})
+SHAPE: Mapping[str, int] = MappingProxyType({"ROWS": 4, "TILES": 16, "num_warps": 1})
+PROGRAMS = 2048  # with fewer outputs than ROWS times this, programs have fewer ROWS
+
+
+def shape_of_product(rows: int) -> Mapping[str, int]:
+    """SHAPE with as many ROWS as leave enough programs to fill a GPU."""
+    most = SHAPE["ROWS"]
+    while most > 1 and rows < most * PROGRAMS:
+        most //= 2
+    return {**SHAPE, "ROWS": most}
 
 
 @triton.jit
@@ -71,7 +80,6 @@ def multiply_draft(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """ROWS outputs for one of `num` rows of x. Programs of the same outputs are next to each other.
 
@@ -91,7 +99,7 @@ def multiply_draft(
     sums = ()
     for _ in tl.static_range(ROWS):
         sums += (tl.zeros([2 * TILES], tl.float32),)
-    for begin in tl.range(0, row_tiles, TILES, num_stages=STAGES):
+    for begin in range(0, row_tiles, TILES):
         inside = half // 2 + begin < row_tiles
         tile_1d = tl.minimum(half // 2 + begin, row_tiles - 1)
         tile = tile_1d[:, None]
@@ -127,56 +135,77 @@ def multiply_draft(
 
 
 @triton.jit
-def _words(plane, tile, nth, PER_WORD: tl.constexpr):
-    """For weights of a tile the words of a plane that have them."""
-    return tl.load(plane + tile * (64 // PER_WORD) + nth % (64 // PER_WORD))
+def _two_weights(codes, rest, lowest, base, k: tl.constexpr):
+    """Weights 8 k and 8 k + 32 after the first of a word, if they are no escapes."""
+    both = (codes & _mask(0x03C0, k)) | (rest & _mask(0x8030, k)) | (lowest & _mask(0x000F, k))
+    return _rotated(both, (28 + 4 * k) % 32) + base * 0x00800080
+
+
+@triton.jit
+def _four(a, b, c, d):
+    return tl.join(tl.join(a, b), tl.join(c, d)).to(tl.uint16)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles", "room"])
 def join_rows(high, low, out, rows, row_tiles, room, BITS: tl.constexpr, TILES: tl.constexpr):
     """Join a row, TILES at a time. `room`: bytes of escapes.
 
-    Tiles after the end of the row are its last tile again, and are neither written nor counted.
+    A thread has whole words of the first plane. Those after the end of the row are undefined, and are neither counted
+    nor written. Tensors have one dimension: with two, Triton gives loads of escapes another layout, and moves all that
+    depends on them between layouts.
     """
     row = tl.program_id(0).to(tl.int64)
+    first_tile = row * row_tiles
     num_tiles = rows.to(tl.int64) * row_tiles
     first, second, third, bases = _high_places(high, num_tiles, BITS)
     more = low + 32 * num_tiles
     starts = more if BITS == 3 else more + _aligned((16 if BITS == 1 else 8) * num_tiles)
     escapes = starts + _aligned(4 * (rows.to(tl.int64) + 1))
     low, more = low.to(tl.pointer_type(tl.uint32)), more.to(tl.pointer_type(tl.uint32))
-    start = tl.load(starts.to(tl.pointer_type(tl.uint32)) + row).to(tl.int64)
+    start = tl.minimum(tl.load(starts.to(tl.pointer_type(tl.uint32)) + row).to(tl.int64), room)
     escapes += start  # of the row
-    left = tl.maximum(tl.minimum(room - start, 64 * row_tiles), 0).to(tl.int32)
-    nth = tl.arange(0, 64)[None, :]
+    last = (tl.minimum(room - start, 64 * row_tiles) - 1).to(tl.int32)  # a byte of the starts if there are none
+    ones = more if BITS == 2 else third  # the planes of one bit and of two
+    pairs = more if BITS == 1 else second
+    first, low, bases, out = first + first_tile * 8, low + first_tile * 8, bases + first_tile, out + first_tile * 64
+    ones, pairs = ones + first_tile * 2, pairs + first_tile * 4
+    nth_word, nth_weight = tl.arange(0, 8 * TILES), tl.arange(0, 64 * TILES)
+    nth_tile, word = nth_word // 8, nth_word % 8
+    by_pair = (word // 4 if BITS == 2 else word // 4 * 2).to(tl.uint32)
+    by_one = (word // 2).to(tl.uint32)
     rank = 0
     for begin in range(0, row_tiles, TILES):
-        tile_1d = begin + tl.arange(0, TILES)
-        inside = (tile_1d < row_tiles)[:, None]
-        tile = tl.minimum(tile_1d, row_tiles - 1)[:, None] + row * row_tiles
-        code = _rotated(_words(first, tile, nth, 8), (4 * (nth // 8) + 2).to(tl.uint32)) & 15
-        mantissa = (code & 1) << 6
-        code >>= 1
-        if BITS == 2:
-            word, place = _words(second, tile, nth, 16), (4 * (nth // 8) + nth // 4 % 2).to(tl.uint32)
-            sign = _rotated(word, place + 11)
-            mantissa |= ((word >> (place + 1)) & 1) << 5
-        else:
-            sign = _rotated(_words(third, tile, nth, 32), (nth // 2 + 11).to(tl.uint32))
-        if BITS == 3:
-            mantissa |= ((_words(second, tile, nth, 16) >> (2 * (nth // 4)).to(tl.uint32)) & 3) << 4
-        mantissa |= (_words(low, tile, nth, 8) >> (4 * (nth // 8)).to(tl.uint32)) & 15
-        if BITS == 2:
-            mantissa |= ((_words(more, tile, nth, 32) >> (nth // 2).to(tl.uint32)) & 1) << 4
-        elif BITS == 1:
-            mantissa |= ((_words(more, tile, nth, 16) >> (2 * (nth // 4)).to(tl.uint32)) & 3) << 4
+        inside = begin * 8 + nth_word < row_tiles * 8
+        tile = begin + nth_tile
+        codes = tl.load(first + (begin * 8 + nth_word), mask=inside)
+        lowest = _rotated(tl.load(low + (begin * 8 + nth_word), mask=inside), 4)
+        one = _rotated(tl.load(ones + (tile * 2 + nth_word % 2), mask=inside), by_one)
+        pair = _rotated(tl.load(pairs + (tile * 4 + nth_word % 4), mask=inside), by_pair)
+        rest = (pair & 0xAAAAAAAA) | (one & 0x11111111) if BITS == 2 else (pair & 0x33333333) | (one & 0x88888888)
+        base = tl.minimum(tl.load(bases + tile, mask=inside).to(tl.uint32), 248)
 
-        escaped = inside & (code == 0)
-        counts = tl.cumsum(escaped.to(tl.int32), 1)
-        totals = tl.sum(escaped.to(tl.int32), 1)
-        places = rank + (tl.cumsum(totals, 0) - totals)[:, None] + counts - 1
-        rest = tl.load(escapes + places, mask=escaped & (places < left), other=0).to(tl.uint32)
-        exponent = tl.where(code == 0, rest, (tl.load(bases + tile).to(tl.uint32) + code) & 255)
-        weight = (((sign & 1) << 15) | (exponent << 7) | mantissa).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(out + (row * row_tiles + begin) * 64 + tl.arange(0, TILES)[:, None] * 64 + nth, weight, mask=inside)
-        rank += tl.sum(totals)
+        shifted = _rotated(codes, 3)
+        all_escaped = tl.where(inside, 0x11111111, 0).to(tl.uint32)
+        escaped = ((shifted | (shifted >> 1) | (shifted >> 2)) & all_escaped) ^ all_escaped  # bit 4 j for place j
+        count = ((escaped * 0x11111111) >> 28).to(tl.int32)
+        place = rank + tl.cumsum(count, 0) - count
+        rank += tl.sum(count)
+        a = _two_weights(codes, rest, lowest, base, 0)
+        b = _two_weights(codes, rest, lowest, base, 1)
+        c = _two_weights(codes, rest, lowest, base, 2)
+        d = _two_weights(codes, rest, lowest, base, 3)
+        nth = 0
+        while tl.max(escaped.to(tl.int32)) > 0:  # the next escape of each word; two rounds are usual
+            exponent = tl.load(escapes + tl.minimum(place + nth, last)).to(tl.uint32)
+            change, sixteenth = exponent * 128 - base * 128, exponent * 8 - base * 8
+            its = escaped & (0 - escaped)
+            a += change * (its & 0x00010001)
+            b += sixteenth * (its & 0x00100010)
+            c += change * ((its >> 8) & 0x00010001)
+            d += sixteenth * ((its >> 8) & 0x00100010)
+            escaped ^= its
+            nth += 1
+        places = tl.join(_four(a, b, c, d), _four(a >> 16, b >> 16, c >> 16, d >> 16))
+        tiles = tl.permute(tl.reshape(places, [TILES, 8, 2, 2, 2]), (0, 4, 3, 2, 1))
+        weights = tl.reshape(tiles, [64 * TILES]).to(tl.bfloat16, bitcast=True)
+        tl.store(out + begin * 64 + nth_weight, weights, mask=begin * 64 + nth_weight < row_tiles * 64)

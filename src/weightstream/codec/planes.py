@@ -22,7 +22,8 @@ where a bfloat16 has it, in a rotation that all planes share. So modulo 32 begin
 - 2nd and 3rd bit: 2 k.
 
 `starts` are rows + 1 unsigned words of 32 bits: the number of escapes in the rows before. Escapes are in the order of
-rows and columns. Each plane, bases, starts and escapes begin at a multiple of 16 bytes; zeros fill the gaps.
+rows, tiles, words of the first plane, and places in a word. Each plane, bases, starts and escapes begin at a multiple
+of 16 bytes; zeros fill the gaps.
 
 The *draft* of a weight is the middle of the values that its bits of the high part leave, with base plus code as its
 exponent (the base counts as 247 at most). So the draft of an escape is less than twice 2 ** (base - 127). Drafts are
@@ -158,7 +159,7 @@ def split(weight: torch.Tensor, bits: int) -> Planes:
             plane[chunk] = words
         bases[chunk] = fields.bases.to(torch.uint8)
         begin, end = (layout.escapes_at + begins[row] for row in (chunk.start, chunk.stop))
-        low[begin:end] = fields.exponents[fields.escapes].to(torch.uint8)
+        low[begin:end] = _by_word(fields.exponents)[_by_word(fields.escapes)].to(torch.uint8)
     return Planes(high, low, layout)
 
 
@@ -256,6 +257,12 @@ def _unpack(words: torch.Tensor, places: Sequence[int], width: int) -> torch.Ten
     return torch.stack(found, 2).bitwise_and_(2**width - 1).flatten(2)
 
 
+def _by_word(values: torch.Tensor) -> torch.Tensor:
+    """Values of weights in the order of their words of the first plane, or back from that order."""
+    by_place: torch.Tensor = values.unflatten(2, (8, 8))
+    return by_place.transpose(2, 3).flatten(2)
+
+
 def _high_fields(planes: Sequence[torch.Tensor], bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Signs, codes, and the first `bits` bits of the mantissas, from the planes of a high part."""
     first = _unpack(planes[0], _FIRST, 4)
@@ -281,16 +288,16 @@ def _joined(high: torch.Tensor, low: torch.Tensor, layout: PlaneLayout, out: tor
     bits = layout.bits
     high_planes, low_planes = layout.high_planes(high), layout.planes(low, LOW_WIDTHS[bits])
     starts = low[layout.starts_at : layout.starts_at + 4 * layout.rows].view(torch.int32).to(torch.int64) & _MOST
-    rests = torch.nn.functional.pad(low[layout.escapes_at :], (0, 1))  # a last one for damaged starts
+    rests = low[layout.escapes_at - 1 :]  # with a byte before them, if there are none
     for chunk in _chunks(layout):
         signs, codes, mantissas = _high_fields([plane[chunk] for plane in high_planes], bits)
         mantissas = mantissas << 7 - bits | _unpack(low_planes[0][chunk], range(0, 32, 4), 4)
         if bits < 3:
             mantissas |= _unpack(low_planes[1][chunk], range(0, 32, 3 - bits), 3 - bits) << 4
         escapes = codes == 0
-        ranks = escapes.flatten(1).cumsum(1).add_(starts[chunk, None] - 1).clamp_(0, len(rests) - 1)
-        exponents = codes + high_planes[-1][chunk].to(torch.int32)[..., None]
-        exponents = torch.where(escapes, rests[ranks.view_as(codes)].to(torch.int32), exponents & 255)
+        ranks = _by_word(escapes).flatten(1).cumsum(1).add_(starts[chunk, None]).clamp_(max=len(rests) - 1)
+        exponents = codes + high_planes[-1][chunk].to(torch.int32).clamp_(max=248)[..., None]
+        exponents = torch.where(escapes, _by_word(rests[ranks.view_as(codes)].to(torch.int32)), exponents)
         out[chunk] = (signs << 15 | exponents << 7 | mantissas).to(torch.int16).view(torch.bfloat16).flatten(1)
 
 
@@ -364,7 +371,7 @@ def launch_join(high: torch.Tensor, low: torch.Tensor, layout: PlaneLayout, out:
     room = len(low) - layout.escapes_at
     with on(high.device):
         plane_kernels.join_rows[(layout.rows,)](
-            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, TILES=plane_kernels.JOINED_TILES
+            high, low, out, layout.rows, layout.row_tiles, room, BITS=layout.bits, **plane_kernels.JOIN_SHAPE
         )
 
 
@@ -380,7 +387,8 @@ def launch_draft_linear(
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], layout.rows)
     num = math.prod(x.shape[:-1])
-    grid = (-(-layout.rows // plane_kernels.ROWS) * num,)
+    shape = plane_kernels.shape_of_product(layout.rows)
+    grid = (-(-layout.rows // shape["ROWS"]) * num,)
     if num:
         with on(high.device):
             plane_kernels.multiply_draft[grid](
@@ -393,7 +401,7 @@ def launch_draft_linear(
                 num,
                 MIDDLES[layout.bits] * 0x00010001,
                 BITS=layout.bits,
-                **plane_kernels.SHAPE,
+                **shape,
             )
     return out
 
