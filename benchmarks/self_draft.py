@@ -38,9 +38,11 @@ from speculation import PROMPT, SETTLING, Bench, ScriptedDraft, timed
 
 import weightstream
 from weightstream.adapters.generation.self_drafts import SelfDrafts
+from weightstream.api.plan_model import planner_inputs_of
 from weightstream.plan.speculation import tokens_per_pass
+from weightstream.settings.config import OffloadConfig
 
-NUM_TOKENS, SMOKE_TOKENS = 160, 20
+NUM_TOKENS, SMOKE_TOKENS = 96, 20
 SMOKE = checkpoint.TINY | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 1024}
 ACCEPTED = {1: 0.73, 2: 0.86, 3: 0.94}  # share of drafted tokens, by bits of each mantissa
 COPY_ACCEPTED, COPY_BITS = 0.82, 4.25
@@ -149,9 +151,10 @@ def products_us(bits: int, device: torch.device) -> dict[str, float]:
 
 def left_by_copies(folder: Path, device: torch.device, budget: int) -> int:
     """The budget that 4-bit copies of all that streams leave."""
-    left = budget
+    left, inputs = budget, planner_inputs_of(folder, OffloadConfig(device_budget=budget, context=512), device=device)
     for _ in range(6):  # less budget streams more, which needs more copies
-        plan = weightstream.plan_model(folder, device=device, device_budget=left, context=512)
+        plan = inputs.plan_at(left)
+        assert plan is not None
         streamed = {alias for alias in plan.manifest.aliases if alias not in plan.resident | plan.mapped}
         plain = sum(nbytes for alias, nbytes in plan.manifest.plain().aliases.items() if alias in streamed)
         left = budget - int(plain * COPY_BITS / 16)
