@@ -18,6 +18,7 @@ import torch
 from weightstream.adapters.generation.call import streamer_of
 from weightstream.adapters.generation.drafts import DraftCounts, DrawsByPosition, drafting
 from weightstream.adapters.generation.pacing import Pacing
+from weightstream.adapters.generation.round_inputs import RoundInputs
 from weightstream.adapters.generation.token_by_token import TokenByToken
 from weightstream.adapters.hf import private
 from weightstream.adapters.steps.croppable_cache import CroppableCache, croppable, is_croppable
@@ -194,9 +195,14 @@ class VerifySteps:
         with (
             private.generating(self._model, make_candidates=make, put_cache=put_cache),
             self.ends.installed(self._model),
+            RoundInputs(self._sees_all).installed(self._model),
             draws,
         ):
             yield
+
+    def _sees_all(self) -> bool:
+        """Whether attention sees all earlier positions of the text: no window ends within the cache."""
+        return self._cache is not None and not self._cache.widens_windows
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
         """Whether a forward is a pass after the prompt: of all rows, or of one token in a round without a draft."""
