@@ -97,7 +97,9 @@ def test_a_removed_model_is_plain(folders: dict[str, Path]) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16)
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    model.weightstream.remove()
+    streamer = model.weightstream
+    streamer.remove()
+    assert streamer.drafting.model is None
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 

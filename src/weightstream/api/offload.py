@@ -223,7 +223,7 @@ def from_pretrained(
         )
         describe, self_draft = None, None
         if draft == SELF and speculate in ("auto", "draft"):
-            self_draft = _self_draft(loaded, config, backend, speculate, most_rows)
+            self_draft = _self_draft(loaded, config, backend, speculate, facts)
             if self_draft is not None:
                 facts = replace(facts, restored=self_draft.split.undo)
         elif draft is not None and speculate in ("auto", "draft"):
@@ -364,19 +364,19 @@ class _SelfDraft(NamedTuple):
 
 @torch.no_grad()
 def _self_draft(
-    loaded: Any, config: OffloadConfig, backend: Backend, speculate: Speculate, most_rows: int
+    loaded: Any, config: OffloadConfig, backend: Backend, speculate: Speculate, facts: CallerFacts
 ) -> _SelfDraft | None:
     """Split the weights of a loaded model; None: without that it is expected to be faster."""
     model = loaded.model
-    with lasting("planning drafts", None):
-        machine = machine_with_rates(backend, config, dtypes_of(model))
-        found = plan_self_drafted(copied(model).model, loaded.checkpoint, config, machine, speculate, most_rows)
+    with lasting("planning drafts", facts.progress):
+        machine, shapes = machine_with_rates(backend, config, dtypes_of(model)), copied(model).model
+        found = plan_self_drafted(shapes, loaded.checkpoint, config, machine, speculate, facts.most_rows)
     logger.info("draft: %s", found.reason)
     if found.bits is None:
         return None
     for memory in loaded.lazy:
         memory.populate(0, memory.nbytes)
-    with lasting(f"splitting the weights of {type(model).__name__}", None):
+    with lasting(f"splitting the weights of {type(model).__name__}", facts.progress):
         split = split_model(model, found.bits, backend.device)
     return _SelfDraft(split, found.prior, found.token_s)
 

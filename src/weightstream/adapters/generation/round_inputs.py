@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -24,35 +24,37 @@ _IDS, _ROWS = "input_ids", "next_sequence_length"
 class RoundInputs:
     """Stands in for a model's `prepare_inputs_for_generation`.
 
-    `grows` says whether a later position sees all earlier ones, as without a window; it is asked for each pass.
+    No function, as to a streamer that would be a change of the model's code. `grows` says whether a later position sees
+    all earlier ones, as without a window; it is asked for each pass.
     """
 
-    def __init__(self, grows: Callable[[], bool]) -> None:
+    def __init__(self, model: Any, grows: Callable[[], bool]) -> None:
+        self._model = model
+        self._prepare = getattr(model, _METHOD)
         self._grows = grows
         self._first: dict[int, _Pass] = {}  # by number of rows
         self._is_sure: dict[int, bool] = {}  # whether later arguments are those of the first pass, moved on
+        update_wrapper(self, self._prepare)  # transformers looks at its signature
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The arguments of the next forward."""
+        num = kwargs.get(_ROWS)
+        if args or not num or kwargs.get("is_first_iteration") or not self._grows():
+            return self._prepare(input_ids, *args, **kwargs)
+        first = self._first.get(num)
+        if first is not None and self._is_sure.get(num):
+            return first.moved_to(input_ids)
+        found = self._prepare(input_ids, *args, **kwargs)
+        if first is None:
+            self._first[num] = _Pass(found, input_ids.shape[1], num)
+        elif num not in self._is_sure:
+            self._is_sure[num] = first.is_known and _is_same(first.moved_to(input_ids), found)
+        return found
 
     @contextmanager
-    def installed(self, model: Any) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Inside, the model's passes get their arguments from here."""
-        prepare = getattr(model, _METHOD)
-
-        @wraps(prepare)
-        def prepared(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            num = kwargs.get(_ROWS)
-            if args or not num or kwargs.get("is_first_iteration") or not self._grows():
-                return prepare(input_ids, *args, **kwargs)
-            first = self._first.get(num)
-            if first is not None and self._is_sure.get(num):
-                return first.moved_to(input_ids)
-            found = prepare(input_ids, *args, **kwargs)
-            if first is None:
-                self._first[num] = _Pass(found, input_ids.shape[1], num)
-            elif num not in self._is_sure:
-                self._is_sure[num] = first.is_known and _is_same(first.moved_to(input_ids), found)
-            return found
-
-        with private.set_inside(model, _METHOD, prepared):
+        with private.set_inside(self._model, _METHOD, self):
             yield
 
 

@@ -195,7 +195,7 @@ class VerifySteps:
         with (
             private.generating(self._model, make_candidates=make, put_cache=put_cache),
             self.ends.installed(self._model),
-            RoundInputs(self._sees_all).installed(self._model),
+            RoundInputs(self._model, self._sees_all).installed(),
             draws,
         ):
             yield

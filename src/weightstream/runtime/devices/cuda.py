@@ -10,6 +10,7 @@ the event. The feeder is no part of a capture, so before one it ends, and copies
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,13 +106,14 @@ def recording(graph: Any, device: torch.device | None = None, **options: Any) ->
     """Capture work queued inside, on `device` or the current one, as the graph. Other threads may use the device.
 
     Garbage is not collected inside: a graph or pinned memory that is freed while its thread captures makes the capture
-    invalid. After that, PyTorch leaves stream, allocator and random state as they were inside it; they are restored
-    here.
+    invalid. What is made inside may be collected: young garbage from before is freed first. After an invalid capture,
+    PyTorch leaves stream, allocator and random state as they were inside it; they are restored here.
     """
     stream = torch.cuda.current_stream(device)
     defaults: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": _captures(stream.device_index)}
     options = {"capture_error_mode": "thread_local"} | defaults | options
     with torch.cuda.device(stream.device), uncollected():
+        gc.collect(0)
         try:
             with torch.cuda.graph(graph, **options):
                 yield

@@ -251,9 +251,9 @@ class Binding:
 
     def look_for_kept(self, unit: BoundUnit) -> None:
         """Report the unit if a view of its bytes is held elsewhere, now that its own tensors show their homes."""
-        # an unreachable cycle of objects may hold the view; most are young. In a capture, garbage may not be
-        # freed: a graph among it would make the capture invalid
-        for generation in () if self._backend.capturing() else (1, 2):
+        # An unreachable cycle of objects may hold the view; most are young. In a capture, only what it has made itself
+        # may be freed, which is the youngest generation: an older graph among it would make the capture invalid.
+        for generation in (0,) if self._backend.capturing() else (1, 2):
             if unit.is_kept or not unit.num_views():
                 return
             gc.collect(generation)

@@ -159,6 +159,8 @@ class Streamer(BaseStreamer):
                 if not self._gate.is_removed:  # it was cut short: the weights come back all the same
                     self._installed.remove()
                 raise
+            finally:
+                self.drafting.model = None  # its memory is on the device
 
     def refuse_inside(self) -> None:
         self._gate.refuse_inside()
