@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from models import TEXT
 from weightstream import ConfigError
 from weightstream.api.plan_model import plan_drafted
 from weightstream.errors import PlanError, UnsupportedError
+from weightstream.inputs.machine import machine_with_rates
 from weightstream.plan.manifest import Profile
 from weightstream.settings.config import OffloadConfig
 
@@ -156,8 +158,29 @@ def test_it_is_left_out_where_the_plan_without_is_faster(folders: dict[str, Path
 
 
 @pytest.mark.usefixtures("no_loading_bars")
+def test_a_split_that_does_not_fit_in_host_memory_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(*args: Any) -> Any:
+        return replace(machine_with_rates(*args), host_free_nbytes=1000)
+
+    monkeypatch.setattr("weightstream.api.offload.machine_with_rates", small)
+    with pytest.raises(
+        PlanError, match="the split weights take .* of host memory while they are made, and 1000B are free"
+    ):
+        load(folders["llama"], speculate="draft")
+
+
+@pytest.mark.usefixtures("no_loading_bars")
+def test_a_draft_that_a_mode_does_not_use_is_named(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    model = load(folders["llama"], speculate="lookup")
+    assert "draft is ignored: speculate='lookup'" in caplog.text
+    assert model.weightstream.drafting.model is None
+
+
+@pytest.mark.usefixtures("no_loading_bars")
 def test_models_without_matrices_in_bfloat16_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(UnsupportedError, match="linear layers in bfloat16"):
+    with pytest.raises(UnsupportedError, match="linear layers in bfloat16.*dtype='bfloat16'"):
         load(folders["llama"], speculate="draft", dtype=torch.float32)
     with pytest.raises(ConfigError, match="only a model on one GPU"):
         weightstream.from_pretrained(folders["llama"], device="cpu", device_budget={0: 1, 1: 1}, draft="self")

@@ -22,12 +22,13 @@ from weightstream.adapters.tracing.meta_copy import copied
 from weightstream.api.drafts import Describe, DraftModel, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import Stripes, stripe
 from weightstream.api.self_draft import SELF, plan_self_drafted, with_split
-from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.inputs.gathering import Example, LayerSubset
 from weightstream.inputs.machine import Kernels, dtypes_of, machine_with_rates
 from weightstream.measure.progress import lasting
 from weightstream.plan.speculation import MOST_ROWS
+from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.opening import opened_backend
@@ -194,7 +195,9 @@ def from_pretrained(
     if draft is not None and (config.stripes or ranks is not None):
         raise ConfigError("draft: only a model on one GPU has a draft model inside of its budget; leave it out")
     if speculate == "draft" and draft is None:
-        raise ConfigError("speculate='draft' needs a draft model: pass draft='FOLDER'")
+        raise ConfigError("speculate='draft' needs a draft model: pass draft='FOLDER', or draft='self'")
+    if draft is not None and speculate in ("lookup", "off"):
+        logger.warning("draft is ignored: speculate=%r drafts without it", speculate)
     # the device first: a wrong one is reported before gigabytes are read
     with ranks_together(ranks), _opened(device, config, loads=True) as backends, ExitStack() as on_failure:
         backend, dtype = backends[0], requested_dtype(dtype, torch_dtype)
@@ -374,6 +377,12 @@ def _self_draft(
     logger.info("draft: %s", found.reason)
     if found.bits is None:
         return None
+    needed = found.plan.manifest.nbytes
+    if needed > machine.host_free_nbytes:
+        raise PlanError(
+            f"draft='self': the split weights take {human(needed)} of host memory while they are made, and "
+            f"{human(machine.host_free_nbytes)} are free: leave it out, or free host memory"
+        )
     for memory in loaded.lazy:
         memory.populate(0, memory.nbytes)
     with lasting(f"splitting the weights of {type(model).__name__}", facts.progress):

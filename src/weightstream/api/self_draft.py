@@ -62,7 +62,9 @@ def plan_self_drafted(
         raise UnsupportedError(f"draft='self': {reason}")
     plain = _with_passes(sketch_of(model, checkpoint, config, machine), most_rows)
     if not plain.passes:
-        raise UnsupportedError("draft='self': the model cannot verify drafts in passes of one width (the log says why)")
+        raise UnsupportedError(
+            "draft='self': the model cannot verify drafts in passes of one width; the log at level INFO has the reason"
+        )
     on_cpu = machine.on_cpu
     try:
         without = plain.plan().plan

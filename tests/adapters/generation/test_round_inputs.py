@@ -18,18 +18,25 @@ NUM, KEPT = 24, {"return_dict_in_generate": True, "output_logits": True}
 OPTIONS = {"max_new_tokens": NUM, "min_new_tokens": NUM, "do_sample": False, "pad_token_id": 0}
 
 
-def counted(model: Any, change: Any = lambda arguments: arguments) -> list[dict[str, Any]]:
-    """The arguments that transformers makes for the model's forwards; `change` may change them."""
-    made: list[dict[str, Any]] = []
-    prepare = model.prepare_inputs_for_generation
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that returns a list, to which the arguments that transformers makes for forwards are added from then
+    on; `change` may change them."""
+    mixin = transformers.GenerationMixin
+    prepare = mixin.prepare_inputs_for_generation
 
-    @functools.wraps(prepare)
-    def prepared(*args: Any, **kwargs: Any) -> Any:
-        made.append(change(prepare(*args, **kwargs)))
-        return made[-1]
+    def count(change: Any = lambda arguments: arguments) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
 
-    model.prepare_inputs_for_generation = prepared
-    return made
+        @functools.wraps(prepare)
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            made.append(change(prepare(*args, **kwargs)))
+            return made[-1]
+
+        monkeypatch.setattr(mixin, "prepare_inputs_for_generation", prepared)
+        return made
+
+    return count
 
 
 def passes(model: Any) -> list[dict[str, Any]]:
@@ -55,11 +62,13 @@ def prompt(padding: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen3-moe"])
-def test_passes_get_what_transformers_would_pass(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_get_what_transformers_would_pass(
+    name: str, padding: int, counted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
     for grows in (True, False):
         model = build(MODELS[name]())
-        made, seen = counted(model), passes(model)
+        made, seen = counted(), passes(model)
         if not grows:
             monkeypatch.setattr(
                 "weightstream.adapters.generation.speculation.VerifySteps._sees_all", lambda self: False
@@ -87,12 +96,31 @@ def more(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "change"), [("llama", later), ("qwen3-moe", more), ("mistral", lambda found: found)])
-def test_arguments_that_do_not_only_grow_are_made_anew(name: str, change: Any) -> None:
+def test_arguments_that_do_not_only_grow_are_made_anew(name: str, change: Any, counted: Any) -> None:
     """Positions of another kind, unknown tensors, and masks with a window."""
     model = build(MODELS[name]())
-    made, seen = counted(model, change), passes(model)
+    made, seen = counted(change), passes(model)
     generate(model, **prompt(0), prompt_lookup_num_tokens=3, bits="rows", **OPTIONS)
     assert len(made) == len(seen) > 6
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """Its arguments change at a length of the text, as those of Phi-3 do."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        found = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return found | {"position_ids": found["position_ids"].clamp(max=20)}
+
+
+def test_a_method_of_the_models_own_is_called_for_each_pass(counted: Any) -> None:
+    config = MODELS["llama"]()
+    plain, model = build(config, OwnLlama), build(config, OwnLlama)
+    want = plain.generate(prompt(0)["input_ids"], **OPTIONS, **KEPT, **STATIC)
+    made = counted()
+    got = generate(model, prompt(0)["input_ids"], prompt_lookup_num_tokens=3, bits="token", **OPTIONS, **KEPT)
+    assert len(made) > 6
+    assert torch.equal(got.sequences, want.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
 
 def test_a_text_has_the_bits_of_the_plain_model_behind_padding() -> None:

@@ -80,6 +80,7 @@ def test_every_function_reads_the_exact_matrix(read: Any) -> None:
         lambda w: w.zero_(),
         lambda w: torch.add(w, 1, out=w),
         lambda w: torch._foreach_mul_([w], 2.0),
+        lambda w: setattr(w, "data", torch.zeros(96, 128, dtype=torch.bfloat16)),
     ],
 )
 def test_a_write_is_refused_and_changes_nothing(write: Any) -> None:
@@ -138,10 +139,11 @@ def test_a_state_dict_and_a_saved_model_hold_plain_matrices() -> None:
     model = llama()
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     found = split_model(model, 2, CPU)
-    state, file = model.state_dict(), io.BytesIO()
-    assert {type(value) for value in state.values()} == {torch.Tensor}
-    assert all(torch.equal(state[name], plain[name]) for name in plain)
-    torch.save(state, file)
+    for part, prefix in ((model, ""), (model.model, "model."), (model.model.layers[1].mlp, "model.layers.1.mlp.")):
+        state, file = part.state_dict(), io.BytesIO()
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+        assert all(torch.equal(value, plain[prefix + name]) for name, value in state.items())
+        torch.save(state, file)
     found.undo()
     assert model.state_dict().keys() == plain.keys()
 

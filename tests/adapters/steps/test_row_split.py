@@ -137,7 +137,10 @@ def test_a_call_that_was_not_tried_is_named() -> None:
     mode = RowSplit(planned(STEPS["an operator of its own"], x), WIDTH)
     with mode:
         own.by_width(x[0].double(), TABLE.double())
-    assert mode.unknown == "rowsplitting.by_width.default of [(4, 8), (8, 6)] was not in the pass that was tried"
+    assert (
+        mode.unknown
+        == "rowsplitting.by_width.default of [(4, 8), (8, 6)] was not in the pass that was tried; call generate again"
+    )
 
 
 def test_wrapped_tensors_are_seen_inside() -> None:

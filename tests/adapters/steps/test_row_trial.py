@@ -203,11 +203,24 @@ MOVING: dict[str, Step] = {
     "cache": lambda x: torch.zeros(1, 9, 6).index_copy_(1, torch.arange(x.shape[1]), x).narrow(1, 0, 3),
     "scatter": lambda x: torch.zeros_like(x).scatter_(-1, x.argsort(-1), x),
     "masks": lambda x: x.masked_fill(x > 0, -1.0).where(x > 1, 0.0).tril(),
-    "integers": lambda x: (x > 0).long().cumsum(-1).sum(-1),
     "largest": lambda x: (x.amax(-1), x.max(-1), x.topk(2, -1), x.argmax(-1), x.sort(dim=-1, stable=True)),
     "in place": lambda x: x.clone().mul_(2).add_(x),
     "sums without rows": lambda x: x * TABLE.sum(0) + (TABLE @ TABLE.T).mean(),
 }  # fmt: skip
+
+
+INTEGERS: dict[str, tuple[Step, str]] = {  # sums of integers are exact: they run row by row, unless they mix rows
+    "of a row": (lambda x: x * (x > 0).long().cumsum(-1).sum(-1, keepdim=True), "is not known to treat rows alone"),
+    "largest of all": (lambda x: x * torch.where((x > 0).long().sum(-1).max() > 6, 2, 1), "have no entry for each row"),
+    "any of all": (lambda x: x * ((x > 5).any() + 1), "have no entry for each row"),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_that_mix_rows(name: str) -> None:
+    step, reason = INTEGERS[name]
+    found = differences(step, normal(1, WIDTH, 6))
+    assert any(each.endswith(reason) for each in found)
 
 
 @pytest.mark.parametrize("name", MOVING)

@@ -1,8 +1,8 @@
 """The arguments of passes of one width, made from those of an earlier pass.
 
 transformers makes positions and masks anew in each round, which is much of the time that a round takes the host, while
-the link is idle. Where they only grow with the text, they are those of an earlier pass, moved on. Whether they do is
-checked: the second pass of each width has both.
+the link is idle. For models that have transformers' own method for this, which only lets them grow with the text, they
+are those of an earlier pass, moved on. The second pass of each width has both, and compares them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class RoundInputs:
         self._model = model
         self._prepare = getattr(model, _METHOD)
         self._grows = grows
+        self._is_own = not private.prepares_as_all_do(model)  # it may look at the length of a text
         self._first: dict[int, _Pass] = {}  # by number of rows
         self._is_sure: dict[int, bool] = {}  # whether later arguments are those of the first pass, moved on
         update_wrapper(self, self._prepare)  # transformers looks at its signature
@@ -39,7 +40,7 @@ class RoundInputs:
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The arguments of the next forward."""
         num = kwargs.get(_ROWS)
-        if args or not num or kwargs.get("is_first_iteration") or not self._grows():
+        if self._is_own or args or not num or kwargs.get("is_first_iteration") or not self._grows():
             return self._prepare(input_ids, *args, **kwargs)
         first = self._first.get(num)
         if first is not None and self._is_sure.get(num):
@@ -85,7 +86,7 @@ class _Pass:
         for index, leaf in enumerate(self._leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if leaf.dtype == torch.long and leaf.shape[-1] == num:
+            if leaf.dtype == torch.long and leaf.dim() and leaf.shape[-1] == num:
                 self._positions[index] = leaf
             elif leaf.dtype == torch.bool and leaf.dim() == 4 and leaf.shape[2] == num:
                 keys = torch.arange(leaf.shape[3], device=leaf.device)

@@ -24,7 +24,7 @@ from weightstream.adapters.hf import private
 from weightstream.adapters.steps.croppable_cache import CroppableCache, croppable, is_croppable
 from weightstream.adapters.steps.decode_steps import cache_in
 from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
-from weightstream.adapters.steps.row_split import RowPlan, RowSplit, first_row, plans, switches
+from weightstream.adapters.steps.row_split import RowPlan, RowSplit, first_row, plans, structure, switches
 from weightstream.adapters.steps.row_trial import RowTrial
 from weightstream.errors import ConfigError, UnsupportedError
 
@@ -249,7 +249,7 @@ class VerifySteps:
         config, known = self._model.config, plans(self._model)
         kernels = str(self._model.dtype), str(self._model.device), config._attn_implementation
         experts = str(getattr(config, "_experts_implementation", None))
-        self._key = key = (self.width, self.num_positions, *kernels, experts, *switches())
+        self._key = key = (self.width, self.num_positions, *kernels, experts, *switches(), structure(self._model))
         if key in known:
             self._choose(known[key])
             return None

@@ -633,6 +633,14 @@ def candidate_generator_method(model: Any) -> Callable[..., Any]:
     return found
 
 
+def prepares_as_all_do(model: Any) -> bool:
+    """Whether a model makes the arguments of its forwards by transformers' common method."""
+    from transformers import GenerationMixin
+
+    name = GenerationMixin.prepare_inputs_for_generation.__name__
+    return name not in vars(model) and getattr(type(model), name) is getattr(GenerationMixin, name)
+
+
 @contextlib.contextmanager
 def generating(
     model: Any,

@@ -24,7 +24,12 @@ from weightstream.runtime.tensors.undo import Undo
 
 BITS = (3, 2, 1)  # of each mantissa in the high part, the best draft first
 _MOSTLY = 0.9  # share of the blocks that has to be split: the rest stays on the device
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _refused(what: object) -> UnsupportedError:
+    return UnsupportedError(f"{what} would write to a weight that is in two parts: load the model without draft='self'")
 
 
 class _Planes(torch.Tensor):
@@ -47,6 +52,13 @@ class _Planes(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and not isinstance(args[1], _Planes):
+            raise _refused("an assignment to `data`")
+        # not that of torch.Tensor, which would make its class of every output
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -57,15 +69,13 @@ class _Planes(torch.Tensor):
         values += [(each, kwargs[each.name]) for each in func._schema.arguments if each.name in kwargs]
         written = tree_leaves([value for each, value in values if each.is_write])
         if any(isinstance(value, _Planes) for value in written):
-            raise UnsupportedError(
-                f"{func} would write to a weight that is in two parts: load the model without draft='self'"
-            )
+            raise _refused(func)
         args, kwargs = tree_map_only(_Planes, lambda weight: weight.dense(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A plain matrix: the copy of a model is a plain model."""
-        made = nn.Parameter(self.dense(), requires_grad=False)
+        """A plain matrix in host memory: the copy of a model is a plain model, and larger than its device budget."""
+        made = nn.Parameter(self.dense().to("cpu"), requires_grad=False)
         memo[id(self)] = made
         return made
 
@@ -105,7 +115,7 @@ class SplitWeight(_Planes):
         if func is functional.linear and len(args) > 1 and type(args[1]) is cls:
             # one operator, as with a plain matrix: taken apart into others, it would reach other kernels
             return func(args[0], args[1].dense(), *args[2:], **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class DraftWeight(_Planes):
@@ -135,7 +145,7 @@ class DraftWeight(_Planes):
             return planes.draft_linear(args[0], weight.high, weight.parts, bias)
         if type(weight) is cls and func is functional.embedding:
             return planes.drafted_rows(args[0], weight.high, weight.parts)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class SplitModel(NamedTuple):
@@ -177,7 +187,8 @@ def why_not_split(model: nn.Module) -> str | None:
     if split < _MOSTLY * total or not split:
         return (
             f"{split / max(total, 1):.0%} of the blocks of {type(model).__name__} are linear layers in bfloat16 whose "
-            "width is a multiple of 64, and all other weights would have to stay on the device"
+            "width is a multiple of 64, and all other weights would have to stay on the device: leave draft out, or "
+            "load weights of another dtype with dtype='bfloat16'"
         )
     return None
 
@@ -220,9 +231,8 @@ def split_model(model: Any, bits: int, device: torch.device) -> SplitModel:
         for name, plain in module._parameters.items():
             if id(plain) in weights:
                 undo.add(module._parameters.__setitem__, name, plain)
+                undo.add(module.register_state_dict_post_hook(_make_dense).remove)
                 module._parameters[name] = weights[id(plain)]
-    hook = model.register_state_dict_post_hook(_make_dense)
-    undo.add(hook.remove)
     tables = row_tables(model)
     whole = tables.union(id(leaf.tensor) for leaf in held if type(of_draft[id(leaf.tensor)]) is DraftWeight)
     streamed = whole.union(id(weight.low) for weight in weights.values())  # type: ignore[attr-defined]

@@ -245,6 +245,19 @@ def switches() -> tuple[object, ...]:
     return (*attention, *sums, *common, torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled)
 
 
+def structure(model: nn.Module) -> int:
+    """A number that changes where the code of a model's forward does: with other modules, parameters or hooks."""
+    kinds = (
+        (
+            *(type(module), len(module._forward_pre_hooks), len(module._forward_hooks)),
+            *(name for name, parameter in module._parameters.items() if parameter is not None),
+        )
+        for module in model.modules()
+    )
+    device = next((str(parameter.device.type) for parameter in model.parameters()), "cpu")
+    return hash((*kinds, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+
+
 class RowSplit(OperatorMode):
     """Runs the operators of a plan row by row, and all others as they are."""
 
@@ -267,7 +280,7 @@ class RowSplit(OperatorMode):
             return split.run(func, leaves, spec, self._width)
         if key not in splits:
             shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self.unknown = f"{func} of {shapes} was not in the pass that was tried"
+            self.unknown = f"{func} of {shapes} was not in the pass that was tried; call generate again"
         return func(*args, **(kwargs or {}))
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:

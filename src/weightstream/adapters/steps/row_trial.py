@@ -35,6 +35,7 @@ _WAITING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 _NUM_TURNS = 16  # probes of an operator, at least
 _MAX_NBYTES = 16 << 20  # of a matrix that is made for a probe; a larger one is that of the model
 _MIN_PAIRS = 16  # terms of a sum that cancel
+_CHUNK = 4096  # bytes
 
 _MOVES = frozenset(  # copies that strides may need for several rows only, and those of streamed weights
     (
@@ -193,13 +194,16 @@ class RowTrial:
             reason = f"the shapes of {function} depend on values"
             return _Tried(reason, reason=reason)
         tensors = [leaf for leaf in tree_flatten((args, kwargs, output))[0] if isinstance(leaf, torch.Tensor)]
-        if wide.is_as(single) or not any(each.is_floating_point() or each.is_complex() for each in tensors):
-            return _Tried()  # no rows, or integers, whose sums are exact
+        if wide.is_as(single):
+            return _Tried()  # no rows
+        has_floats = any(each.is_floating_point() or each.is_complex() for each in tensors)
         is_pointwise = torch.Tag.pointwise in getattr(function, "tags", ())
-        is_exact = name.rstrip("_") in _EXACT or all(each.device.type != "cpu" for each in tensors)
+        is_on_cpu = any(each.device.type == "cpu" for each in tensors)
+        is_exact = not (has_floats and is_on_cpu) or name.rstrip("_") in _EXACT
         if is_exact if is_pointwise else _is_row_wise(function, args, name):
             return _Tried()
-        probe = _PROBES.get(getattr(function, "overloadpacket", None))
+        # sums of integers are exact, but may mix rows
+        probe = _PROBES.get(getattr(function, "overloadpacket", None)) if has_floats else None
         find = cuts_of if probe is None else probe.cuts
         cuts = find(wide.leaves, single.leaves, self._width) if single.spec == wide.spec else None
         if cuts is None:
@@ -229,7 +233,7 @@ class RowTrial:
         if not can_split:
             return _Tried(difference, reason=difference)
         if any(
-            cut is None and a is not None and b is not None and bool(a != b)
+            cut is None and a is not None and b is not None and not torch.equal(a, b)
             for cut, a, b in zip(cuts, single.sums, wide.sums, strict=True)
         ):
             return _Tried(difference, reason=f"{difference}, and its arguments without rows depend on other tokens")
@@ -392,7 +396,12 @@ def _sum_of_bits(leaf: object) -> torch.Tensor | None:
     """By which the values of a tensor are compared."""
     if not isinstance(leaf, torch.Tensor) or leaf.is_quantized:
         return None
-    return leaf.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
+    flat = leaf.contiguous().view(-1).view(torch.uint8)
+    num = len(flat) // _CHUNK
+    whole, rest = flat[: num * _CHUNK].view(num, _CHUNK), flat[num * _CHUNK :]
+    parts = whole.sum(1, dtype=torch.int64), whole.sum(0, dtype=torch.int64), rest.to(torch.int64)
+    # weighted by places, so that the same values in another order have another sum
+    return torch.stack([(part * torch.arange(1, len(part) + 1, device=part.device)).sum() for part in parts])
 
 
 def _has_masks(indices: Any) -> bool:

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[bool]:
-    """Inside, no collection begins by itself. Yields whether one could before."""
+    """Inside, no collection begins by itself. Yields whether one could before.
+
+    The switch belongs to the process: where two threads are inside and the first leaves, it is on for the other.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
