@@ -14,6 +14,7 @@ from generating import STATIC, build
 from models import TEXT
 from weightstream import ConfigError
 from weightstream.api.plan_model import plan_drafted
+from weightstream.api.self_draft import plan_self_drafted
 from weightstream.errors import PlanError, UnsupportedError
 from weightstream.inputs.machine import machine_with_rates
 from weightstream.plan.manifest import Profile
@@ -164,7 +165,11 @@ def test_a_split_that_does_not_fit_in_host_memory_is_refused(
     def small(*args: Any) -> Any:
         return replace(machine_with_rates(*args), host_free_nbytes=300 << 10)
 
+    def plan(shapes: Any, checkpoint: Any, config: Any, machine: Any, *more: Any) -> Any:
+        return plan_self_drafted(shapes, checkpoint, config, replace(machine, host_free_nbytes=1 << 40), *more)
+
     monkeypatch.setattr("weightstream.api.offload.machine_with_rates", small)
+    monkeypatch.setattr("weightstream.api.offload.plan_self_drafted", plan)  # there would be no room for the low parts
     with pytest.raises(PlanError, match=r"the split weights take \d+\.\dKiB of host memory .* and 300.0KiB are free"):
         load(folders["llama"], speculate="draft")
 
