@@ -24,7 +24,7 @@ logger = logging.getLogger("weightstream")
 
 _FLOAT_NBYTES = 4  # transformers keeps the draft's logits in float32
 GAIN = 1.1  # a draft that is expected to gain less is not worth its load: acceptance is assumed
-PLENTY = 4  # times the weights of a draft: a budget in which all of them are resident
+_PLENTY = 4  # times the weights of a draft: a budget in which all of them are resident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,18 +100,23 @@ def describe_draft(
     settings = OffloadConfig(context=config.context, codec="none", device_budget=1)
     inputs = sketch_of(model, checkpoint, settings, machine).inputs
     nbytes = inputs.grains[0].nbytes
-    plan = replace(inputs, config=settings.within(PLENTY * nbytes + 1)).plan().plan
     num_words = model.config.get_text_config().vocab_size
     needs = DraftNeeds(
         name=str(name),
         weights_nbytes=nbytes,
         cache_nbytes=inputs.demands[0].cache_nbytes,
         logits_nbytes=MOST_ROWS * num_words * _FLOAT_NBYTES,
-        token_s=plan.step_s if machine.on_cpu else plan.graph_s,
+        token_s=resident_token_s(inputs),
     )
     return DraftModel(
         name=str(name), needs=needs, num_words=num_words, trust_remote_code=trust_remote_code, progress=progress
     )
+
+
+def resident_token_s(inputs: PlannerInputs) -> float:
+    """Predicted seconds of a token of a model that is resident as a whole."""
+    plan = inputs.at_budget(_PLENTY * inputs.grains[0].nbytes + 1).plan().plan
+    return plan.step_s if inputs.machine.on_cpu else plan.graph_s
 
 
 def plan_with_draft(inputs: PlannerInputs, draft: DraftModel, mode: Speculate, num_words: int) -> DraftedPlan:

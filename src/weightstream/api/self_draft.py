@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.adapters.modules.split_weights import BITS, SplitModel, split_model, why_not_split
-from weightstream.api.drafts import GAIN, PLENTY, choice_of
+from weightstream.api.drafts import GAIN, choice_of, resident_token_s
 from weightstream.errors import PlanError, UnsupportedError
 from weightstream.inputs.gathering import Gatherer, Sketch, sketch_of
 from weightstream.plan.plan import Plan
@@ -71,8 +71,7 @@ def plan_self_drafted(
         ours = choice_of(without, PRIORS["prompt lookup"], 0.0, on_cpu=on_cpu)
     except PlanError:
         without = None
-    resident = plain.at_budget(PLENTY * plain.grains[0].nbytes + 1).plan().plan
-    token_s = resident.step_s if on_cpu else resident.graph_s  # as if the draft had all bits: measured later
+    token_s = resident_token_s(plain)  # as if the draft had all bits: measured later
     errors: list[str] = []
     for bits in BITS:
         split = split_model(model, bits, torch.device("meta"))

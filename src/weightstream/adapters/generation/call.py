@@ -83,6 +83,11 @@ def recorder_of(model: Any) -> Recorder | None:
         return None
     if (streamer := streamer_of(model)) is not None:
         return Recorder(new=cuda.new_graph, record=streamer.capture, replay=streamer.replay)
+    return resident_recorder()
+
+
+def resident_recorder() -> Recorder:
+    """The recorder of a model that does not stream, on a GPU."""
     return Recorder(new=cuda.new_graph, record=cuda.recording, replay=lambda graph: graph.replay())
 
 

@@ -14,6 +14,7 @@ from weightstream.adapters.generation import speculation, tree_loop
 from weightstream.adapters.generation.call import (
     no_graphs,
     recorder_of,
+    resident_recorder,
     setting_of,
     streamer_of,
     why_not_captured,
@@ -31,7 +32,6 @@ from weightstream.adapters.steps.graph_runner import GraphRunner, Recorder
 from weightstream.adapters.steps.row_split import RowPlan
 from weightstream.errors import UnsupportedError
 from weightstream.plan.cost import Splits, split_pass_s
-from weightstream.runtime.devices import cuda
 from weightstream.runtime.tensors.thread_state import restored
 
 
@@ -113,10 +113,9 @@ def _self_drafts(model: Any, verify: VerifySteps, in_graphs: bool) -> Callable[.
     """Makes the candidate generator of a model that drafts with the high parts of its weights."""
     streamer: Any = streamer_of(model)
     draft: Any = streamer.drafting.model
-    recorder = Recorder(new=cuda.new_graph, record=cuda.recording, replay=lambda graph: graph.replay())
 
     def make(generation_config: Any, input_ids: torch.Tensor, *, model_kwargs: Any, **_: Any) -> SelfDrafts:
-        runner = GraphRunner(recorder, input_ids.device, None) if in_graphs else None
+        runner = GraphRunner(resident_recorder(), input_ids.device, None) if in_graphs else None
         start = Start.of(input_ids, input_ids.device, model_kwargs, verify.max_length)
         return SelfDrafts(draft, start, lambda: verify.cache, verify.width - 1, runner)
 

@@ -20,7 +20,7 @@ from weightstream.adapters.generation.tree import Path, Tree
 from weightstream.adapters.hf import private
 from weightstream.adapters.steps.croppable_cache import croppable
 from weightstream.adapters.steps.decode_steps import options_of
-from weightstream.adapters.steps.graph_runner import GraphRunner
+from weightstream.adapters.steps.graph_runner import GraphRunner, run_step
 from weightstream.adapters.steps.host_values import on_device
 
 NGRAM = 3  # words of the text's end that are looked up, at most
@@ -375,6 +375,4 @@ class AssistantTrees:
         return logits[:, : self._num_words].topk(self._rates.num_ranks).indices
 
     def _forward(self, **kwargs: Any) -> Any:
-        if self._runner is None or self._runner.reason is not None:
-            return self._assistant(**kwargs)
-        return self._runner.run(self._assistant, (), kwargs, self._cache.layers)
+        return run_step(self._runner, self._assistant, (), kwargs, may_capture=True)

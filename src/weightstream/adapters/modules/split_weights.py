@@ -175,7 +175,7 @@ class SplitModel(NamedTuple):
             high.data = high.data.to(device)
         for weight in self.draft.parameters():
             if type(weight) is DraftWeight:  # it reports the device that its high part had
-                torch.Tensor.data.__set__(weight, weight.same())  # type: ignore[attr-defined]
+                _SET_DATA(weight, weight.same())
 
 
 def why_not_split(model: nn.Module) -> str | None:

@@ -90,11 +90,12 @@ class _Call(NamedTuple):
 
 class _Tried(NamedTuple):
     """A call in a trial: `difference` of its rows at once from single ones, `split` if it can run row by row, else the
-    `reason` against that."""
+    `reason` against that. `nbytes`: of arguments without rows, which a split call reads for each row."""
 
     difference: str | None = None
     split: Split | None = None
     reason: str | None = None
+    nbytes: int = 0
 
 
 class RowTrial:
@@ -107,7 +108,6 @@ class RowTrial:
         self._tried: dict[Any, dict[object, list[_Tried]]] = {}  # by operator and arguments
         self._differences: dict[str, None] = {}  # in order
         self._reasons: dict[str, None] = {}  # against splits
-        self._nbytes: dict[Any, dict[object, int]] = {}
 
     def run_single(self, step: Callable[[], Any]) -> Any:
         """Run the pass of one token."""
@@ -152,12 +152,11 @@ class RowTrial:
         wide = _Call.of(single.function, args, kwargs, output)
         tried = self._try(single, wide, args, kwargs, output)
         leaves = tree_flatten((args, kwargs))[0]
-        key = key_of(wide.spec, leaves)
-        self._tried.setdefault(wide.function, {}).setdefault(key, []).append(tried)
         cuts = () if tried.split is None else tried.split.cuts
         pairs = zip(leaves, cuts, strict=False)
         nbytes = sum(leaf.nbytes for leaf, cut in pairs if isinstance(leaf, torch.Tensor) and not isinstance(cut, Cut))
-        self._nbytes.setdefault(wide.function, {})[key] = nbytes
+        by_key = self._tried.setdefault(wide.function, {})
+        by_key.setdefault(key_of(wide.spec, leaves), []).append(tried._replace(nbytes=nbytes))
         if tried.difference is not None:
             self._differences[tried.difference] = None
         if tried.reason is not None:
@@ -180,7 +179,7 @@ class RowTrial:
                     continue
                 splits[function][key] = differing.split
                 calls[_name(function) or str(function)] += len(found)
-                nbytes += len(found) * self._nbytes[function][key]
+                nbytes += sum(each.nbytes for each in found)
                 if any(each.split != differing.split for each in found):
                     reasons.append(f"{differing.difference}, and two such calls have unlike single rows")
         differences = list(self._differences)
