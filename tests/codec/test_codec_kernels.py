@@ -23,6 +23,7 @@ import triton.runtime.interpreter
 
 from patterns import PATTERNS, flat, gaussian, noise, spread
 from repeats import only, thinned
+from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
 from weightstream.codec import reference, triton_codec
 from weightstream.codec.format import ELEMENTS, Layout
 
@@ -361,22 +362,7 @@ def test_the_bounds_check_detects_violations(
 
 # Compilation
 
-COUNTING = """
-import json, torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:  # of a GPU that compiles nothing and launches nothing
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-def compiled(*, key, fn, **facts):
-    found.add((fn.name, key))
-    return True
-
-found = set()
-triton.runtime.driver.set_active(Driver())
-triton.knobs.runtime.jit_cache_hook = compiled
+COUNTING = f"""{COMPILES_NOTHING}
 from weightstream.codec import reference, triton_codec
 
 triton_codec_histograms = triton_codec.histograms
@@ -388,9 +374,7 @@ for num in (1, 2, 7, 33):
             for dtype in ("bfloat16", "float16"):
                 layout, coded = triton_codec.encode(memory[offset : offset + nbytes], dtype)
                 triton_codec.DecodeLaunch([(coded, layout, memory[4 * offset :])] * num)()
-names = [name.rpartition(".")[2] for name, _ in found]
-print(json.dumps({name: names.count(name) for name in names}))
-"""
+{PRINTS_COUNTS}"""
 
 
 @pytest.mark.stress

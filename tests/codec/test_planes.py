@@ -19,6 +19,7 @@ import triton.runtime.interpreter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repeats import only
+from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
 from weightstream.codec import plane_kernels, planes
 from weightstream.codec.planes import PlaneLayout, Planes
 from weightstream.errors import InvariantError
@@ -391,23 +392,7 @@ counted = [join.count(each) for each in ("ld.global.v4", "st.global.v4", "shfl.s
 print(json.dumps([multiply.count("ld.global.v4"), *counted]))
 """
 
-COUNTING = """
-import json
-import torch, triton
-from triton.backends.compiler import GPUTarget
-
-class Driver:  # of a GPU that compiles nothing and launches nothing
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-def compiled(*, key, fn, **facts):
-    found.add((fn.name, key))
-    return True
-
-found = set()
-triton.runtime.driver.set_active(Driver())
-triton.knobs.runtime.jit_cache_hook = compiled
+COUNTING = f"""{COMPILES_NOTHING}
 from weightstream.codec import planes
 
 high, low = torch.zeros(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
@@ -416,9 +401,7 @@ for rows, columns in [(1, 64), (2, 64), (16, 128), (37, 1024), (4095, 64), (4096
     planes.launch_join(high, low, layout, torch.empty(rows, columns, dtype=torch.bfloat16))
     for num in (1, 3, 16):
         planes.launch_draft_linear(torch.empty(num, columns, dtype=torch.bfloat16), high, layout)
-names = [name.rpartition(".")[2] for name, _ in found]
-print(json.dumps({name: names.count(name) for name in names}))
-"""
+{PRINTS_COUNTS}"""
 
 
 def without_interpreter(code: str, folder: Path, *args: str) -> Any:
