@@ -85,7 +85,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "8b": Shape("6GiB", 256, PARTS, (Drafted(4, 2.5, 1.0), Drafted(8, 6.0, 1.0))),
-    "70b": Shape("40GiB", 36, ("tau",), (Drafted(16, 8.0, 9.0, num_texts=2),)),
+    "70b": Shape("40GiB", 36, ("tau",), (Drafted(10, 8.0, 9.0, num_texts=2),)),
 }
 
 
