@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf import gptq, private
+from weightstream.adapters.hf.packed_formats import packed_stacks
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -145,8 +146,8 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     """
     forward = module.__dict__.get("forward")
     is_done = getattr(forward, "__name__", "") == _UNPACKS
-    if private.has_mxfp4(module) and not is_done:
-        module.__dict__["forward"] = UnpackingForward(module, _mxfp4_unpacked, forward)
+    if packed_stacks(module) and not is_done:
+        module.__dict__["forward"] = UnpackingForward(module, _stacks_unpacked, forward)
         return
     fp8 = private.fp8_use(module)
     if is_done or not any(fp8) or has_kernels():
@@ -161,8 +162,11 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
 
-def _mxfp4_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return private.mxfp4_unpacked(module)
+def _stacks_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return {
+        name: stack.format.unpacked(tuple(getattr(module, leaf) for leaf in stack.leaves), stack.dtype)
+        for name, stack in packed_stacks(module).items()
+    }
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:

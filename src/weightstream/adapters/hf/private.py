@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters.hf import gptq
+from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed
 from weightstream.runtime.tensors.undo import Undo
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
@@ -31,7 +32,6 @@ GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
 WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; a tensor if it is static
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same number: all that a static layer keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
-_MXFP4 = "_weightstream_mxfp4"  # an attribute of packed experts: the dtype of each weight
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -222,33 +222,27 @@ def _keep_mxfp4(
     from transformers.quantizers.quantizers_utils import get_module_from_name
 
     module, name = get_module_from_name(model, full_layer_name)
-    module.__dict__.setdefault(_MXFP4, {})[name] = module._parameters.pop(name).dtype
-    for part in ("blocks", "scales"):
-        found = input_dict[f"{name}_{part}"]
-        packed = torch.nn.Parameter(found[0] if isinstance(found, list) else found, requires_grad=False)
-        setattr(packed, LOADED, True)
-        module.register_parameter(f"{name}_{part}", packed)
+    leaves: dict[str, torch.nn.Parameter] = {}
+    for suffix in MXFP4.suffixes:
+        found = input_dict[name + suffix]
+        leaves[name + suffix] = torch.nn.Parameter(found[0] if isinstance(found, list) else found, requires_grad=False)
+        setattr(leaves[name + suffix], LOADED, True)
+    hold_packed(module, name, MXFP4, leaves)
     setattr(module, LOADED, True)
     if kwargs.get("missing_keys") is not None:
         kwargs["missing_keys"].discard(full_layer_name)
     return {}
 
 
-def has_mxfp4(module: torch.nn.Module) -> bool:
-    """Whether a module has experts that were loaded packed in mxfp4."""
-    return _MXFP4 in module.__dict__
-
-
-def mxfp4_unpacked(module: Any) -> dict[str, torch.Tensor]:
-    """The weights of packed experts as transformers would have unpacked them."""
+def _mxfp4_matrices(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """From blocks (rows, N, groups, 16) and scales (rows, N, groups): matrices (rows, 32 * groups, N)."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    return {
-        name: convert_moe_packed_tensors(
-            getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"), dtype=dtype
-        )
-        for name, dtype in module.__dict__[_MXFP4].items()
-    }
+    found: torch.Tensor = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    return found
+
+
+MXFP4 = PackedFormat(name="mxfp4", suffixes=("_blocks", "_scales"), unpack=_mxfp4_matrices)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_formats import packed_stacks
 from weightstream.codec.format import TILE
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
@@ -291,8 +291,8 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 
 def _why_whole(module: nn.Module) -> str | None:
     kind = type(module).__name__
-    if private.has_mxfp4(module):
-        return f"{kind} unpacks whole stacks of mxfp4"
+    if stacks := packed_stacks(module):
+        return f"{kind} unpacks whole stacks of {' and '.join(sorted({each.format.name for each in stacks.values()}))}"
     if (picks := picks_of(module)) is not None:
         return picks.why_whole()
     if any(name.endswith(_FUSED) for name, _ in module.named_parameters()):

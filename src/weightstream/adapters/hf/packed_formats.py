@@ -1,0 +1,72 @@
+"""Packed experts: stacks of matrices that a module holds as packed tensors, its *leaves*, and how these unpack.
+
+In each format all that unpacks a matrix lies in its own row of every leaf: its packed weights and its scales. Unpacking
+works element by element, so rows may be picked before they are unpacked. Knows no library, no plan and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PACKED = "_weightstream_packed"  # an attribute of a module: its packed stacks, by name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedFormat:
+    """How matrices are packed. Formats are values: equal ones unpack alike.
+
+    Attributes:
+        name: for messages, and by which kernels are found.
+        suffixes: of the names of its leaves, after the name of the stack.
+        unpack: the function of the library that loads the format. From rows of all leaves, each of shape (rows, ...),
+            the dtype of a weight, and `settings`, it makes the matrices, of shape (rows, ...).
+        settings: sizes that the leaves do not show, such as that of a block.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    unpack: Callable[..., torch.Tensor]
+    settings: tuple[Any, ...] = ()
+
+    def unpacked(self, rows: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        """These rows as matrices."""
+        return self.unpack(*rows, dtype, *self.settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedStack:
+    """A stack of matrices, which its module holds packed.
+
+    Attributes:
+        format: how it is packed.
+        leaves: names of the module's parameters that hold it, in the order of the format's suffixes.
+        shape: of the unpacked stack.
+        dtype: of the unpacked stack.
+    """
+
+    format: PackedFormat
+    leaves: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def packed_stacks(module: torch.nn.Module) -> Mapping[str, PackedStack]:
+    """The packed stacks of a module, by the names that they have unpacked; empty for any other module."""
+    found: Mapping[str, PackedStack] = module.__dict__.get(_PACKED, {})
+    return found
+
+
+def hold_packed(
+    module: torch.nn.Module, name: str, packed_format: PackedFormat, leaves: Mapping[str, torch.nn.Parameter]
+) -> None:
+    """Have a module hold the stack of this name as these leaves, by name, in place of its parameter."""
+    plain = module._parameters.pop(name)
+    assert plain is not None
+    for leaf, parameter in leaves.items():
+        module.register_parameter(leaf, parameter)
+    stack = PackedStack(format=packed_format, leaves=tuple(leaves), shape=tuple(plain.shape), dtype=plain.dtype)
+    module.__dict__.setdefault(_PACKED, {})[name] = stack
