@@ -34,7 +34,8 @@ def mixture(picks: bool = True, num_rows: int = NUM_ROWS) -> Manifest:
     for layer in range(NUM_LAYERS):
         stacks = [weight(f"{layer}.up", num_rows, 2 * INNER, HIDDEN), weight(f"{layer}.down", num_rows, HIDDEN, INNER)]
         units.append(UnitSpec(name=f"{layer}/q", tensors=(weight(f"{layer}.q", 4096, HIDDEN),), layer=layer))
-        units.append(UnitSpec(name=f"{layer}/experts", tensors=tuple(stacks), layer=layer, picks=picks))
+        named = frozenset(t.alias for t in stacks) if picks else frozenset[str]()
+        units.append(UnitSpec(name=f"{layer}/experts", tensors=tuple(stacks), layer=layer, stacks=named))
     units.append(UnitSpec(name="head", tensors=(weight("head", 32768, HIDDEN),)))
     return Manifest(units=tuple(units), order=tuple(range(len(units))))
 
@@ -222,7 +223,7 @@ def test_a_cache_costs_its_fetches() -> None:
     found = expert_cache.profile_with_cache(MIXTURE, cached, profile, Workload())
     missed = expert_cache._missed(NUM_ROWS, NUM_PICKED, cached.num_slots, Workload())
     for index, (unit, before, after) in enumerate(zip(MIXTURE.units, profile.unit_s, found.unit_s, strict=True)):
-        more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 7.5e-6 if unit.picks else 0.0
+        more = missed * ROW_NBYTES / (0.92 * H200.link_bytes_per_s) + 7.5e-6 if unit.stacks else 0.0
         assert after - before == pytest.approx(more), index
 
 
@@ -444,8 +445,8 @@ def assert_sound(plan: Plan) -> None:
     assert plan.buffer_nbytes >= BUFFER_NBYTES
     assert not plan.opened & plan.resident - plan.manifest.codes.keys()
     for index, unit in enumerate(plan.manifest.units):
-        assert unit.picks <= plan.opens(index)
-        if unit.picks:
+        assert bool(unit.stacks) <= plan.opens(index)
+        if unit.stacks:
             assert plan.streamed(index) == {}
             assert plan.decoded(index).keys() == plan.hosted(index).keys() == unit.aliases().keys()
             assert list(plan.decoded(index).values()) == [0, unit.tensors[0].decoded_nbytes or unit.tensors[0].nbytes]
@@ -604,7 +605,7 @@ def test_cached_weights_belong_to_one_unit_that_encloses_none() -> None:
 
 def test_no_cache_is_planned_for_enclosing_units() -> None:
     budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 5
-    of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.picks)
+    of_layer = next(u for u, unit in enumerate(MIXTURE.units) if unit.stacks)
     manifest = with_unit(MIXTURE, of_layer, enclosing=True)
     (cached, *_) = ways(budget, manifest)
     assert cached.sizes.keys() == STACKS - MIXTURE.units[of_layer].aliases().keys()

@@ -65,10 +65,8 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
     for share in SHARES if name in ("gptq", "mxfp4") else SHARES[:1]:
         with caplog.at_level(logging.WARNING, "weightstream"):
             model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
-        lines = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+        assert [record for record in caplog.records if record.name == "weightstream"] == []
         caplog.clear()
-        assert len(lines) == (name == "mxfp4")
-        assert all(text.endswith("GptOssExperts unpacks whole stacks of mxfp4") for text in lines)
         for i, logits in enumerate(wanted):
             assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
         streamer = model.weightstream

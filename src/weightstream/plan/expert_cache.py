@@ -35,7 +35,7 @@ _OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
 _MANY = 8  # rows of a stack for each row that a token uses, from which `_OF_MANY` holds
 _WORTH = 100  # the published hit rate weighs as much as this many counted rows
 NEARLY_ALL = 2  # ids per row: drawn evenly they name 86 % of the rows, so whole stacks are read
-_TILE = 4096  # weights: a row that is read alone has a multiple of these
+_TILE = 4096  # weights: a compressed row that is read alone has a multiple of these
 
 
 class Counts(NamedTuple):
@@ -91,15 +91,11 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     """The stacks of each unit that picks rows of them in a step, by the index of the unit."""
     stacks_by_unit = {}
     for index, unit in enumerate(manifest.units):
-        stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
-        picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
-        if picks and stacks and profile.picked and 0 < profile.picked[index].share <= NEARLY_ALL:
+        stacks = [t for t in unit.tensors if t.alias in unit.stacks and len(manifest.users[t.alias]) == 1]
+        is_alone = not unit.enclosing  # else units inside of it would use the buffer
+        if is_alone and stacks and profile.picked and 0 < profile.picked[index].share <= NEARLY_ALL:
             stacks_by_unit[index] = stacks
     return stacks_by_unit
-
-
-def _is_stack(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) == 3 and prod(tensor.shape[1:]) % _TILE == 0
 
 
 def caches(
@@ -123,7 +119,7 @@ def caches(
     picked = max(round(profile.picked[u].share * of_unit[0].shape[0]) for u, of_unit in stacks.items())
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
-    for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes}):
+    for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
         if 0 < len(coded) < len(held):
             continue
