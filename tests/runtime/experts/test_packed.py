@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
 import pytest
 import torch
 
 import weightstream
-from expert_rig import Selected, built, caches, counts, experts_of, generated, held, prompt, same, selected
+from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
 from models import model_nbytes
-from weightstream.adapters.hf import packed_matrices, private
-from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
+from packed_rig import CASES, both, packed_modules
+from weightstream.adapters.hf import packed_matrices
+from weightstream.adapters.hf.packed_formats import PackedFormat
 
 transformers = pytest.importorskip("transformers")
 
@@ -22,39 +19,10 @@ pytestmark = [pytest.mark.usefixtures("nothing_foreseen")]
 __all__ = ["selected"]
 
 IMPLEMENTATIONS = ("batched_mm", "grouped_mm", "eager")
-Leaves = Callable[[tuple[int, ...], torch.Generator], tuple[torch.Tensor, ...]]
+formats = pytest.mark.parametrize("name", CASES)
 
 
-def mxfp4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    experts, inner, columns = shape
-    blocks = torch.randint(0, 256, (experts, columns, inner // 32, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(117, 121, (experts, columns, inner // 32), dtype=torch.uint8, generator=generator)
-    return blocks, scales
-
-
-FORMATS: Mapping[str, tuple[str, PackedFormat, Leaves]] = MappingProxyType(
-    {"mxfp4": ("gpt_oss", private.MXFP4, mxfp4_leaves)}
-)
-formats = pytest.mark.parametrize("name", FORMATS)
-
-
-def both(name: str, implementation: str = "batched_mm") -> tuple[Any, Any]:
-    """A model with packed experts, and the plain model with the stacks that its library makes of them."""
-    kind, packed_format, leaves_of = FORMATS[name]
-    packed, plain = (built(kind, implementation) for _ in range(2))
-    generator = torch.Generator().manual_seed(7)
-    for ours, theirs in zip(experts_of(packed), experts_of(plain), strict=True):
-        for stack in ("gate_up_proj", "down_proj"):
-            dense = theirs._parameters[stack]
-            leaves = leaves_of(tuple(dense.shape), generator)
-            dense.data = packed_format.unpacked(leaves, dense.dtype)
-            named = zip(packed_format.suffixes, leaves, strict=True)
-            parameters = {stack + suffix: torch.nn.Parameter(leaf, requires_grad=False) for suffix, leaf in named}
-            hold_packed(ours, stack, packed_format, parameters)
-    return packed, plain
-
-
-def assert_equal(model: Any, plain: Any, *lengths: int) -> None:
+def assert_equal(model: torch.nn.Module, plain: torch.nn.Module, *lengths: int) -> None:
     for length in lengths or (3, 5, 9):
         assert same(generated(model, prompt(length), 6), generated(plain, prompt(length), 6)), length
 
@@ -122,9 +90,8 @@ def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
     model, plain = both(name)
     with held(model, "cached", 8):
         assert_equal(model, plain, 3)
-        packed = [module for module in model.modules() if packed_stacks(module)]
-        for ours, theirs in zip(packed, experts_of(plain), strict=True):
-            packed_format = FORMATS[name][1]
+        for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
+            packed_format = CASES[name].format
             leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
             with torch.no_grad():
                 leaves[0].copy_(leaves[0].flip(0))
