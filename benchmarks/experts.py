@@ -1,15 +1,17 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
-    python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--uniform]
+    python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
         [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
 both. A share is the device memory for experts, in percent of their bytes, besides the other weights; "coded" is 42/57
 of all, compressed. `graph_ms` is the device time of a graph: between two graphs `generate` has more work for the host.
-Ids come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by
-bit. A model that does not fit the device is built in host memory, and its plans are compared with the first one. With a
-recall, guesses for the next layer are drawn of which this share is right. With --ring no plan has a cache.
+Ids come from a table on the device, for the plain model too: with --hits so that an LRU cache has the hit rates that
+were measured on the named model, by default on the one with the most similar routing. A row names it as `routing`; its
+`lru_hits` are the rates of the table by the number of slots. Logits of 24 tokens are compared bit by bit. A model that
+does not fit the device is built in host memory, and its plans are compared with the first one. With a recall, guesses
+for the next layer are drawn of which this share is right. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from typing import Any
 import experts_first
 import rows
 import torch
-from experts_shapes import SHAPES, Table, build, nbytes_of
+from experts_shapes import HITS, SHAPES, Table, build, nbytes_of
 
 import weightstream
+from weightstream.plan.hit_curves import curve_of
 from weightstream.plan.planner import Planner
 
 REPEATS = 3
@@ -77,12 +80,15 @@ def same(wanted: list[torch.Tensor] | None, found: list[torch.Tensor]) -> bool |
     return None if wanted is None else all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def predicted(plan: Any) -> dict[str, float]:
-    """The prediction for a step of `model.generate`, and for one in a CUDA graph, which is measured."""
-    return {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
+def predicted(plan: Any) -> dict[str, Any]:
+    """The predictions for a step of `model.generate`, and for one in a CUDA graph, which is measured; of a cache also
+    the hit rate, and the model on which that was measured."""
+    found = {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
+    hits = {"predicted_found": round(plan.found_share, 3), "hit_curve": plan.hit_curve}
+    return found | (hits if plan.cached else {})
 
 
-def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
+def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, Any]:
     """The same for the plain model, from its config only."""
     with tempfile.TemporaryDirectory() as folder:
         config = copy.deepcopy(model.config)
@@ -127,7 +133,7 @@ def main() -> None:
         "--recalls", default="", help="share of right guesses for the next layer; default: those of the routers"
     )
     parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
-    parser.add_argument("--uniform", action="store_true")
+    parser.add_argument("--hits", choices=HITS, help="draw ids with the hit rates of this model")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -143,12 +149,13 @@ def main() -> None:
     copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
     fits = nbytes + copied_nbytes + ROOM_NBYTES < torch.cuda.mem_get_info()[1]
     model = build(shape, layers, "cuda" if fits else "cpu")
-    table = Table(model, shape, args.batch, "cuda", uniform=args.uniform)
+    curve = HITS[args.hits] if args.hits else curve_of(shape.num_experts, shape.top_k)
+    table = Table(model, shape, args.batch, "cuda", curve)
     decoding = Decoding(model, args.batch)
     experts = sum(p.nbytes for p in model.parameters() if p.ndim == 3)
-    common, routing = rows.environment(), "uniform" if args.uniform else "typical"
-    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": routing, "lru_hits": table.hits}
-    what = f"{args.shape}, {routing}, batch {args.batch}"
+    common = rows.environment()
+    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": curve.name, "lru_hits": table.hits}
+    what = f"{args.shape}, ids as {curve.name}, batch {args.batch}"
 
     def write(**row: Any) -> None:
         rows.append(args.out, [row | about], common)
