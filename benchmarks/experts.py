@@ -1,7 +1,7 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
-        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4] [--prompt 64]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
@@ -30,7 +30,7 @@ from typing import Any
 import experts_first
 import rows
 import torch
-from experts_shapes import HITS, SHAPES, Table, build, nbytes_of
+from experts_shapes import HITS, PACKED, SHAPES, Table, build, experts_of, nbytes_of, unpacked
 
 import weightstream
 from weightstream.plan.hit_curves import curve_of
@@ -42,11 +42,11 @@ ROOM_NBYTES = 3 << 30  # besides the weights, for the cache, activations and lib
 
 
 class Decoding:
-    def __init__(self, model: Any, batch: int) -> None:
+    def __init__(self, model: Any, batch: int, prompt: int) -> None:
         generator = torch.Generator().manual_seed(1)
         self._model = model
         self.how = ""
-        self._ids = torch.randint(1000, (batch, 64), generator=generator).cuda()
+        self._ids = torch.randint(1000, (batch, prompt), generator=generator).cuda()
 
     def run(self, tokens: int, **more: Any) -> Any:
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
@@ -134,6 +134,8 @@ def main() -> None:
     )
     parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
     parser.add_argument("--hits", choices=HITS, help="draw ids with the hit rates of this model")
+    parser.add_argument("--packed", choices=PACKED, help="the format of the experts; default: bfloat16")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -145,17 +147,22 @@ def main() -> None:
     if args.first:
         experts_first.run(layers, args.folder, args.out, tiny=args.tiny)
         return
-    nbytes, expert_nbytes = nbytes_of(shape, layers)
+    plain_nbytes, expert_nbytes = nbytes_of(shape, layers)
     copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
-    fits = nbytes + copied_nbytes + ROOM_NBYTES < torch.cuda.mem_get_info()[1]
-    model = build(shape, layers, "cuda" if fits else "cpu")
+    total_nbytes = torch.cuda.mem_get_info()[1]
+    has_plain = plain_nbytes + copied_nbytes + ROOM_NBYTES < total_nbytes * (0.7 if args.packed else 1.0)
+    fits = has_plain or args.packed is not None
+    model = build(shape, layers, "cuda" if fits else "cpu", args.packed)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
     curve = HITS[args.hits] if args.hits else curve_of(shape.num_experts, shape.top_k)
     table = Table(model, shape, args.batch, "cuda", curve)
-    decoding = Decoding(model, args.batch)
-    experts = sum(p.nbytes for p in model.parameters() if p.ndim == 3)
+    decoding = Decoding(model, args.batch, args.prompt)
+    experts = sum(p.nbytes for module in experts_of(model) for p in module.parameters(recurse=False) if p.ndim > 2)
     common = rows.environment()
     about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": curve.name, "lru_hits": table.hits}
-    what = f"{args.shape}, ids as {curve.name}, batch {args.batch}"
+    about |= {"packed": args.packed, "prompt": args.prompt}
+    packing = f" in {args.packed}" if args.packed else ""
+    what = f"{args.shape}{packing}, ids as {curve.name}, batch {args.batch}"
 
     def write(**row: Any) -> None:
         rows.append(args.out, [row | about], common)
@@ -179,13 +186,18 @@ def main() -> None:
     if args.ring:
         Planner._cache = lambda *_: None  # type: ignore[method-assign]
     want, plain_ms, equal_to = None, None, f"resident, plain, {what}"
-    if fits:
-        want = decoding.logits()
-        ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
-        repeats = same(want, decoding.logits())
+    if has_plain:
+        plain = unpacked(model) if args.packed else model
+        if args.packed:
+            Table(plain, shape, args.batch, "cuda", curve)
+        reference = Decoding(plain, args.batch, args.prompt)
+        want = reference.logits()
+        ms = rows.percentiles([1e3 * s for s in reference.seconds()])
+        repeats = same(want, reference.logits())
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
-        predictions = predicted_resident(model, nbytes, args.batch)
-        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **predictions)
+        predictions = predicted_resident(plain, plain_nbytes, args.batch)
+        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=plain_nbytes, repeats=repeats, **predictions)
+        del plain, reference
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for cell in product(*(values.split(",") for values in cells)):
         name, began = name_of(*cell), time.perf_counter()

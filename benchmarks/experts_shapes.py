@@ -7,7 +7,7 @@ A table is drawn by stack distances, so that an LRU cache has the hit rates that
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
 from weightstream.adapters.modules.moe import ExpertForward
 from weightstream.plan.hit_curves import CURVES, HitCurve
 from weightstream.runtime.experts.slot_cache import Lru
@@ -26,6 +28,7 @@ HITS = {curve.name: curve for curve in (*CURVES, UNIFORM)}
 _SHARES = (0.125, 0.25, 0.5)  # of the experts in slots, for which a table reports its hit rates
 _NOISE = 1 << 25  # random weights, drawn once and repeated for a model in host memory, as drawing all takes too long
 _STD = 0.02
+_STACKS = ("gate_up_proj", "down_proj")
 
 
 class Shape(NamedTuple):
@@ -178,15 +181,76 @@ def nbytes_of(shape: Shape, layers: int) -> Sizes:
 
 def experts_of(model: Any) -> list[Any]:
     """The modules that hold the stacks."""
-    return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
+    every = (module for module in model.modules() if hasattr(module, "num_experts"))
+    return [module for module in every if hasattr(module, "down_proj") or packed_stacks(module)]
 
 
-def build(shape: Shape, layers: int, device: str) -> Any:
-    """The model with random weights, on a device or in host memory."""
+def _mxfp4(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    experts, inner, columns = stack.shape
+    shape = experts, columns, inner // 32
+    return torch.empty(*shape, 16, dtype=torch.uint8, device="meta"), torch.empty(
+        shape, dtype=torch.uint8, device="meta"
+    )
+
+
+# For each format: leaves on meta for a stack, and for each leaf the random bytes that it may have, from and below.
+PACKED: Mapping[str, tuple[PackedFormat, Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Sequence[range]]] = {
+    "mxfp4": (private.MXFP4, _mxfp4, (range(256), range(117, 122))),
+}
+
+
+def packed(model: Any, name: str, device: str) -> Any:
+    """The model with random packed stacks in place of its own."""
+    packed_format, leaves_of, values = PACKED[name]
+    generator = torch.Generator(device).manual_seed(5)
+    for module in experts_of(model):
+        for stack in [each for each in _STACKS if module._parameters.get(each) is not None]:
+            found = {}
+            made = zip(packed_format.suffixes, leaves_of(module._parameters[stack]), values, strict=True)
+            for suffix, leaf, span in made:
+                drawn = torch.randint(
+                    span.start, span.stop, leaf.shape, dtype=torch.uint8, generator=generator, device=device
+                )
+                found[stack + suffix] = torch.nn.Parameter(drawn, requires_grad=False)
+            hold_packed(module, stack, packed_format, found)
+    return model
+
+
+def unpacked(model: Any) -> Any:
+    """The plain model, with the stacks that the library makes of packed ones, and all other tensors of the model."""
+    with torch.device("meta"):
+        plain = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    modules = dict(model.named_modules())
+    for path, module in plain.named_modules():
+        own, stacks = modules[path], packed_stacks(modules[path])
+        module._buffers.update(own._buffers)
+        for name in module._parameters:
+            if name not in stacks:
+                module._parameters[name] = own._parameters[name]
+                continue
+            stack = stacks[name]
+            parts = zip(*(own._parameters[leaf].split(8) for leaf in stack.leaves), strict=True)
+            whole = torch.cat([stack.format.unpacked(part, stack.dtype) for part in parts])  # 8 rows need much memory
+            module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+    plain.generation_config = model.generation_config
+    return plain.eval()
+
+
+def build(shape: Shape, layers: int, device: str, packing: str | None = None) -> Any:
+    """The model with random weights, its experts packed in a format, on a device or in host memory."""
     config = shape.config(layers)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to_empty(device=device)
+    if packing is not None:
+        packed(model, packing, device)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     with torch.device(device):  # buffers are not in checkpoints
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     for name, buffer in model.named_buffers():
@@ -196,6 +260,8 @@ def build(shape: Shape, layers: int, device: str) -> Any:
     noise = torch.randn(_NOISE, dtype=torch.bfloat16) * _STD if device == "cpu" else None
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
+            if not parameter.is_floating_point():
+                continue  # packed
             if parameter.ndim < 2:
                 parameter.uniform_(0.5, 1.5)
             elif noise is None:
