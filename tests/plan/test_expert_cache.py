@@ -324,6 +324,7 @@ def test_a_plan_reports_its_curve_and_the_counts() -> None:
     assert plan.found_share == pytest.approx(QWEN3.at(plan.num_slots / NUM_ROWS))
     assert (plan.hit_curve, plan.counted_rows) == (QWEN3.name, 0)
     assert "(hits as measured on Qwen3-30B-A3B) and fetches" in str(plan)
+    assert "measured on" not in str(replace(plan, hit_curve="")), "a plan that was saved before curves had names"
     for share in (0.2, 0.95):
         counted = mixed(25, 1, counts_of(share, plan.num_slots)).priced(plan)
         assert counted.found_share == pytest.approx(share, abs=1e-4)

@@ -297,10 +297,10 @@ class Plan(PlanReport):
         if self.cached:
             ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
             counted = f", corrected by {self.counted_rows:,} counted ones" if self.counted_rows else ""
+            source = f" (hits as measured on {self.hit_curve}{counted})" if self.hit_curve else ""
             lines["experts"] = (
                 f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step finds about "
-                f"{100 * self.found_share:.0f} % there (hits as measured on {self.hit_curve}{counted}) and fetches "
-                f"{human(self.fetched_nbytes)}{ahead}"
+                f"{100 * self.found_share:.0f} % there{source} and fetches {human(self.fetched_nbytes)}{ahead}"
             )
         if len(self.passes) > 1:
             lines["passes"] = _passes_text(self.passes)
