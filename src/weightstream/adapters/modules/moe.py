@@ -128,7 +128,10 @@ class ExpertForward:
         may_group = case is not None and _EQUAL.get(case, not rows.capturing())
         if by_row and not may_group and num_ids <= rows.most:
             return partial(self._select, rows, inputs)
-        return partial(self._place, rows, inputs, case) if places else None
+        if places:
+            return partial(self._place, rows, inputs, case)
+        is_packed = packed_stacks(self._module).keys() == self._names.keys()
+        return partial(self._stream, rows) if is_packed and not by_row and rows.streams() else None
 
     @property
     def stacks(self) -> list[torch.Tensor]:
@@ -151,6 +154,12 @@ class ExpertForward:
             found = [selected.get(id(self._module._parameters[leaf])) for leaf in leaves]
             if None not in found:
                 others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
+        return self._of_class(_StandIn(self._module, others), *args, **kwargs)
+
+    def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
+        parameters, others = self._module._parameters, dict[str, Any]()
+        for name, stack in packed_stacks(self._module).items():
+            others[name] = PackedMatrices(stack, rows.stream([id(parameters[leaf]) for leaf in stack.leaves]))
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _place(
