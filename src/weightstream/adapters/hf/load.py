@@ -53,6 +53,7 @@ from weightstream.settings.config import OffloadConfig, no_such_option
 from weightstream.store import malloc
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
+from weightstream.store.header import torch_dtype
 from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping, Memory
 
@@ -260,9 +261,10 @@ class _ReadEarly(Exception):
     """Code read weights that had no values yet."""
 
 
-class _GatheredExperts(NamedTuple):
-    """Experts in fine-grained float8, and what transformers converts for them."""
+class _PackedTensors(NamedTuple):
+    """Experts that stay packed, tensors that transformers joins for them and for others, and its conversions."""
 
+    experts: private.PackedExperts | None
     gathered: GatheredTensors
     conversions: list[Any]
 
@@ -386,20 +388,20 @@ class _Load:
         if self._coded:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is compressed as well is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
-        experts = self._gathered_fp8()
-        names = sorted(self._checkpoint.entries.keys() - experts.gathered.used)
+        packed = self._gathered_packed()
+        names = sorted(self._checkpoint.entries.keys() - packed.gathered.used)
         sources = {name: self._tensor(name, decode=False) for name in names}
         take_tensors = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
-            private.keeping_quantised(self._checkpoint.metadata),
+            private.keeping_quantised(self._checkpoint.metadata, packed.experts),
             private.quantising_on(device, take_tensors),
             private.kernels_for(device, take_tensors),
         ):
-            sources |= {name: tensor[...] for name, tensor in experts.gathered.tensors.items()}
+            sources |= {name: tensor[...] for name, tensor in packed.gathered.tensors.items()}
             model = self._build(sources)
-        if experts.gathered.used:
-            private.remember_conversions(model, experts.conversions)
+        if packed.gathered.used:
+            private.remember_conversions(model, packed.conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought into the order of a kernel: %s written to %s for this "
@@ -408,19 +410,20 @@ class _Load:
             )
         return model
 
-    def _gathered_fp8(self) -> _GatheredExperts:
-        """As `gather`, for the experts of a checkpoint in fine-grained float8, which are single matrices in the file,
-        and for their scales."""
-        config = copy.deepcopy(self._options["config"])
+    def _gathered_packed(self) -> _PackedTensors:
+        """As `gather`, for the experts of a checkpoint that stay packed: single matrices in the file, and scales."""
+        config, entries = copy.deepcopy(self._options["config"]), self._checkpoint.entries
         requantises = self._options.get("quantization_config")
-        if requantises or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
-            return _GatheredExperts(GatheredTensors({}, set()), [])
+        if requantises or (quantizer := private.packing_quantizer(config.quantization_config)) is None:
+            return _PackedTensors(None, GatheredTensors({}, set()), [])
         skeleton = build(self._cls, config, self._options["dtype"])
-        with private.keeping_quantised(self._checkpoint.metadata):
-            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
         mapping = self._options.get("key_mapping")
-        targets = private.places(skeleton, self._checkpoint.entries, mapping)
-        return _GatheredExperts(self._gather(skeleton, targets.by_name), targets.conversions)
+        shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in entries.values()}
+        experts = private.packed_experts(skeleton, quantizer, shown, mapping)
+        with private.keeping_quantised(self._checkpoint.metadata, experts):
+            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
+            targets = private.places(skeleton, entries, mapping)
+            return _PackedTensors(experts, self._gather(skeleton, targets.by_name), targets.conversions)
 
     def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> GatheredTensors:
         """As `gather`; nothing is gathered where weights may be read during the load."""
