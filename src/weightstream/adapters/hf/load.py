@@ -126,7 +126,7 @@ def load_pretrained(
         offload_folder: where a folder is made for weights that transformers converts, that are decompressed, or that a
             `quantization_config` quantises, one by one on `device`; None: the directory of temporary files.
         decode: called with the dtypes of compressed weights; True: they are written to the folder decompressed.
-        may_write: without it a model that needs the folder is refused.
+        may_write: without it the model is only described: a tensor that would need the folder has no values.
         model_config: used instead of config.json.
         allow_missing: weights that the checkpoint lacks get random values.
         distributed_config: the model has the shards of this process.
@@ -295,7 +295,7 @@ class _Load:
         self._is_read = source.adapter is not None or private.has_own_load(cls)
         self._reading: private.StandInLoad | None = None
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
-        self._homing = Homing(self._where, self._memories, folder if may_write else None)
+        self._homing = Homing(self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
         """The model. Compressed weights are written decompressed to the folder where `wants_plain` says so of their
@@ -334,6 +334,11 @@ class _Load:
                 model = self._build(sources)
         finally:
             malloc.trim()
+        if self._homing.num_without_values:
+            raise UnsupportedError(
+                f"{self._where}: config.json names a quantisation that transformers does not apply: its weights would "
+                "be converted, so it is neither planned nor packed; load it"
+            )
         if used:
             private.remember_conversions(model, targets.conversions)
         for memory in checkpoint.lazy.values():
@@ -525,8 +530,6 @@ class _Load:
             except UnsupportedError:
                 raise
             except RuntimeError as error:
-                if self._homing.refused is not None:
-                    raise self._homing.refused from error
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
 
     def _refuse_zeros(self, error: Exception | None = None) -> None:

@@ -282,11 +282,19 @@ PackedExperts = Mapping[str, Mapping[str, "ExpertLeaves"]]  # by the path of the
 
 
 class ExpertLeaves(NamedTuple):
-    """The format of a stack of experts, its leaves on meta, and tensors that are only saved with it, by name."""
+    """A stack of experts.
+
+    Attributes:
+        format: how it is packed.
+        leaves: its leaves on meta, by name.
+        others: tensors that are only saved with it, on meta, by name.
+        plain: the unpacked stack that transformers would make, on meta.
+    """
 
     format: PackedFormat
     leaves: Mapping[str, torch.Tensor]
     others: Mapping[str, torch.Tensor]
+    plain: torch.Tensor
 
 
 def _fp8_matrices(weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -311,7 +319,8 @@ def _compressed_float8_matrices(weights: torch.Tensor, scales: torch.Tensor, dty
 def _compressed_int_matrices(
     packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, num_bits: int, group_size: int | None
 ) -> torch.Tensor:
-    """From words (rows, N, K * num_bits / 32) and scales (rows, N, groups): matrices (rows, N, K)."""
+    """From words (rows, N, K * num_bits / 32) and scales (rows, N, groups): matrices (rows, N, K), in the dtype of the
+    scales, whatever the model's is: transformers does not cast them."""
     from compressed_tensors.compressors import BaseCompressor
 
     rows, height, words = packed.shape
@@ -319,7 +328,7 @@ def _compressed_int_matrices(
     tensors = {"weight_packed": packed.flatten(0, 1), "weight_scale": scales.flatten(0, 1), "weight_shape": shape}
     decompress = BaseCompressor.get_value_from_registry("pack-quantized").decompress
     found: torch.Tensor = decompress(tensors, _int_scheme(num_bits, group_size))["weight"]
-    return found.to(dtype).view(rows, height, -1)
+    return found.view(rows, height, -1)
 
 
 @cache
@@ -418,17 +427,18 @@ def packed_experts(
         packed_format = _packed_format(quantizer, found)
         try:
             leaves = {name + suffix: merged(full + suffix) for suffix in packed_format.suffixes}
-            unpacked = tuple(packed_format.unpacked(tuple(leaves.values()), plain.dtype).shape)
-        except (KeyError, RuntimeError, ValueError) as error:
+            unpacked = packed_format.unpacked(tuple(leaves.values()), plain.dtype)
+        except (IndexError, KeyError, RuntimeError, ValueError) as error:
             raise UnsupportedError(
                 f"{full}: its {packed_format.name} does not merge into a stack ({error}); {_LOAD_ELSEWHERE}"
             ) from error
-        if unpacked != tuple(plain.shape):
+        if unpacked.shape != plain.shape:
             raise UnsupportedError(
-                f"{full}: its {packed_format.name} unpacks to {unpacked}, not {tuple(plain.shape)}; {_LOAD_ELSEWHERE}"
+                f"{full}: its {packed_format.name} unpacks to {tuple(unpacked.shape)}, not {tuple(plain.shape)}; "
+                f"{_LOAD_ELSEWHERE}"
             )
         others = {name + _SHAPE: merged(full + _SHAPE)} if _SHAPE in found else {}
-        experts.setdefault(path, {})[name] = ExpertLeaves(packed_format, leaves, others)
+        experts.setdefault(path, {})[name] = ExpertLeaves(packed_format, leaves, others, unpacked)
     return experts
 
 
@@ -469,7 +479,8 @@ def _holding(experts: PackedExperts) -> Iterator[None]:
 
 
 def _hold(module: torch.nn.Module, stacks: Mapping[str, ExpertLeaves]) -> None:
-    for name, (packed_format, leaves, others) in stacks.items():
+    for name, (packed_format, leaves, others, plain) in stacks.items():
+        module._parameters[name] = torch.nn.Parameter(plain, requires_grad=False)
         parameters = {leaf: torch.nn.Parameter(tensor, requires_grad=False) for leaf, tensor in leaves.items()}
         hold_packed(module, name, packed_format, parameters)
         for other, tensor in others.items():
