@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,12 @@ CHECKPOINTS: dict[str, tuple[str, Make]] = {
         functools.partial(compressed_mixture, "deepseek", INT4 | {"symmetric": True}, None, "pack-quantized"),
     ),
 }
+
+# their experts stay packed in modules of transformers that know no packed weights
+MIXTURES = ("fp8 qwen3", "fp8 deepseek", "fp8 glm4", "compressed fp8 glm4", "compressed int4 deepseek")
+
+
+def merged(names: Iterable[str]) -> set[str]:
+    """The names of a model's tensors for those of a file of a mixture."""
+    stack = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+    return {re.sub(r"experts\.\d+\.(\w+)\.weight", lambda found: f"experts.{stack[found[1]]}", name) for name in names}
