@@ -189,7 +189,7 @@ def offloaded(path: Path, source: str, **settings: Any) -> Any:
     if source == "file":
         return weightstream.from_pretrained(path, device="cpu", device_budget=budget, **settings)
     model = loaded(path, **settings)
-    weightstream.offload(model, device="cpu", device_budget=budget)
+    weightstream.offload(model, device="cpu", device_budget=max(budget, held_nbytes(model) // 2))
     return model
 
 
