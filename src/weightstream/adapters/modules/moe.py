@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
-from weightstream.adapters.hf.packed_formats import PackedStack, packed_stacks
+from weightstream.adapters.hf.packed_formats import PackedStack, leaves_of, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
@@ -157,9 +157,10 @@ class ExpertForward:
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
-        parameters, others = self._module._parameters, dict[str, Any]()
-        for name, stack in packed_stacks(self._module).items():
-            others[name] = PackedMatrices(stack, rows.stream([id(parameters[leaf]) for leaf in stack.leaves]))
+        others = {
+            name: PackedMatrices(stack, rows.stream([id(leaf) for leaf in leaves_of(self._module, stack)]))
+            for name, stack in packed_stacks(self._module).items()
+        }
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _place(
@@ -168,10 +169,7 @@ class ExpertForward:
         rows.place(inputs.ids)
         self._look_ahead(rows, inputs)
         packed = packed_stacks(self._module)
-        whole = {
-            name: PackedMatrices(packed[name], [getattr(self._module, leaf) for leaf in packed[name].leaves])
-            for name in packed
-        }
+        whole = {name: PackedMatrices(stack, leaves_of(self._module, stack)) for name, stack in packed.items()}
         module = _StandIn(self._module, whole)
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():
