@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +31,38 @@ def mxfp4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[to
     return blocks, scales
 
 
-CASES: Mapping[str, Case] = MappingProxyType({"mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves)})
+def float8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+def block_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, height, width = shape
+    scales = torch.rand((experts, height // 32, width // 32), generator=generator) * 0.1
+    return float8(shape, generator), scales
+
+
+def channel_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    scales = torch.rand((*shape[:2], 1), generator=generator) * 0.1
+    return float8(shape, generator), scales.to(torch.bfloat16)
+
+
+def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, height, width = shape
+    words = torch.randint(-(2**31), 2**31, (experts, height, width // 8), generator=generator).to(torch.int32)
+    scales = torch.rand((experts, height, width // 32), generator=generator) * 0.02
+    return words, scales.to(torch.bfloat16)
+
+
+INT4 = replace(private.COMPRESSED_INT, settings=(4, 32))
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),
+        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, block_leaves),
+        "block float8, DeepSeek": Case("deepseek_v3", private.FP8_BLOCKS, block_leaves),
+        "float8 by channel": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
+        "int4": Case("qwen3_moe", INT4, int4_leaves),
+    }
+)
 
 
 class Pair(NamedTuple):
