@@ -180,7 +180,10 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> list[Row]:
             kernel()
             if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
                 raise SystemExit(f"{name}, {matrix}: the kernel's bits are not those of the library")
-            works["function"] = (lambda leaves=leaves, ids=ids: function(*(pick(leaf, ids) for leaf in leaves)), False)
+            works["function"] = (
+                lambda leaves=leaves, ids=ids, function=function: function(*(pick(leaf, ids) for leaf in leaves)),
+                False,
+            )
         dense = torch.zeros(args.slots, *out.shape[1:], dtype=torch.bfloat16, device=args.device)
         works["copy"] = (lambda dense=dense, ids=ids, out=out: torch.index_select(dense, 0, ids, out=out), True)
         packed_nbytes = sum(leaf[0].nbytes for leaf in leaves) * len(ids)
