@@ -68,10 +68,8 @@ def test_streams_from_the_file(folder: Any, name: str, tmp_path: Path, caplog: p
             model = weightstream.from_pretrained(
                 path, device="cpu", device_budget=int(share * nbytes), codec="none", offload_folder=tmp_path
             )
-        lines = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+        assert [record for record in caplog.records if record.name == "weightstream"] == []
         caplog.clear()
-        assert len(lines) == (name in PACKED)
-        assert all("Experts unpacks whole stacks of " in text for text in lines)
         for i, logits in enumerate(wanted):
             assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
         streamer = model.weightstream

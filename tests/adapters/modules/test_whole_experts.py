@@ -195,7 +195,6 @@ REASONS = {
     "undecorated": (undecorated, "Gated does not take rows of stacks by ids"),
     "one by one": (one_by_one, "ModuleDict does not take rows"),
     "replaced": (replaced, "their forward is not that of Qwen3MoeExperts"),
-    "no tiles": (lambda: built(moe_intermediate_size=80), "their matrices are not multiples of 4096 weights"),
     "float8": (in_float8, "FP8Experts gives its kernels whole stacks of float8_e4m3fn"),
 }
 

@@ -22,11 +22,12 @@ from torch import nn
 
 from weightstream.adapters.hf import gptq, private
 from weightstream.adapters.hf.packed_formats import packed_stacks
+from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
 Restore = Callable[[], None]
-Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
+Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, Any]]  # (module, input) -> weights by name, or substitutes
 _CASTING = "layerwise_casting"  # the name of a hook of diffusers
 _UNPACKS = "_weightstream_unpacks"  # the name of a forward of ours
 
@@ -54,7 +55,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
 
 
 @contextmanager
-def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _showing(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the module has these tensors, which hide its own ones of the same names."""
     module.__dict__.update(tensors)
     try:
@@ -127,6 +128,10 @@ class UnpackingForward:
         self._lock = threading.RLock()  # the tensors are for one forward at a time
         self.__wrapped__ = replaced or MethodType(type(module).forward, module)  # gives this one its signature
 
+    def runs_class_of(self, module: nn.Module) -> bool:
+        """Whether it runs the forward of the class of this module."""
+        return self._module is module and self._replaced is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
@@ -160,16 +165,16 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     forward = module.__dict__.get("forward")
     is_done = getattr(forward, "__name__", "") == _UNPACKS
     if packed_stacks(module) and not is_done:
-        module.__dict__["forward"] = UnpackingForward(module, _stacks_unpacked, forward)
+        module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return
     if is_done or not private.fp8_use(module).is_linear or has_kernels():
         return
     module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
 
-def _stacks_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
     return {
-        name: stack.format.unpacked(tuple(getattr(module, leaf) for leaf in stack.leaves), stack.dtype)
+        name: PackedMatrices(stack, [getattr(module, leaf) for leaf in stack.leaves])
         for name, stack in packed_stacks(module).items()
     }
 

@@ -261,6 +261,11 @@ def _mxfp4_matrices(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return found
 
 
+def is_grouped_product(func: Any) -> bool:
+    """Whether this is a function by which grouped_mm multiplies groups of rows by their matrices."""
+    return getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm", GROUPED_MM.rpartition("::")[2])
+
+
 MXFP4 = PackedFormat(name="mxfp4", suffixes=("_blocks", "_scales"), unpack=_mxfp4_matrices)
 
 

@@ -30,10 +30,15 @@ from weightstream.runtime.weights.decompression import BufferedUnit, unit_decode
 
 
 class SelectedRows:
-    """A substitute for a stack: `[ids]` returns the selected rows, in memory that the next selection overwrites."""
+    """A substitute for a stack: `[ids]` returns the selected rows, in memory that the next selection overwrites.
 
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+    `memory` and `slots`: as of `IndexedStack`.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor], memory: torch.Tensor | None, slots: torch.Tensor) -> None:
         self._read = read
+        self.memory = memory
+        self.slots = slots
 
     def __getitem__(self, _: torch.Tensor) -> torch.Tensor:
         return self._read()
@@ -82,7 +87,10 @@ class Rows:
         if self.rest is not None:
             self.rest()
         rows = (ids,) if self.cache is None else (ids, self.cache.resolve(ids))
-        return {key: SelectedRows(partial(reading.read, *rows)) for key, reading in self.readings.items()}
+        return {
+            key: SelectedRows(partial(reading.read, *rows), reading.memory, rows[-1])
+            for key, reading in self.readings.items()
+        }
 
     def place(self, ids: torch.Tensor) -> None:
         """As `RowProvider.place`."""
@@ -104,7 +112,10 @@ class Rows:
 
 def rows_of(unit: BufferedUnit) -> Rows | None:
     """The rows of a unit's stacks; None where not all that opens with the unit can be read so."""
-    stacks = {alias: Stack.of(unit.homes[alias], unit.room(alias)) for alias in unit.offsets}
+    named = unit.plan.manifest.units[unit.index].stacks
+    stacks = {
+        alias: Stack.of(unit.homes[alias], unit.room(alias)) if alias in named else None for alias in unit.offsets
+    }
     found = [stack for stack in stacks.values() if stack is not None]
     rest = [alias for alias, stack in stacks.items() if stack is None]
     cached = unit.plan.cached.intersection(stacks)

@@ -23,6 +23,14 @@ class ForwardCall(NamedTuple):
 class IndexedStack(Protocol):
     """A substitute for a stack, which a forward indexes with the ids that were selected."""
 
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """Memory of shape (slots, *row) with the selected rows at `slots`; None where they are compressed."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The place in `memory` of each id that was selected."""
+
     def __getitem__(self, ids: torch.Tensor, /) -> torch.Tensor:
         """The rows that were selected, of shape (ids, *row)."""
 
@@ -60,6 +68,10 @@ class RowProvider(Protocol):
 
 class Picks(Protocol):
     """How the forward of a module reads single rows of its stacks."""
+
+    @property
+    def stacks(self) -> Collection[torch.Tensor]:
+        """The tensors of which it reads rows: all have as many."""
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.

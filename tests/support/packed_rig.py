@@ -1,0 +1,58 @@
+"""Mixtures whose experts are packed, and the plain models with the stacks that a library makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from expert_rig import built, experts_of
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
+
+Leaves = Callable[[tuple[int, ...], torch.Generator], tuple[torch.Tensor, ...]]
+
+
+class Case(NamedTuple):
+    """A format: the mixture of `expert_rig` that is packed in it, and random leaves for a stack of a shape."""
+
+    mixture: str
+    format: PackedFormat
+    leaves: Leaves
+
+
+def mxfp4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, inner, columns = shape
+    blocks = torch.randint(0, 256, (experts, columns, inner // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(117, 121, (experts, columns, inner // 32), dtype=torch.uint8, generator=generator)
+    return blocks, scales
+
+
+CASES: Mapping[str, Case] = MappingProxyType({"mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves)})
+
+
+class Pair(NamedTuple):
+    packed: Any
+    plain: Any
+
+
+def both(name: str, implementation: str = "batched_mm", **settings: Any) -> Pair:
+    """A model with packed experts, and the plain one. Building them twice gives the same bits."""
+    case = CASES[name]
+    packed, plain = (built(case.mixture, implementation, **settings) for _ in range(2))
+    generator = torch.Generator().manual_seed(7)
+    for ours, theirs in zip(experts_of(packed), experts_of(plain), strict=True):
+        for stack in ("gate_up_proj", "down_proj"):
+            dense = theirs._parameters[stack]
+            leaves = case.leaves(tuple(dense.shape), generator)
+            dense.data = case.format.unpacked(leaves, dense.dtype)
+            named = zip(case.format.suffixes, leaves, strict=True)
+            parameters = {stack + suffix: torch.nn.Parameter(leaf, requires_grad=False) for suffix, leaf in named}
+            hold_packed(ours, stack, case.format, parameters)
+    return Pair(packed, plain)
+
+
+def packed_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if packed_stacks(module)]
