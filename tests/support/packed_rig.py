@@ -30,7 +30,43 @@ def mxfp4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[to
     return blocks, scales
 
 
-CASES: Mapping[str, Case] = MappingProxyType({"mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves)})
+def float8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+def float8_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, rows, columns = shape
+    scales = torch.rand((experts, rows // 16, columns // 16), generator=generator)
+    return float8(shape, generator), scales * 0.1 + 0.01
+
+
+def exponent_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, rows, columns = shape
+    scales = torch.randint(119, 125, (experts, rows // 16, columns // 16), dtype=torch.uint8, generator=generator)
+    return float8(shape, generator), scales.view(torch.float8_e8m0fnu)
+
+
+def channel_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    scales = torch.rand((*shape[:2], 1), generator=generator)
+    return float8(shape, generator), (scales * 0.1 + 0.01).bfloat16()
+
+
+def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, rows, columns = shape
+    words = torch.randint(-(2**31), 2**31 - 1, (experts, rows, columns // 8), generator=generator)
+    scales = torch.rand((experts, rows, columns // 16), generator=generator)
+    return words.to(torch.int32), (scales * 0.05 + 0.01).bfloat16()
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),
+        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, float8_leaves),
+        "block float8, exponents": Case("deepseek_v3", private.FP8_BLOCKS, exponent_leaves),
+        "compressed float8": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
+        "compressed int4": Case("qwen3_moe", private.compressed_int(4, 16), int4_leaves),
+    }
+)
 
 
 class Pair(NamedTuple):
