@@ -27,6 +27,7 @@ def assert_equal(model: torch.nn.Module, plain: torch.nn.Module, *lengths: int) 
         assert same(generated(model, prompt(length), 6), generated(plain, prompt(length), 6)), length
 
 
+@pytest.mark.few(6)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("share", [0.3, 2.0])
@@ -37,6 +38,7 @@ def test_without_a_cache(name: str, implementation: str, share: float, selected:
     assert_equal(model, plain, 4)
 
 
+@pytest.mark.few(6)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
 @pytest.mark.parametrize("num_slots", [2, 4, 8])
@@ -54,6 +56,7 @@ def test_rows_from_slots(name: str, implementation: str, num_slots: int, selecte
         assert_equal(model, plain, 4)
 
 
+@pytest.mark.few(2)
 @formats
 def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = both(name)
@@ -73,6 +76,7 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
     assert set(unpacked) == {2}, "a token names two experts"
 
 
+@pytest.mark.few(4)
 @formats
 @pytest.mark.parametrize("num", [1, 3])
 def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +89,7 @@ def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest
             assert torch.equal(model(ids).logits, plain(ids).logits), length
 
 
+@pytest.mark.few(2)
 @formats
 def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
     model, plain = both(name)
