@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from repeats import only
 from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
+from watching import Watch
 from weightstream.codec import plane_kernels, planes
 from weightstream.codec.planes import PlaneLayout, Planes
 from weightstream.errors import InvariantError
@@ -298,32 +299,6 @@ def test_no_rows_of_x() -> None:
 
 
 # Damaged bytes
-
-
-class Watch:
-    """Checks that the interpreter's accesses are inside of the tensors that are passed for them."""
-
-    def __init__(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        self._real, self._reads, self._writes = triton.runtime.interpreter._interpreter, reads, writes
-        self.num = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def _check(self, places: Any, nbytes: int, tensors: list[torch.Tensor]) -> None:
-        self.num += places.size
-        inside = np.zeros(places.shape, dtype=bool)
-        for tensor in tensors:
-            inside |= (places >= tensor.data_ptr()) & (places + nbytes <= tensor.data_ptr() + tensor.nbytes)
-        assert inside.all(), places[~inside][:4]
-
-    def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        self._check(ptrs[mask.astype(bool)].astype(np.int64), np.dtype(dtype).itemsize, self._reads)
-        return self._real.load(ptrs, mask, other, dtype)
-
-    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
-        self._check(ptrs[mask.astype(bool)].astype(np.int64), value.dtype.itemsize, self._writes)
-        return self._real.store(ptrs, value, mask)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")

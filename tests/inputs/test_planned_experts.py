@@ -19,6 +19,7 @@ from weightstream.settings.config import OffloadConfig
 pytest.importorskip("transformers")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_packed_rows_get_slots(name: str) -> None:
     model = both(name, hidden_size=256, intermediate_size=256).packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,37 +35,32 @@ def float8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
 
 
-def float8_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    experts, rows, columns = shape
-    scales = torch.rand((experts, rows // 16, columns // 16), generator=generator)
-    return float8(shape, generator), scales * 0.1 + 0.01
-
-
-def exponent_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    experts, rows, columns = shape
-    scales = torch.randint(119, 125, (experts, rows // 16, columns // 16), dtype=torch.uint8, generator=generator)
-    return float8(shape, generator), scales.view(torch.float8_e8m0fnu)
+def block_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, height, width = shape
+    scales = torch.rand((experts, height // 32, width // 32), generator=generator) * 0.1
+    return float8(shape, generator), scales
 
 
 def channel_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    scales = torch.rand((*shape[:2], 1), generator=generator)
-    return float8(shape, generator), (scales * 0.1 + 0.01).bfloat16()
+    scales = torch.rand((*shape[:2], 1), generator=generator) * 0.1
+    return float8(shape, generator), scales.to(torch.bfloat16)
 
 
 def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    experts, rows, columns = shape
-    words = torch.randint(-(2**31), 2**31 - 1, (experts, rows, columns // 8), generator=generator)
-    scales = torch.rand((experts, rows, columns // 16), generator=generator)
-    return words.to(torch.int32), (scales * 0.05 + 0.01).bfloat16()
+    experts, height, width = shape
+    words = torch.randint(-(2**31), 2**31, (experts, height, width // 8), generator=generator).to(torch.int32)
+    scales = torch.rand((experts, height, width // 32), generator=generator) * 0.02
+    return words, scales.to(torch.bfloat16)
 
 
+INT4 = replace(private.COMPRESSED_INT, settings=(4, 32))
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),
-        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, float8_leaves),
-        "block float8, exponents": Case("deepseek_v3", private.FP8_BLOCKS, exponent_leaves),
-        "compressed float8": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
-        "compressed int4": Case("qwen3_moe", private.compressed_int(4, 16), int4_leaves),
+        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, block_leaves),
+        "block float8, DeepSeek": Case("deepseek_v3", private.FP8_BLOCKS, block_leaves),
+        "float8 by channel": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
+        "int4": Case("qwen3_moe", INT4, int4_leaves),
     }
 )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,8 @@ from models import model_nbytes
 from packed_rig import CASES, both, packed_modules
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.runtime.experts.row_stream import RowStream
+from weightstream.runtime.ring import opening
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +32,7 @@ def assert_equal(model: torch.nn.Module, plain: torch.nn.Module, *lengths: int) 
         assert same(generated(model, prompt(length), 6), generated(plain, prompt(length), 6)), length
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("share", [0.3, 2.0])
@@ -38,7 +43,7 @@ def test_without_a_cache(name: str, implementation: str, share: float, selected:
     assert_equal(model, plain, 4)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
 @pytest.mark.parametrize("num_slots", [2, 4, 8])
@@ -76,7 +81,7 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
     assert set(unpacked) == {2}, "a token names two experts"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @formats
 @pytest.mark.parametrize("num", [1, 3])
 def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +92,34 @@ def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest
         for length in (1, 2, 7, 40):
             ids = prompt(length)
             assert torch.equal(model(ids).logits, plain(ids).logits), length
+
+
+@pytest.mark.few(3)
+@formats
+@pytest.mark.parametrize("num", [1, 3, 100])
+def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of a whole stack, and no slot is touched."""
+    model, plain = both(name, "grouped_mm")
+    matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
+    sizes: list[int] = []
+    plain_copied = RowStream._copied
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
+        memory.fill_(255)  # what is not copied is not read
+        sizes.append(len(rows))
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "_copied", spied)
+    monkeypatch.setattr(opening, "copy_function", lambda *_: pytest.fail)
+    with held(model, "cached") as streamer:
+        for length in (1, 17, 2, 40):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            if length > 2:
+                assert 0 < max(sizes) <= 2 * num  # matrices of one stack are half as large
+            found = counts(streamer)
+            assert torch.equal(model(prompt(60)).logits, plain(prompt(60)).logits)
+            assert counts(streamer) == found
 
 
 @pytest.mark.few(2)

@@ -13,7 +13,7 @@ shape. It uses one matrix for all groups, so it needs no memory for a stack. Whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 
 from weightstream.adapters.hf import private
 from weightstream.adapters.hf.packed_formats import PackedStack
+from weightstream.runtime.weights.picks import RowWaves
 
 WAVE_NBYTES = 512 << 20  # of unpacked matrices of a wave
 _EQUAL: dict[_Product, bool] = {}  # [Note: waves]
@@ -39,29 +40,37 @@ class _Product(NamedTuple):
     num_in_wave: int
 
 
+class _Wave(NamedTuple):
+    """Rows of a stack, the tensors that hold them, and their places there."""
+
+    rows: Sequence[int]
+    leaves: Sequence[torch.Tensor]
+    places: list[int]
+
+
 class PackedMatrices:
     """Stands in for a stack of shape (E, ...) that is held packed.
 
     Args:
         stack: how it is held.
-        leaves: the tensors that hold it; their first dimension has an entry for each row.
-        rows: the rows of `leaves` that every index reads, such as slots of a cache; None: those that it names.
+        held: the tensors that hold it, whose first dimension has an entry for each row; or where rows come from.
+        rows: the rows of these tensors that every index reads, such as slots of a cache; None: those that it names.
     """
 
     def __init__(
         self,
         stack: PackedStack,
-        leaves: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor] | RowWaves,
         rows: torch.Tensor | None = None,
         *,
         is_transposed: bool = False,
     ) -> None:
         self._stack = stack
-        self._leaves = tuple(leaves)
+        self._held = held
         self._rows = rows
         self._is_transposed = is_transposed
         self.dtype = stack.dtype
-        self.device = leaves[0].device
+        self.device: torch.device = held[0].device if isinstance(held, Sequence) else held.device
         num, *matrix = stack.shape
         self.shape = torch.Size((num, *(reversed(matrix) if is_transposed else matrix)))
 
@@ -85,7 +94,7 @@ class PackedMatrices:
     def transpose(self, first: int, second: int) -> Any:
         if {first % self.ndim, second % self.ndim} != {self.ndim - 2, self.ndim - 1}:
             return self.whole().transpose(first, second)
-        return PackedMatrices(self._stack, self._leaves, self._rows, is_transposed=not self._is_transposed)
+        return PackedMatrices(self._stack, self._held, self._rows, is_transposed=not self._is_transposed)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._rows is not None:
@@ -109,17 +118,26 @@ class PackedMatrices:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if private.is_grouped_product(func):
-            rows, stack, *more = args
-            if more:
-                kwargs["offs"] = more.pop(0)
-            if isinstance(stack, cls) and not isinstance(rows, cls) and not more and kwargs.keys() == {"offs"}:
-                return stack._multiply(func, rows, kwargs["offs"])
+            named = dict(zip(("rows", "stack", "offs"), args, strict=False)) | kwargs
+            rows, stack, offs = (named.pop(name, None) for name in ("rows", "stack", "offs"))
+            has_more = any(value is not None for value in named.values())  # a bias, or another dtype
+            if isinstance(stack, cls) and isinstance(rows, torch.Tensor) and offs is not None and not has_more:
+                return stack._multiply(func, rows, offs)
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
         """These rows as matrices, of shape (rows, ...)."""
-        picked = tuple(leaf[rows] for leaf in self._leaves)
+        if isinstance(self._held, Sequence):
+            return self._unpack(self._held, rows)
+        waves = self._held.waves(rows.tolist(), len(self))
+        return torch.cat([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
+
+    def _places(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        picked = tuple(leaf[rows] for leaf in leaves)
         if self.device.type == "meta":  # one pass over the result, as by a kernel
             found = torch.zeros(len(rows), *self._stack.shape[1:], dtype=self.dtype, device=self.device)
         else:
@@ -131,6 +149,8 @@ class PackedMatrices:
     def _multiply(self, func: Callable[..., torch.Tensor], rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """`func(rows, stack, offs=offs)`: [Note: waves]."""
         num = max(1, WAVE_NBYTES // (prod(self.shape[1:]) * self.dtype.itemsize))
+        if not isinstance(self._held, Sequence):
+            num = min(num, self._held.most)
         if num >= len(self) or self._rows is not None:
             return func(rows, self.whole(), offs=offs)
         if self.device.type == "meta":
@@ -148,17 +168,25 @@ class PackedMatrices:
                 return func(rows, self.whole(), offs=offs)
         padded = torch.cat([rows, rows.new_zeros(rows.shape)])
         parts: list[torch.Tensor] = []
-        for first in range(0, len(named), num):
-            of_wave = named[first : first + num]
+        for of_wave, leaves, places in self._waves(named, num):
             begin, end = ends[of_wave[0] - 1] if of_wave[0] else 0, ends[of_wave[-1]]
             after = [ends[index] - begin for index in of_wave]
-            wave = of_wave + of_wave[-1:] * (num - len(of_wave))
             own = torch.tensor(after + after[-1:] * (num - len(of_wave)), dtype=offs.dtype, device=offs.device)
-            matrices = self._unpacked(torch.tensor(wave, device=self.device))
+            matrices = self._unpack(leaves, self._places(places + places[-1:] * (num - len(places))))
             parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own)[: end - begin])
             del matrices  # before the next ones are made
         rest = len(rows) - (ends[-1] if ends else 0)
         return torch.cat([*parts, rows.new_zeros(rest, self.shape[-1])]) if rest or not parts else torch.cat(parts)
+
+    def _waves(self, rows: list[int], num: int) -> Iterator[_Wave]:
+        """These rows, up to `num` at a time."""
+        if isinstance(self._held, Sequence):
+            for first in range(0, len(rows), num):
+                part = rows[first : first + num]
+                yield _Wave(part, self._held, part)
+        else:
+            for of_wave, leaves in self._held.waves(rows, num):
+                yield _Wave(of_wave, leaves, list(range(len(of_wave))))
 
     def _multiply_evenly(self, func: Any, rows: torch.Tensor, offs: torch.Tensor, num: int) -> torch.Tensor:
         """The same on meta, where no value is known: as if the same number of rows went to each matrix."""

@@ -349,16 +349,9 @@ FP8_BLOCKS = PackedFormat(name="block float8", suffixes=("", "_scale_inv"), unpa
 COMPRESSED_FLOAT8 = PackedFormat(
     name="compressed-tensors float8", suffixes=("", "_scale"), unpack=_compressed_float8_matrices
 )
-
-
-def compressed_int(num_bits: int, group_size: int | None) -> PackedFormat:
-    """The format of symmetric integers with a scale for each group of weights; None: for each row."""
-    return PackedFormat(
-        name=f"compressed-tensors int{num_bits}",
-        suffixes=("_packed", "_scale"),
-        unpack=_compressed_int_matrices,
-        settings=(num_bits, group_size),
-    )
+COMPRESSED_INT = PackedFormat(
+    name="compressed-tensors int", suffixes=("_packed", "_scale"), unpack=_compressed_int_matrices
+)
 
 
 def _packed_format(quantizer: Any, parts: Collection[str]) -> PackedFormat:
@@ -392,7 +385,7 @@ def _packed_format(quantizer: Any, parts: Collection[str]) -> PackedFormat:
     elif packing != "pack-quantized" or 32 % weights.num_bits or strategy not in ("channel", "group"):
         reason = f"{weights.num_bits} bits, with a scale for each {strategy}: transformers does not unpack such experts"
     else:
-        return compressed_int(weights.num_bits, weights.group_size)
+        return dataclasses.replace(COMPRESSED_INT, settings=(weights.num_bits, weights.group_size))
     raise UnsupportedError(f"experts in compressed-tensors' {packing}, {reason}")
 
 

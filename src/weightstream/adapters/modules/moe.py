@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
-from weightstream.adapters.hf.packed_formats import PackedStack, packed_stacks
+from weightstream.adapters.hf.packed_formats import PackedStack, leaves_of, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
@@ -128,7 +128,10 @@ class ExpertForward:
         may_group = case is not None and _EQUAL.get(case, not rows.capturing())
         if by_row and not may_group and num_ids <= rows.most:
             return partial(self._select, rows, inputs)
-        return partial(self._place, rows, inputs, case) if places else None
+        if places:
+            return partial(self._place, rows, inputs, case)
+        is_packed = packed_stacks(self._module).keys() == self._names.keys()
+        return partial(self._stream, rows) if is_packed and not by_row and rows.streams() else None
 
     @property
     def stacks(self) -> list[torch.Tensor]:
@@ -153,16 +156,20 @@ class ExpertForward:
                 others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
+    def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
+        others = {
+            name: PackedMatrices(stack, rows.stream([id(leaf) for leaf in leaves_of(self._module, stack)]))
+            for name, stack in packed_stacks(self._module).items()
+        }
+        return self._of_class(_StandIn(self._module, others), *args, **kwargs)
+
     def _place(
         self, rows: RowProvider, inputs: _ExpertInputs, case: _GroupedCase | None, *args: Any, **kwargs: Any
     ) -> Any:
         rows.place(inputs.ids)
         self._look_ahead(rows, inputs)
         packed = packed_stacks(self._module)
-        whole = {
-            name: PackedMatrices(packed[name], [getattr(self._module, leaf) for leaf in packed[name].leaves])
-            for name in packed
-        }
+        whole = {name: PackedMatrices(stack, leaves_of(self._module, stack)) for name, stack in packed.items()}
         module = _StandIn(self._module, whole)
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():

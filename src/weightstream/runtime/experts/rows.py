@@ -24,6 +24,7 @@ import torch
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, Stage
 from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
@@ -52,6 +53,7 @@ class Rows:
     capturing: Callable[[], bool]
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
+    stage: Stage | None = None  # by which rows are streamed past the slots; None: they cannot be
     rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0  # number of ids in the last call
@@ -109,6 +111,15 @@ class Rows:
             if slots is not None:
                 rows = rows.masked_fill(slots >= 0, -1)
 
+    def streams(self) -> bool:
+        """As `RowProvider.streams`. Weights besides the stacks would use the same memory."""
+        return self.stage is not None and self.rest is None and not self.capturing()
+
+    def stream(self, stacks: Sequence[int]) -> RowStream:
+        """As `RowProvider.stream`."""
+        assert self.stage is not None
+        return self.stage.stream([self.stage.leaves[key] for key in stacks])
+
 
 def rows_of(unit: BufferedUnit) -> Rows | None:
     """The rows of a unit's stacks; None where not all that opens with the unit can be read so."""
@@ -123,7 +134,7 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
         return None
     rows: Rows | None
     if cached:
-        rows = _cached_rows(found, _share(unit), unit.backend)
+        rows = _cached_rows(found, _share(unit), unit.memory.buffer, unit.backend)
     elif any(stack.home.layout is None for stack in found):
         return None  # it was updated since it was compressed
     else:
@@ -134,7 +145,7 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
     return rows
 
 
-def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) -> Rows | None:
+def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, buffer: torch.Tensor, backend: Backend) -> Rows | None:
     """The rows of cached stacks, with as many slots as there is room for; None where the device cannot read them."""
     pieces = [stack.pieces(backend) for stack in stacks]
     if not all(pieces):
@@ -148,7 +159,17 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
     views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
-    return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
+    leaves = {
+        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes)
+        for stack, of_stack in zip(stacks, pieces, strict=True)
+        if stack.home.layout is None
+    }
+    stage = Stage(leaves, buffer, backend)
+    has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most
+    capturing, num_rows = backend.capturing, stacks[0].num_rows
+    return Rows(
+        num_rows=num_rows, capturing=capturing, readings=readings, cache=cache, stage=stage if has_room else None
+    )
 
 
 def _share(unit: BufferedUnit) -> torch.Tensor:
