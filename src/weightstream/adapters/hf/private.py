@@ -613,6 +613,23 @@ def is_loaded_quantised(model: Any) -> bool:
     return getattr(model, "hf_quantizer", None) is not None
 
 
+def only_linear(model: Any) -> str | None:
+    """The method that a model is quantised with, if transformers quantises linear layers only in it; else None."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = None if quantizer is None else str(getattr(quantizer.quantization_config.quant_method, "value", ""))
+    return method if method in ("awq", "bitsandbytes", "gptq", "torchao") else None
+
+
+def plain_experts(model: torch.nn.Module) -> list[str]:
+    """The paths of experts whose stacks of matrices are not quantised."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] == "experts"
+        and any(p.ndim == 3 and p.dtype.itemsize > 1 and type(p.data) is torch.Tensor for p in module.parameters(False))
+    ]
+
+
 def fp8_use(module: Any) -> Fp8Use:
     """Whether a module, by its class, is a linear layer or experts with weights in fine-grained float8."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
