@@ -1,15 +1,17 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
-    python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--uniform]
-        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring]
+    python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4] [--prompt 64]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
 both. A share is the device memory for experts, in percent of their bytes, besides the other weights; "coded" is 42/57
 of all, compressed. `graph_ms` is the device time of a graph: between two graphs `generate` has more work for the host.
-Ids come from a table on the device, for the plain model too, or are uniform. Logits of 24 tokens are compared bit by
-bit. A model that does not fit the device is built in host memory, and its plans are compared with the first one. With a
-recall, guesses for the next layer are drawn of which this share is right. With --ring no plan has a cache.
+Ids come from a table on the device, for the plain model too: with --hits so that an LRU cache has the hit rates that
+were measured on the named model, by default on the one with the most similar routing. A row names it as `routing`; its
+`lru_hits` are the rates of the table by the number of slots. Logits of 24 tokens are compared bit by bit. A model that
+does not fit the device is built in host memory, and its plans are compared with the first one. With a recall, guesses
+for the next layer are drawn of which this share is right. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from typing import Any
 import experts_first
 import rows
 import torch
-from experts_shapes import SHAPES, Table, build, nbytes_of
+from experts_shapes import HITS, PACKED, SHAPES, Table, build, experts_of, nbytes_of, unpacked
 
 import weightstream
+from weightstream.plan.hit_curves import curve_of
 from weightstream.plan.planner import Planner
 
 REPEATS = 3
@@ -39,11 +42,11 @@ ROOM_NBYTES = 3 << 30  # besides the weights, for the cache, activations and lib
 
 
 class Decoding:
-    def __init__(self, model: Any, batch: int) -> None:
+    def __init__(self, model: Any, batch: int, prompt: int) -> None:
         generator = torch.Generator().manual_seed(1)
         self._model = model
         self.how = ""
-        self._ids = torch.randint(1000, (batch, 64), generator=generator).cuda()
+        self._ids = torch.randint(1000, (batch, prompt), generator=generator).cuda()
 
     def run(self, tokens: int, **more: Any) -> Any:
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
@@ -77,12 +80,15 @@ def same(wanted: list[torch.Tensor] | None, found: list[torch.Tensor]) -> bool |
     return None if wanted is None else all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def predicted(plan: Any) -> dict[str, float]:
-    """The prediction for a step of `model.generate`, and for one in a CUDA graph, which is measured."""
-    return {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
+def predicted(plan: Any) -> dict[str, Any]:
+    """The predictions for a step of `model.generate`, and for one in a CUDA graph, which is measured; of a cache also
+    the hit rate, and the model on which that was measured."""
+    found = {"predicted_ms": round(1e3 * plan.step_s, 2), "predicted_graph_ms": round(1e3 * plan.graph_s, 2)}
+    hits = {"predicted_found": round(plan.found_share, 3), "hit_curve": plan.hit_curve}
+    return found | (hits if plan.cached else {})
 
 
-def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, float]:
+def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, Any]:
     """The same for the plain model, from its config only."""
     with tempfile.TemporaryDirectory() as folder:
         config = copy.deepcopy(model.config)
@@ -127,7 +133,9 @@ def main() -> None:
         "--recalls", default="", help="share of right guesses for the next layer; default: those of the routers"
     )
     parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
-    parser.add_argument("--uniform", action="store_true")
+    parser.add_argument("--hits", choices=HITS, help="draw ids with the hit rates of this model")
+    parser.add_argument("--packed", choices=PACKED, help="the format of the experts; default: bfloat16")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -139,16 +147,22 @@ def main() -> None:
     if args.first:
         experts_first.run(layers, args.folder, args.out, tiny=args.tiny)
         return
-    nbytes, expert_nbytes = nbytes_of(shape, layers)
+    plain_nbytes, expert_nbytes = nbytes_of(shape, layers)
     copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
-    fits = nbytes + copied_nbytes + ROOM_NBYTES < torch.cuda.mem_get_info()[1]
-    model = build(shape, layers, "cuda" if fits else "cpu")
-    table = Table(model, shape, args.batch, "cuda", uniform=args.uniform)
-    decoding = Decoding(model, args.batch)
-    experts = sum(p.nbytes for p in model.parameters() if p.ndim == 3)
-    common, routing = rows.environment(), "uniform" if args.uniform else "typical"
-    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": routing, "lru_hits": table.hits}
-    what = f"{args.shape}, {routing}, batch {args.batch}"
+    total_nbytes = torch.cuda.mem_get_info()[1]
+    has_plain = plain_nbytes + copied_nbytes + ROOM_NBYTES < total_nbytes * (0.7 if args.packed else 1.0)
+    fits = has_plain or args.packed is not None
+    model = build(shape, layers, "cuda" if fits else "cpu", args.packed)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    curve = HITS[args.hits] if args.hits else curve_of(shape.num_experts, shape.top_k)
+    table = Table(model, shape, args.batch, "cuda", curve)
+    decoding = Decoding(model, args.batch, args.prompt)
+    experts = sum(p.nbytes for module in experts_of(model) for p in module.parameters(recurse=False) if p.ndim > 2)
+    common = rows.environment()
+    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": curve.name, "lru_hits": table.hits}
+    about |= {"packed": args.packed, "prompt": args.prompt}
+    packing = f" in {args.packed}" if args.packed else ""
+    what = f"{args.shape}{packing}, ids as {curve.name}, batch {args.batch}"
 
     def write(**row: Any) -> None:
         rows.append(args.out, [row | about], common)
@@ -172,13 +186,18 @@ def main() -> None:
     if args.ring:
         Planner._cache = lambda *_: None  # type: ignore[method-assign]
     want, plain_ms, equal_to = None, None, f"resident, plain, {what}"
-    if fits:
-        want = decoding.logits()
-        ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
-        repeats = same(want, decoding.logits())
+    if has_plain:
+        plain = unpacked(model) if args.packed else model
+        if args.packed:
+            Table(plain, shape, args.batch, "cuda", curve)
+        reference = Decoding(plain, args.batch, args.prompt)
+        want = reference.logits()
+        ms = rows.percentiles([1e3 * s for s in reference.seconds()])
+        repeats = same(want, reference.logits())
         plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
-        predictions = predicted_resident(model, nbytes, args.batch)
-        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=nbytes, repeats=repeats, **predictions)
+        predictions = predicted_resident(plain, plain_nbytes, args.batch)
+        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=plain_nbytes, repeats=repeats, **predictions)
+        del plain, reference
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for cell in product(*(values.split(",") for values in cells)):
         name, began = name_of(*cell), time.perf_counter()

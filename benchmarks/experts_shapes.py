@@ -1,15 +1,13 @@
 """Shapes of mixtures of experts with random weights, and tables of ids instead of the choices of their routers.
 
-A table is drawn by stack distances, so that an LRU cache has published hit rates: for Qwen3-30B-A3B 46, 77 and 92 %
-with 12, 32 and 64 of 128 slots (github.com/kekzl/imp/issues/1359), also used for gpt-oss-120b and, with twice the
-slots, for DeepSeek-V3, for which nothing is published; for Mixtral-8x7B 40, 67 and 87 % with 2, 4 and 6 of 8 slots
-(arXiv 2312.17238).
+A table is drawn by stack distances, so that an LRU cache has the hit rates that were measured on a real model
+(weightstream/plan/hit_curves.py).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,27 +15,29 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
 from weightstream.adapters.modules.moe import ExpertForward
+from weightstream.plan.hit_curves import CURVES, HitCurve
 from weightstream.runtime.experts.slot_cache import Lru
 
 NUM_STEPS = 512
 FEW_STEPS = 160  # for a batch: drawing more takes long, and no run is longer
-# Ranges of the stack: the number of positions, and how often they are drawn; for 8 and for 4 experts at a time.
-_OF_8 = ((12, 0.52), (20, 0.285), (32, 0.13), (64, 0.065))
-_OF_4 = ((12, 0.481), (20, 0.3), (32, 0.159), (64, 0.059))
+UNIFORM = HitCurve("uniform", 1, 1, ())
+HITS = {curve.name: curve for curve in (*CURVES, UNIFORM)}
+_SHARES = (0.125, 0.25, 0.5)  # of the experts in slots, for which a table reports its hit rates
 _NOISE = 1 << 25  # random weights, drawn once and repeated for a model in host memory, as drawing all takes too long
 _STD = 0.02
+_STACKS = ("gate_up_proj", "down_proj")
 
 
 class Shape(NamedTuple):
-    """A mixture: the class and the arguments of its config, and the distribution of its table."""
+    """A mixture: the class and the arguments of its config."""
 
     kind: str
     num_layers: int
     num_experts: int
     top_k: int
-    depths: Sequence[tuple[int, float]]
-    found: Mapping[int, float]  # slots -> hit rate of LRU
     sizes: Mapping[str, Any]
 
     def config(self, layers: int) -> Any:
@@ -55,8 +55,6 @@ SHAPES = {
         num_layers=48,
         num_experts=128,
         top_k=8,
-        depths=_OF_8,
-        found={12: 0.46, 32: 0.77, 64: 0.92},
         sizes={
             "hidden_size": 2048,
             "intermediate_size": 6144,
@@ -75,8 +73,6 @@ SHAPES = {
         num_layers=32,
         num_experts=8,
         top_k=2,
-        depths=((2, 0.416), (2, 0.268), (2, 0.194), (2, 0.121)),
-        found={2: 0.40, 4: 0.67, 6: 0.87},
         sizes={
             "hidden_size": 4096,
             "intermediate_size": 14336,
@@ -92,8 +88,6 @@ SHAPES = {
         num_layers=36,
         num_experts=128,
         top_k=4,
-        depths=_OF_4,
-        found={12: 0.46, 32: 0.77, 64: 0.92},
         sizes={
             "hidden_size": 2880,
             "intermediate_size": 2880,
@@ -110,8 +104,6 @@ SHAPES = {
         num_layers=61,
         num_experts=256,
         top_k=8,
-        depths=((24, 0.484), (40, 0.301), (64, 0.156), (128, 0.058)),
-        found={24: 0.46, 64: 0.77, 128: 0.92},
         sizes={
             "hidden_size": 7168,
             "intermediate_size": 18432,
@@ -134,28 +126,42 @@ SHAPES = {
 }
 
 
-def drawn(shape: Shape, num_steps: int, seed: int, *, uniform: bool) -> list[list[int]]:
-    """The experts of a token, step by step, by their positions in the stack of the last used ones."""
-    rng, stack, found = random.Random(seed), list(range(shape.num_experts)), []
-    weights = [share / num for num, share in shape.depths for _ in range(num)]
+def drawn(curve: HitCurve, shape: Shape, num_steps: int, seed: int) -> list[list[int]]:
+    """The experts of a token, step by step.
+
+    They are drawn by their positions in the stack of the last used ones. A cache with N slots holds the first N, so
+    the probability of each position follows from the curve. Drawing is Pareto sampling, which has these probabilities
+    without replacement, too (Rosén, 1997).
+    """
+    num, most = shape.num_experts, 0.99  # a token uses an expert once; a curve of sparser models may ask for more
+    edges = torch.tensor([curve.at(position / num) for position in range(num + 1)], dtype=torch.double)
+    odds = (edges.diff() * shape.top_k).clamp(max=most).logit()
+    noise = torch.rand(num_steps, num, dtype=torch.double, generator=torch.Generator().manual_seed(seed)).logit()
+    rng, stack, found = random.Random(seed), list(range(num)), []
     rng.shuffle(stack)
-    for _ in range(num_steps):
-        places = set(rng.sample(range(shape.num_experts), shape.top_k) if uniform else ())
-        while len(places) < shape.top_k:
-            places.update(rng.choices(range(shape.num_experts), weights))
+    for places in (noise - odds).topk(shape.top_k, largest=False).indices.tolist():
         used = [stack[place] for place in places]
         rng.shuffle(used)
-        stack = used + [expert for place, expert in enumerate(stack) if place not in places]
+        among = set(used)
+        stack = used + [expert for expert in stack if expert not in among]
         found.append(used)
     return found
 
 
 def hits(steps: Sequence[Sequence[int]], num_slots: int) -> float:
-    """The hit rate of a plain LRU cache."""
+    """The hit rate of a plain LRU cache that has seen these steps before."""
     table = Lru(num_slots)
     for used in steps:
         table.resolve(used)
-    return table.hits / (table.hits + table.misses)
+    cold = table.hits
+    for used in steps:
+        table.resolve(used)
+    return (table.hits - cold) / sum(map(len, steps))
+
+
+def slots_of(shape: Shape) -> list[int]:
+    """The numbers of slots for which a table reports its hit rates."""
+    return sorted({max(shape.top_k, round(share * shape.num_experts)) for share in _SHARES})
 
 
 class Sizes(NamedTuple):
@@ -175,15 +181,76 @@ def nbytes_of(shape: Shape, layers: int) -> Sizes:
 
 def experts_of(model: Any) -> list[Any]:
     """The modules that hold the stacks."""
-    return [module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")]
+    every = (module for module in model.modules() if hasattr(module, "num_experts"))
+    return [module for module in every if hasattr(module, "down_proj") or packed_stacks(module)]
 
 
-def build(shape: Shape, layers: int, device: str) -> Any:
-    """The model with random weights, on a device or in host memory."""
+def _mxfp4(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    experts, inner, columns = stack.shape
+    shape = experts, columns, inner // 32
+    return torch.empty(*shape, 16, dtype=torch.uint8, device="meta"), torch.empty(
+        shape, dtype=torch.uint8, device="meta"
+    )
+
+
+# For each format: leaves on meta for a stack, and for each leaf the random bytes that it may have, from and below.
+PACKED: Mapping[str, tuple[PackedFormat, Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Sequence[range]]] = {
+    "mxfp4": (private.MXFP4, _mxfp4, (range(256), range(117, 122))),
+}
+
+
+def packed(model: Any, name: str, device: str) -> Any:
+    """The model with random packed stacks in place of its own."""
+    packed_format, leaves_of, values = PACKED[name]
+    generator = torch.Generator(device).manual_seed(5)
+    for module in experts_of(model):
+        for stack in [each for each in _STACKS if module._parameters.get(each) is not None]:
+            found = {}
+            made = zip(packed_format.suffixes, leaves_of(module._parameters[stack]), values, strict=True)
+            for suffix, leaf, span in made:
+                drawn = torch.randint(
+                    span.start, span.stop, leaf.shape, dtype=torch.uint8, generator=generator, device=device
+                )
+                found[stack + suffix] = torch.nn.Parameter(drawn, requires_grad=False)
+            hold_packed(module, stack, packed_format, found)
+    return model
+
+
+def unpacked(model: Any) -> Any:
+    """The plain model, with the stacks that the library makes of packed ones, and all other tensors of the model."""
+    with torch.device("meta"):
+        plain = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    modules = dict(model.named_modules())
+    for path, module in plain.named_modules():
+        own, stacks = modules[path], packed_stacks(modules[path])
+        module._buffers.update(own._buffers)
+        for name in module._parameters:
+            if name not in stacks:
+                module._parameters[name] = own._parameters[name]
+                continue
+            stack = stacks[name]
+            parts = zip(*(own._parameters[leaf].split(8) for leaf in stack.leaves), strict=True)
+            whole = torch.cat([stack.format.unpacked(part, stack.dtype) for part in parts])  # 8 rows need much memory
+            module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+    plain.generation_config = model.generation_config
+    return plain.eval()
+
+
+def build(shape: Shape, layers: int, device: str, packing: str | None = None) -> Any:
+    """The model with random weights, its experts packed in a format, on a device or in host memory."""
     config = shape.config(layers)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to_empty(device=device)
+    if packing is not None:
+        packed(model, packing, device)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     with torch.device(device):  # buffers are not in checkpoints
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     for name, buffer in model.named_buffers():
@@ -193,6 +260,8 @@ def build(shape: Shape, layers: int, device: str) -> Any:
     noise = torch.randn(_NOISE, dtype=torch.bfloat16) * _STD if device == "cpu" else None
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
+            if not parameter.is_floating_point():
+                continue  # packed
             if parameter.ndim < 2:
                 parameter.uniform_(0.5, 1.5)
             elif noise is None:
@@ -211,15 +280,15 @@ class Table:
     Its hooks are only on the modules of this model: a copy on meta, which is followed for shapes, routes by itself.
     """
 
-    def __init__(self, model: Any, shape: Shape, batch: int, device: str, *, uniform: bool) -> None:
+    def __init__(self, model: Any, shape: Shape, batch: int, device: str, curve: HitCurve) -> None:
         every = experts_of(model)
         self._num_steps = NUM_STEPS if batch == 1 else FEW_STEPS
         tables = [
-            [drawn(shape, self._num_steps, 1000 * layer + b, uniform=uniform) for b in range(batch)]
+            [drawn(curve, shape, self._num_steps, 1000 * layer + b) for b in range(batch)]
             for layer in range(len(every))
         ]
-        long = drawn(shape, NUM_STEPS, 0, uniform=uniform)
-        self.hits = {num: hits(long, num) for num in shape.found}
+        long = drawn(curve, shape, NUM_STEPS, 0)
+        self.hits = {num: round(hits(long, num), 3) for num in slots_of(shape)}
         self._table = torch.tensor(tables, device=device).transpose(1, 2).contiguous()  # layer, step, sequence, k
         self._step = torch.zeros(1, dtype=torch.long, device=device)
         self._layer_of = {id(module): layer for layer, module in enumerate(every)}

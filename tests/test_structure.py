@@ -95,7 +95,11 @@ MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local"
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 # (file, name): names that pydantic requires, the session tables of the operators, and the backends of models that are
 # in use or garbage. These belong to the process. Nothing else.
-ALLOWED_STATE = {("settings/config.py", "_Settings.model_config"), ("adapters/modules/moe.py", "_EQUAL")}
+ALLOWED_STATE = {
+    ("settings/config.py", "_Settings.model_config"),
+    ("adapters/modules/moe.py", "_EQUAL"),
+    ("adapters/hf/packed_matrices.py", "_EQUAL"),
+}
 ALLOWED_STATE |= {("runtime/streamer/custom_ops.py", name) for name in ("_UNITS", "_HANDLES")}
 ALLOWED_STATE |= {("runtime/devices/opening.py", "_LEFT")}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weightstream
+from weightstream.plan.hit_curves import CURVES, curve_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,14 +47,27 @@ def tiny(shape: Any) -> Any:
     return shape._replace(sizes=dict(shape.sizes) | {name: TINY[name] for name in shape.sizes if name in TINY})
 
 
-@pytest.mark.few(1)
+@pytest.mark.parametrize("hits", ["uniform", *(curve.name for curve in CURVES)])
+def test_lru_has_the_hit_rates_of_the_table(hits: str, shapes: Any) -> None:
+    curve = shapes.HITS[hits]
+    num_rows, per_token = (128, 8) if hits == "uniform" else (curve.num_rows, curve.per_token)
+    shape = shapes.SHAPES["qwen3"]._replace(num_experts=num_rows, top_k=per_token)
+    steps = shapes.drawn(curve, shape, 2 * shapes.NUM_STEPS, 3)
+    assert all(len(set(used)) == per_token and set(used) <= set(range(num_rows)) for used in steps)
+    for num_slots in {*shapes.slots_of(shape), *(round(share * num_rows) for share, _ in curve.points)}:
+        if num_slots >= per_token:
+            found = shapes.hits(steps, num_slots)
+            assert found == pytest.approx(curve.at(num_slots / num_rows), abs=0.03), num_slots
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_lru_has_the_published_hit_rates(name: str, shapes: Any) -> None:
+def test_a_shape_has_a_table_of_its_own(name: str, shapes: Any) -> None:
+    """Each is drawn by a curve of a model like it, so that no probability is cut off."""
     shape = shapes.SHAPES[name]
-    seeds = [shapes.drawn(shape, shapes.NUM_STEPS, seed, uniform=False) for seed in range(8)]
-    for num_slots, share in shape.found.items():
-        found = sum(shapes.hits(steps, num_slots) for steps in seeds) / len(seeds)
-        assert found == pytest.approx(share, abs=0.02), num_slots
+    curve = curve_of(shape.num_experts, shape.top_k)
+    for num_slots in shapes.slots_of(shape):
+        found = shapes.hits(shapes.drawn(curve, shape, shapes.NUM_STEPS, 1), num_slots)
+        assert found == pytest.approx(curve.at(num_slots / shape.num_experts), abs=0.03)
 
 
 @pytest.mark.stress
@@ -61,7 +75,7 @@ def test_lru_has_the_published_hit_rates(name: str, shapes: Any) -> None:
 def test_experts_get_the_ids_of_the_table(name: str, batch: int, shapes: Any) -> None:
     shape = tiny(shapes.SHAPES[name])
     model = shapes.build(shape, 3, "cpu")
-    table = shapes.Table(model, shape, batch, "cpu", uniform=False)
+    table = shapes.Table(model, shape, batch, "cpu", curve_of(shape.num_experts, shape.top_k))
     seen: list[torch.Tensor] = []
     every = shapes.experts_of(model)
     for module in every:

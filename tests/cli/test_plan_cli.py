@@ -433,3 +433,16 @@ def test_by_tensor_parallelism(folder: Path, machine: Path, tmp_path: Path) -> N
         refused = planned(*flags)
         assert refused.exit_code == 2
         assert said in " ".join(refused.stderr.split())
+
+
+def test_the_assumed_hit_rates_are_named(machine: Path, tmp_path: Path) -> None:
+    """A model whose tokens use 4 of 128 experts, planned as gpt-oss-120b."""
+    sizes = {"num_experts": 128, "moe_intermediate_size": 256, "num_experts_per_tok": 4, "num_hidden_layers": 2}
+    architecture = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | architecture | sizes))
+    flags = ["--profile", str(machine), "--device-budget", "140MiB", "--host-budget", "30GiB", "--json"]
+    found = facts(CliRunner().invoke(app, ["plan", str(tmp_path), *flags]))
+    assert (found["hit_curve"], found["counted_rows"]) == ("gpt-oss-120b", 0)
+    assert 0 < found["found_share"] < 1
+    text = Plan.from_json(json.dumps(found["plan"])).predictions()["experts"]
+    assert re.search(r"finds about \d+ % there \(hits as measured on gpt-oss-120b\) and fetches", text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, llama, on_the_fly
+from checkpoints import CHECKPOINTS, MIXTURES, llama, merged, on_the_fly
 from safetensors import safe_open
 
 import weightstream
@@ -28,7 +28,8 @@ SHARES = (0.35, 0.7)
 # In CI one checkpoint per library streams from its file, and test_formats.py covers its other formats. One checkpoint
 # runs each of the other tests.
 # tried one does.
-IN_CI = ("bnb nf4", "bnb int8", "torchao float8", "fp8", "mxfp4", "gptq", "compressed w4a16")
+IN_CI = ("bnb nf4", "bnb int8", "torchao float8", "fp8", "mxfp4", "gptq", "compressed w4a16", *MIXTURES)
+PACKED = ("mxfp4", *MIXTURES)  # experts
 EVERY_SECOND = list(CHECKPOINTS)[1::2]
 
 
@@ -53,22 +54,22 @@ def in_files_nbytes(streamer: weightstream.Streamer) -> int:
 
 
 @pytest.mark.parametrize("name", only(CHECKPOINTS, *IN_CI), indirect=True)
-def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_streams_from_the_file(folder: Any, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)
     plain = loaded(path)
     with safe_open(path / "model.safetensors", "pt") as file:
         in_file = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    names = set(in_file if name in ("fp8", "mxfp4") else plain.state_dict())  # transformers has unpacked these
+    names = merged(in_file) if name in ("fp8", *PACKED) else set(plain.state_dict())  # transformers has unpacked these
     nbytes = sum(tensor.nbytes for tensor in in_file.values())
     wanted = [plain(IDS[:, : 7 + i]).logits for i in range(3)]
     # the larger share is for the stacks, and for one other format
-    for share in SHARES if name in ("gptq", "mxfp4") else SHARES[:1]:
+    for share in SHARES if name in ("gptq", *PACKED) else SHARES[:1]:
         with caplog.at_level(logging.WARNING, "weightstream"):
-            model = weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes), codec="none")
-        lines = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+            model = weightstream.from_pretrained(
+                path, device="cpu", device_budget=int(share * nbytes), codec="none", offload_folder=tmp_path
+            )
+        assert [record for record in caplog.records if record.name == "weightstream"] == []
         caplog.clear()
-        assert len(lines) == (name == "mxfp4")
-        assert all(text.endswith("GptOssExperts unpacks whole stacks of mxfp4") for text in lines)
         for i, logits in enumerate(wanted):
             assert torch.equal(model(IDS[:, : 7 + i]).logits, logits)
         streamer = model.weightstream
@@ -79,6 +80,8 @@ def test_streams_from_the_file(folder: Any, name: str, caplog: pytest.LogCapture
         if not name.startswith("bnb nf4"):  # CPUs with AVX-512 read these in another order
             least = 0.97 if name == "gptq" else 0.99  # its zero points differ from those in the file
             assert in_files_nbytes(streamer) > least * stats.model_nbytes
+        if name in PACKED:
+            assert not any(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
         streamer.remove()
         assert torch.equal(model(IDS[:, :7]).logits, wanted[0])
 
@@ -148,8 +151,6 @@ def test_a_compressed_pack_and_a_plan_without_files_are_refused(folder: Any, tmp
     path = folder("compressed w8a8")
     with pytest.raises(weightstream.UnsupportedError, match="packed unchanged: leave out codec='auto'"):
         pack(str(path), tmp_path / "pack", codec="auto")
-    with pytest.raises(weightstream.UnsupportedError, match="would write them; load it"):
-        weightstream.plan_model(folder("compressed w4a16"), device="cpu", device_budget="1MiB", dtype="float32")
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     with pytest.raises(weightstream.UnsupportedError, match="needs its files"):
         weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
@@ -180,7 +181,8 @@ def test_is_saved_as_it_is_loaded(folder: Any, name: str, tmp_path: Path) -> Non
     path = folder(name)
     model = weightstream.from_pretrained(path, device="cpu", device_budget=budget(path))
     wanted = model(IDS).logits
-    as_loaded = name.startswith("compressed")  # transformers cannot undo its changes to the other formats at load
+    # transformers cannot undo its changes to the other formats at load
+    as_loaded = name.startswith("compressed") or name in MIXTURES
     model.save_pretrained(tmp_path / "ours", save_original_format=as_loaded)
     assert torch.equal(model(IDS).logits, wanted)
     if name.startswith(("bnb nf4", "gptq")):  # a first forward rounds scales on CPUs with AVX-512; GPTQ is saved wrong

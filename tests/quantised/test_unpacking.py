@@ -16,10 +16,7 @@ from torch import nn
 
 import weightstream
 from weightstream.adapters.hf import hub
-from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.errors import OffloadError, UnsupportedError
-
-CPU = torch.device("cpu")
 
 
 def made(name: str) -> nn.Module:
@@ -155,11 +152,3 @@ def test_float8_without_kernels_runs_in_several_threads_once_it_is_plain_again(t
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(run, range(2)))
-
-
-def test_experts_of_float8_are_refused_without_kernels() -> None:
-    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    experts = finegrained.FP8Experts.__new__(finegrained.FP8Experts)
-    nn.Module.__init__(experts)
-    with pytest.raises(UnsupportedError, match="FP8Experts: experts in float8 need"):
-        unpack_late(nn.Sequential(experts), CPU)

@@ -122,9 +122,9 @@ def plan_of(
     """A plan in which experts are units of their own, with their stacks in one of `FORMS` and all else on the
     device."""
     grains = streamer._installed.replanning.inputs.grains
-    grain = next(grain for grain in grains if any(unit.picks for unit in grain.units))
+    grain = next(grain for grain in grains if any(unit.stacks for unit in grain.units))
     grain = grain.coded(streamer.plan.manifest.codes if codes is None else codes)
-    users = [[t for t in unit.tensors if len(t.shape) == 3] for unit in grain.units if unit.picks]
+    users = [[t for t in unit.tensors if t.alias in unit.stacks] for unit in grain.units if unit.stacks]
     stacks = frozenset(t.alias for of_unit in users for t in of_unit)
     if form == "coded":
         return Plan.build(grain, frozenset(grain.aliases), 0)

@@ -1,19 +1,19 @@
 """Expert caches: the stacks that are worth slots on the device, the number of slots, and the predicted hit rate.
 
 A step reads some rows of each stack. The share of hits is larger than the share of rows that have slots, as consecutive
-tokens use the same experts. Published measurements tell how much larger it is; the counts of a cache that ran correct
-them.
+tokens use the same experts. How much larger it is was measured on other models; the counts of a cache that ran correct
+that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil, exp, factorial, log, prod
 from typing import NamedTuple
 
 from weightstream.plan import cost
+from weightstream.plan.hit_curves import HitCurve, curve_of
 from weightstream.plan.manifest import Manifest, Profile, TensorSpec, Workload
 from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
@@ -24,18 +24,10 @@ _FETCH_RATE = 0.92  # share of the link's rate that the fetching kernel reaches 
 _HEADROOM = 1.02  # a compressed row may have more escapes than the mean of its stack
 _SLOT_NBYTES = 1024  # bytes of a slot that may be lost to alignment
 MAX_PREFETCHED_ROWS = 8  # per unit
-# Share of a token's rows that the router of a layer predicts from the states of the layer before: 0.66 to 0.88
-# (github.com/Helldez/BigMoeOnEdge/issues/9).
-_RECALL = 0.75
 LEAST_USED = 0.25  # share of prefetched rows that are used; below it the device prefetches no longer
-# Share of the rows in slots -> hit rate, with least recently used rows evicted first. For models in which a token uses
-# few of many experts (Qwen3-30B-A3B; github.com/kekzl/imp/issues/1359), and more of few (Mixtral; arXiv 2312.17238).
-_OF_MANY = ((0.0, 0.0), (0.094, 0.46), (0.25, 0.77), (0.5, 0.92), (1.0, 1.0))
-_OF_FEW = ((0.0, 0.0), (0.25, 0.40), (0.5, 0.67), (0.75, 0.87), (1.0, 1.0))
-_MANY = 8  # rows of a stack for each row that a token uses, from which `_OF_MANY` holds
-_WORTH = 100  # the published hit rate weighs as much as this many counted rows
+_WORTH = 100  # a measured curve weighs as much as this many counted rows
 NEARLY_ALL = 2  # ids per row: drawn evenly they name 86 % of the rows, so whole stacks are read
-_TILE = 4096  # weights: a row that is read alone has a multiple of these
+_TILE = 4096  # weights: a compressed row that is read alone has a multiple of these
 
 
 class Counts(NamedTuple):
@@ -91,15 +83,11 @@ def stacks_of(manifest: Manifest, profile: Profile) -> dict[int, list[TensorSpec
     """The stacks of each unit that picks rows of them in a step, by the index of the unit."""
     stacks_by_unit = {}
     for index, unit in enumerate(manifest.units):
-        stacks = [t for t in unit.tensors if _is_stack(t) and len(manifest.users[t.alias]) == 1]
-        picks = unit.picks and not unit.enclosing  # units inside of it would use the buffer
-        if picks and stacks and profile.picked and 0 < profile.picked[index].share <= NEARLY_ALL:
+        stacks = [t for t in unit.tensors if t.alias in unit.stacks and len(manifest.users[t.alias]) == 1]
+        is_alone = not unit.enclosing  # else units inside of it would use the buffer
+        if is_alone and stacks and profile.picked and 0 < profile.picked[index].share <= NEARLY_ALL:
             stacks_by_unit[index] = stacks
     return stacks_by_unit
-
-
-def _is_stack(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) == 3 and prod(tensor.shape[1:]) % _TILE == 0
 
 
 def caches(
@@ -123,7 +111,7 @@ def caches(
     picked = max(round(profile.picked[u].share * of_unit[0].shape[0]) for u, of_unit in stacks.items())
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
-    for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes}):
+    for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
         if 0 < len(coded) < len(held):
             continue
@@ -217,6 +205,8 @@ def with_predictions(
         slots_nbytes=cached.slots_nbytes,
         ahead=cached.ahead,
         found_share=1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
+        hit_curve=_curve_names(manifest, profile, workload),
+        counted_rows=counts.num_rows if counts else 0,
         fetched_nbytes=fetched_nbytes,
     )
 
@@ -251,8 +241,9 @@ def _fetched(
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
         prefetch = _Prefetch(0.0, 0.0)
         if found and cached.ahead:
-            different = _law(num_rows, num_picked, cached.num_slots, workload).num_different
-            prefetch = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, counts)
+            different = _hits(num_rows, num_picked, cached.num_slots, workload).num_different
+            recall = _curve(num_rows, num_picked, workload).recall
+            prefetch = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, recall, counts)
         row_nbytes = sum(cached.sizes[t.alias] for t in of_unit if t.alias in cached.sizes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
         found[index] = _Fetch((missed - prefetch.used) * row_nbytes, prefetch.fetched * row_nbytes, calls)
@@ -267,15 +258,21 @@ class _Prefetch(NamedTuple):
 
 
 def _guessed(
-    missed: float, different: float, num_slots: int, num_rows: int, most: int, counts: Counts | None
+    missed: float,
+    different: float,
+    num_slots: int,
+    num_rows: int,
+    most: int,
+    recall: float,
+    counts: Counts | None,
 ) -> _Prefetch:
     """The prefetch for a call that names `different` rows, `missed` of them in no slot.
 
     Wrong guesses are in slots as often as any rows. The number of guesses that are in no slot is random (Poisson), and
     `most` of them at most are fetched. Slots of rows that the last call used are not overwritten.
     """
-    right, most = _RECALL * missed, min(most, max(0, num_slots - ceil(different)))
-    guessed = right + (1 - _RECALL) * different * (1 - num_slots / num_rows)
+    right, most = recall * missed, min(most, max(0, num_slots - ceil(different)))
+    guessed = right + (1 - recall) * different * (1 - num_slots / num_rows)
     ahead = most - sum((most - num) * exp(-guessed) * guessed**num / factorial(num) for num in range(most))
     share = right / guessed if guessed else 0.0
     if counts is not None:
@@ -300,9 +297,9 @@ def _missed(
     num_rows: int, num_picked: float, num_slots: int, workload: Workload | None, counts: Counts | None = None
 ) -> float:
     """Rows of a stack that a step has to fetch: of the rows that it picks, those that differ and are in no slot."""
-    law = _law(num_rows, num_picked, num_slots, workload)
+    hits = _hits(num_rows, num_picked, num_slots, workload)
     bend = 1.0 if counts is None else _bend(counts, num_rows, num_picked / _num_tokens(workload))
-    missed: float = law.num_different * (1 - law.hit_share) ** bend
+    missed: float = hits.num_different * (1 - hits.share) ** bend
     return missed
 
 
@@ -310,11 +307,11 @@ class _Hits(NamedTuple):
     """Different rows of a stack that a step picks, and the share of them that is in slots."""
 
     num_different: float
-    hit_share: float
+    share: float
 
 
-def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> _Hits:
-    """The rows of a step, by the published hit rates.
+def _hits(num_rows: int, num_picked: float, num_slots: int, workload: Workload | None) -> _Hits:
+    """The rows of a step, by a measured curve.
 
     Sequences of a batch use different experts. So the more there are, the closer is the hit rate to the share of rows
     that have slots.
@@ -322,26 +319,29 @@ def _law(num_rows: int, num_picked: float, num_slots: int, workload: Workload | 
     num_tokens, batch = _num_tokens(workload), workload.batch if workload else 1
     different = num_rows * (1 - (1 - 1 / num_rows) ** num_picked) if num_tokens > 1 else num_picked
     share = num_slots / num_rows
-    law = _OF_MANY if num_rows * num_tokens >= _MANY * num_picked else _OF_FEW
-    return _Hits(different, share + (_at(law, share) - share) / batch**0.5)
+    alone = _curve(num_rows, num_picked, workload).at(share)
+    return _Hits(different, share + (alone - share) / batch**0.5)
+
+
+def _curve(num_rows: int, num_picked: float, workload: Workload | None) -> HitCurve:
+    """The measured curve for a stack of which a step picks so many rows."""
+    return curve_of(num_rows, num_picked / _num_tokens(workload))
+
+
+def _curve_names(manifest: Manifest, profile: Profile, workload: Workload | None) -> str:
+    """The models whose curves are used for the stacks of this one; usually one."""
+    shapes = {(of_unit[0].shape[0], profile.picked[u].share) for u, of_unit in stacks_of(manifest, profile).items()}
+    return ", ".join(sorted({_curve(rows, share * rows, workload).name for rows, share in shapes}))
 
 
 def _bend(counts: Counts, num_rows: int, per_token: float) -> float:
-    """The exponent of the miss rate with which the law agrees with the counts; nearly 1 if few rows were counted."""
-    law = _law(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
-    if not 0 < law.hit_share < 1:
+    """The exponent of the miss rate with which the curve agrees with the counts; nearly 1 if few rows were counted."""
+    hits = _hits(num_rows, per_token * _num_tokens(counts.workload), counts.num_slots, counts.workload)
+    if not 0 < hits.share < 1:
         return 1.0
-    missed = (counts.fetched + _WORTH * (1 - law.hit_share)) / (counts.num_rows + _WORTH)
-    return log(missed) / log(1 - law.hit_share)
+    missed = (counts.fetched + _WORTH * (1 - hits.share)) / (counts.num_rows + _WORTH)
+    return log(missed) / log(1 - hits.share)
 
 
 def _num_tokens(workload: Workload | None) -> int:
     return workload.batch * workload.tokens if workload else 1
-
-
-def _at(law: tuple[tuple[float, float], ...], x: float) -> float:
-    """Linear interpolation between the points of a law."""
-    for (x0, y0), (x1, y1) in pairwise(law):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return 1.0

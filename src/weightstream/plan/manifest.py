@@ -57,14 +57,14 @@ class UnitSpec:
         enclosing: its forward contains other units. It is in use while they run, so its weights stay resident.
         layer: the index of its block among the repeated blocks; None outside of them. The classic settings select by
             this index.
-        picks: its forward may read only some matrices of its stacks, as a mixture of experts does.
+        stacks: alias groups of which its forward may read only some rows, as a mixture of experts does.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     enclosing: bool = False
     layer: int | None = None
-    picks: bool = False
+    stacks: frozenset[str] = frozenset()
 
     def aliases(self) -> dict[str, int]:
         """Alias group -> bytes, in order of first appearance, each once."""

@@ -61,6 +61,8 @@ class Plan(PlanReport):
         slots_nbytes: bytes of the slots of all units.
         ahead: rows that a step in a CUDA graph prefetches for the unit that follows.
         found_share: predicted share of a step's rows that are in slots.
+        hit_curve: name of the model whose measured hit rates that assumes; "": nothing is cached.
+        counted_rows: rows that caches of this model have counted, by which the measured rates are corrected.
         fetched_nbytes: predicted bytes that a step in a CUDA graph fetches into slots.
         passes: predicted seconds of passes of several tokens; empty: none are planned.
     """
@@ -69,7 +71,7 @@ class Plan(PlanReport):
         *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
         *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
         *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
-        *("num_slots", "slots_nbytes", "ahead", "found_share", "fetched_nbytes"),
+        *("num_slots", "slots_nbytes", "ahead", "found_share", "counted_rows", "fetched_nbytes"),
     )
 
     manifest: Manifest
@@ -98,6 +100,8 @@ class Plan(PlanReport):
     slots_nbytes: int = 0
     ahead: int = 0
     found_share: float = 0.0
+    hit_curve: str = ""
+    counted_rows: int = 0
     fetched_nbytes: int = 0
     passes: tuple[PassSeconds, ...] = ()
 
@@ -292,9 +296,11 @@ class Plan(PlanReport):
             lines["weights"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
         if self.cached:
             ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
+            counted = f", corrected by {self.counted_rows:,} counted ones" if self.counted_rows else ""
+            source = f" (hits as measured on {self.hit_curve}{counted})" if self.hit_curve else ""
             lines["experts"] = (
                 f"{self.num_slots} slots for those of a layer, {human(self.slots_nbytes)} in all; a step finds about "
-                f"{100 * self.found_share:.0f} % there and fetches {human(self.fetched_nbytes)}{ahead}"
+                f"{100 * self.found_share:.0f} % there{source} and fetches {human(self.fetched_nbytes)}{ahead}"
             )
         if len(self.passes) > 1:
             lines["passes"] = _passes_text(self.passes)
@@ -310,6 +316,7 @@ class Plan(PlanReport):
             "nbytes": self.manifest.decoded_nbytes,
             "held_nbytes": self.manifest.nbytes,
             "machine": self.machine or None,
+            "hit_curve": self.hit_curve or None,
             "compressed_nbytes": sum(self.manifest.codes.values()),
             "passes": [asdict(each) for each in self.passes],
         }

@@ -264,7 +264,7 @@ class Planner:
             device_s, host_s, after_share = unit_seconds(ops, profile)
             captured_ops = (self.demand.captured or work).get(unit.name, ())
             captured_s = unit_seconds(captured_ops, profile).device_s - device_s
-            copies = [op for op in ops if unit.picks and op.picked]
+            copies = [op for op in ops if unit.stacks and op.picked]
             share = max((op.picked for op in copies), default=0.0)
             picked.append(Picked(share, sum(op.seconds(profile) for op in copies)))
             if unit.name in self.unit_s:
@@ -328,7 +328,7 @@ class Planner:
         """
         is_tried = self._chooses and self.share is None and self.config.pin_memory
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
-        if budget is None or manifest.nbytes <= budget or not any(unit.picks for unit in manifest.units):
+        if budget is None or manifest.nbytes <= budget or not any(unit.stacks for unit in manifest.units):
             return None
         profile = self.profile(manifest)
         caches = expert_cache.caches(manifest, sizes, profile, budget, self.demand.workload, self.counts)

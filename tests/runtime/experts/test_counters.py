@@ -190,7 +190,7 @@ def test_a_trace_has_the_counts_of_its_time(tmp_path: Path) -> None:
             steps(model, 5, 6)
             during = traffic(streamer)
         steps(model, 5, 11)
-        names = [unit.name for unit in streamer.plan.manifest.units if unit.picks]
+        names = [unit.name for unit in streamer.plan.manifest.units if unit.stacks]
         plan = streamer.plan
     assert list(trace.experts) == names
     assert len(names) == NUM_LAYERS

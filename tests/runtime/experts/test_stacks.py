@@ -245,6 +245,6 @@ def test_a_stack_on_disk_is_refused(tmp_path: Path, cache: PageCache) -> None:
 
 
 def test_a_weight_that_is_not_a_stack_is_refused() -> None:
-    (group,) = groups(torch.nn.Linear(64, 64, bias=False)).values()
+    (group,) = groups(torch.nn.LayerNorm(64, bias=False)).values()
     home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
     assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")

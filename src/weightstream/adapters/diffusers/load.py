@@ -327,7 +327,7 @@ class _Load:
         if options.verify:
             self.checkpoint.verify()
         self._folder = OffloadFolder(options.offload_folder) if options.may_write else None
-        self._homing = Homing(file.parent, self._memories, self._folder)
+        self._homing = Homing(self._memories, self._folder)
         # tensors of a GGUF file that are not quantised are in float32 to lose nothing; the model has them in this dtype
         self._dtype = load_dtype(options.dtype, None if is_gguf else self.checkpoint)
         coded = [entry.layout for entry in self.checkpoint.entries.values() if entry.layout is not None]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from weightstream.errors import UnsupportedError
 from weightstream.runtime.tensors.leaves import Role, Shell, behind
 from weightstream.store import malloc
 from weightstream.store.folder import OffloadFolder
@@ -24,18 +23,16 @@ _SMALL_NBYTES = 4096  # tensors besides a quantised weight, such as scales, stay
 class Homing:
     """The file backing of one load, for the thread that constructs it.
 
-    A tensor that views one of `memories` stays as it is. Without a `folder` a tensor that would have to be written is
-    refused.
+    A tensor that views one of `memories` stays as it is. Without a `folder` the model is only described, so a tensor
+    that would have to be written gets memory without values, which takes no RAM.
     """
 
     def __init__(
         self,
-        where: object,
         memories: Callable[[], Iterable[Memory]],
         folder: OffloadFolder | None,
     ) -> None:
-        self.refused: UnsupportedError | None = None
-        self._where = where
+        self.num_without_values = 0
         self._memories = memories
         self._folder = folder
         self._written: set[int] = set()  # addresses in the folder
@@ -58,20 +55,14 @@ class Homing:
         return threading.get_ident() == self._thread
 
     def home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it views a file or lazy memory, else an equal one in a file of the folder.
-
-        Raises `UnsupportedError` where there is no folder.
-        """
+        """The tensor itself if it views a file or lazy memory, else an equal one in a file of the folder."""
         address = tensor.data_ptr()
         is_homed = address in self._written or any(m.locate(address) is not None for m in self._memories())
         if not tensor.numel() or (tensor.is_contiguous() and is_homed):
             return tensor
         if self._folder is None:
-            self.refused = UnsupportedError(
-                f"{self._where}: {name} is made anew, as tensors are joined or cast: to plan or pack such a model "
-                "would write them; load it"
-            )
-            raise self.refused
+            self.num_without_values += 1
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         self._freed_nbytes += tensor.nbytes
         if self._freed_nbytes >= _TRIM_NBYTES:
             malloc.trim()

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf import gptq, private
-from weightstream.adapters.hf.packed_formats import packed_stacks
-from weightstream.errors import UnsupportedError
+from weightstream.adapters.hf.packed_formats import leaves_of, packed_stacks
+from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
 Restore = Callable[[], None]
-Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, torch.Tensor]]  # (module, input) -> weights by name
+Unpacked = Callable[[nn.Module, torch.Tensor], Mapping[str, Any]]  # (module, input) -> weights by name, or substitutes
 _CASTING = "layerwise_casting"  # the name of a hook of diffusers
 _UNPACKS = "_weightstream_unpacks"  # the name of a forward of ours
 
@@ -55,7 +55,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
 
 
 @contextmanager
-def _showing(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _showing(module: nn.Module, tensors: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the module has these tensors, which hide its own ones of the same names."""
     module.__dict__.update(tensors)
     try:
@@ -128,6 +128,10 @@ class UnpackingForward:
         self._lock = threading.RLock()  # the tensors are for one forward at a time
         self.__wrapped__ = replaced or MethodType(type(module).forward, module)  # gives this one its signature
 
+    def runs_class_of(self, module: nn.Module) -> bool:
+        """Whether it runs the forward of the class of this module."""
+        return self._module is module and self._replaced is None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
@@ -135,8 +139,22 @@ class UnpackingForward:
                 return self._replaced(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
+    @property
+    def __func__(self) -> _Unbound:
+        return _Unbound(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return UnpackingForward, (self._module, self._unpacked, self._replaced)
+
+
+class _Unbound:
+    """The function of a forward, for libraries that call it with the module. It is copied with the module."""
+
+    def __init__(self, forward: UnpackingForward) -> None:
+        self._forward = forward
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
 
 
 def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Callable[[], bool]) -> None:
@@ -147,26 +165,15 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     forward = module.__dict__.get("forward")
     is_done = getattr(forward, "__name__", "") == _UNPACKS
     if packed_stacks(module) and not is_done:
-        module.__dict__["forward"] = UnpackingForward(module, _stacks_unpacked, forward)
+        module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return
-    fp8 = private.fp8_use(module)
-    if is_done or not any(fp8) or has_kernels():
+    if is_done or not private.fp8_use(module).is_linear or has_kernels():
         return
-    if fp8.are_experts and device.type == "meta":
-        return  # the device where they are going to compute is not known
-    if fp8.are_experts:
-        raise UnsupportedError(
-            f"{type(module).__name__}: experts in float8 need transformers' kernels, which are not available here: pip "
-            "install kernels (a GPU of compute capability 8.9 or more), or load the model with dequantize=True"
-        )
     module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
 
-def _stacks_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {
-        name: stack.format.unpacked(tuple(getattr(module, leaf) for leaf in stack.leaves), stack.dtype)
-        for name, stack in packed_stacks(module).items()
-    }
+def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
+    return {name: PackedMatrices(stack, leaves_of(module, stack)) for name, stack in packed_stacks(module).items()}
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -53,6 +53,7 @@ from weightstream.settings.config import OffloadConfig, no_such_option
 from weightstream.store import malloc
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
+from weightstream.store.header import torch_dtype
 from weightstream.store.lazy import LazyMemory
 from weightstream.store.mapping import FileMapping, Memory
 
@@ -125,7 +126,7 @@ def load_pretrained(
         offload_folder: where a folder is made for weights that transformers converts, that are decompressed, or that a
             `quantization_config` quantises, one by one on `device`; None: the directory of temporary files.
         decode: called with the dtypes of compressed weights; True: they are written to the folder decompressed.
-        may_write: without it a model that needs the folder is refused.
+        may_write: without it the model is only described: a tensor that would need the folder has no values.
         model_config: used instead of config.json.
         allow_missing: weights that the checkpoint lacks get random values.
         distributed_config: the model has the shards of this process.
@@ -260,9 +261,10 @@ class _ReadEarly(Exception):
     """Code read weights that had no values yet."""
 
 
-class _GatheredExperts(NamedTuple):
-    """Experts in fine-grained float8, and what transformers converts for them."""
+class _PackedTensors(NamedTuple):
+    """Experts that stay packed, tensors that transformers joins for them and for others, and its conversions."""
 
+    experts: private.PackedExperts | None
     gathered: GatheredTensors
     conversions: list[Any]
 
@@ -293,7 +295,7 @@ class _Load:
         self._is_read = source.adapter is not None or private.has_own_load(cls)
         self._reading: private.StandInLoad | None = None
         self._coded = {name: entry.layout for name, entry in checkpoint.entries.items() if entry.layout is not None}
-        self._homing = Homing(self._where, self._memories, folder if may_write else None)
+        self._homing = Homing(self._memories, folder if may_write else None)
 
     def run(self, wants_plain: Callable[[Collection[str]], bool], device: torch.device) -> Any:
         """The model. Compressed weights are written decompressed to the folder where `wants_plain` says so of their
@@ -332,6 +334,11 @@ class _Load:
                 model = self._build(sources)
         finally:
             malloc.trim()
+        if self._homing.num_without_values:
+            raise UnsupportedError(
+                f"{self._where}: config.json names a quantisation that transformers does not apply: its weights would "
+                "be converted, so it is neither planned nor packed; load it"
+            )
         if used:
             private.remember_conversions(model, targets.conversions)
         for memory in checkpoint.lazy.values():
@@ -386,20 +393,20 @@ class _Load:
         if self._coded:
             raise CheckpointError(f"{self._where}: a quantised checkpoint that is compressed as well is not supported")
         self._options["device_map"] = {"": "cpu"}  # else its weights would go to a GPU
-        experts = self._gathered_fp8()
-        names = sorted(self._checkpoint.entries.keys() - experts.gathered.used)
+        packed = self._gathered_packed()
+        names = sorted(self._checkpoint.entries.keys() - packed.gathered.used)
         sources = {name: self._tensor(name, decode=False) for name in names}
         take_tensors = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
-            private.keeping_quantised(self._checkpoint.metadata),
+            private.keeping_quantised(self._checkpoint.metadata, packed.experts),
             private.quantising_on(device, take_tensors),
             private.kernels_for(device, take_tensors),
         ):
-            sources |= {name: tensor[...] for name, tensor in experts.gathered.tensors.items()}
+            sources |= {name: tensor[...] for name, tensor in packed.gathered.tensors.items()}
             model = self._build(sources)
-        if experts.gathered.used:
-            private.remember_conversions(model, experts.conversions)
+        if packed.gathered.used:
+            private.remember_conversions(model, packed.conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
                 "%d tensors were quantised, or brought into the order of a kernel: %s written to %s for this "
@@ -408,19 +415,20 @@ class _Load:
             )
         return model
 
-    def _gathered_fp8(self) -> _GatheredExperts:
-        """As `gather`, for the experts of a checkpoint in fine-grained float8, which are single matrices in the file,
-        and for their scales."""
-        config = copy.deepcopy(self._options["config"])
+    def _gathered_packed(self) -> _PackedTensors:
+        """As `gather`, for the experts of a checkpoint that stay packed: single matrices in the file, and scales."""
+        config, entries = copy.deepcopy(self._options["config"]), self._checkpoint.entries
         requantises = self._options.get("quantization_config")
-        if requantises or (quantizer := private.fp8_quantizer(config.quantization_config)) is None:
-            return _GatheredExperts(GatheredTensors({}, set()), [])
+        if requantises or (quantizer := private.packing_quantizer(config.quantization_config)) is None:
+            return _PackedTensors(None, GatheredTensors({}, set()), [])
         skeleton = build(self._cls, config, self._options["dtype"])
-        with private.keeping_quantised(self._checkpoint.metadata):
-            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
         mapping = self._options.get("key_mapping")
-        targets = private.places(skeleton, self._checkpoint.entries, mapping)
-        return _GatheredExperts(self._gather(skeleton, targets.by_name), targets.conversions)
+        shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in entries.values()}
+        experts = private.packed_experts(skeleton, quantizer, shown, mapping)
+        with private.keeping_quantised(self._checkpoint.metadata, experts):
+            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
+            targets = private.places(skeleton, entries, mapping)
+            return _PackedTensors(experts, self._gather(skeleton, targets.by_name), targets.conversions)
 
     def _gather(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> GatheredTensors:
         """As `gather`; nothing is gathered where weights may be read during the load."""
@@ -522,8 +530,6 @@ class _Load:
             except UnsupportedError:
                 raise
             except RuntimeError as error:
-                if self._homing.refused is not None:
-                    raise self._homing.refused from error
                 raise CheckpointError(f"{self._where}: transformers: {error}\n{''.join(report)}") from error
 
     def _refuse_zeros(self, error: Exception | None = None) -> None:

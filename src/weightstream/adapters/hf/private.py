@@ -14,9 +14,10 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters.hf import gptq
 from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed
+from weightstream.errors import UnsupportedError
 from weightstream.runtime.tensors.undo import Undo
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
@@ -155,13 +157,18 @@ def _conversions(model: Any, mapping: Mapping[str, str] | None = None) -> list[A
     return conversions
 
 
-def fp8_quantizer(quantization: Any) -> Any | None:
-    """The quantizer of transformers for a checkpoint in fine-grained float8 that is not dequantised; else None."""
+def packing_quantizer(quantization: Any) -> Any | None:
+    """The quantizer of transformers for a checkpoint whose experts may stay packed, as they are not dequantised at
+    load; else None."""
     from transformers.quantizers import AutoHfQuantizer
 
     config = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
-    is_kept = config.get("quant_method") == "fp8" and not config.get("dequantize")
-    return AutoHfQuantizer.from_config(config, pre_quantized=True) if is_kept else None
+    if config.get("quant_method") not in _PARTS or config.get("dequantize"):
+        return None
+    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    with _without_fp8_checks():
+        quantizer.validate_environment()
+    return quantizer
 
 
 def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
@@ -171,11 +178,13 @@ def use_quantizer(model: Any, quantizer: Any, dtype: torch.dtype) -> None:
 
 
 @contextlib.contextmanager
-def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
+def keeping_quantised(metadata: Mapping[str, str], experts: PackedExperts | None = None) -> Iterator[None]:
     """Inside, float8 and mxfp4 are loaded packed, with or without kernels, and torchao finds the metadata of its
-    tensors, which transformers would read from the header of a file."""
+    tensors, which transformers would read from the header of a file.
+
+    `experts` hold their stacks as the leaves that the file has; None: as transformers' own modules, which need kernels.
+    """
     from transformers.integrations.mxfp4 import Mxfp4Dequantize
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 
@@ -189,13 +198,23 @@ def keeping_quantised(metadata: Mapping[str, str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind, name, value in (
             (TorchAoHfQuantizer, "metadata", dict(metadata)),
-            (FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None),
             (Mxfp4HfQuantizer, "validate_environment", without_kernels),
             (Mxfp4HfQuantizer, "postprocess_model", packed),
             (Mxfp4Dequantize, "convert", _keep_mxfp4),
         ):
             stack.enter_context(set_inside(kind, name, value))
+        stack.enter_context(_without_fp8_checks())
+        if experts is not None:
+            stack.enter_context(_merging_parts())
+            stack.enter_context(_holding(experts))
         yield
+
+
+def _without_fp8_checks() -> AbstractContextManager[None]:
+    """Inside, float8 stays as it is where transformers finds no kernels for it."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    return set_inside(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
 
 
 @contextlib.contextmanager
@@ -242,7 +261,268 @@ def _mxfp4_matrices(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
     return found
 
 
+def is_grouped_product(func: Any) -> bool:
+    """Whether this is a function by which grouped_mm multiplies groups of rows by their matrices."""
+    return getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm", GROUPED_MM.rpartition("::")[2])
+
+
 MXFP4 = PackedFormat(name="mxfp4", suffixes=("_blocks", "_scales"), unpack=_mxfp4_matrices)
+
+
+# -- experts of which the file has one matrix each, with its scales ----------------------------------------------------
+
+# By method: what may follow `weight` in a tensor's name. A stack's leaf has the name that transformers gives it in its
+# own modules for float8, and in its copies of converters: that of the stack and the same ending. So the weights
+# themselves have the name of the stack, also in layers that a checkpoint leaves unquantised.
+_PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "fp8": ("", "_scale_inv"),
+        "compressed-tensors": ("", "_packed", "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx"),
+    }
+)
+_SHAPE = "_shape"  # of each matrix: saved with it, but the stack has the same shape
+_LOAD_ELSEWHERE = "to dequantise it at load, load it with transformers and pass the model to weightstream.offload()"
+
+PackedExperts = Mapping[str, Mapping[str, "ExpertLeaves"]]  # by the path of their module and the name of a stack
+
+
+class ExpertLeaves(NamedTuple):
+    """A stack of experts.
+
+    Attributes:
+        format: how it is packed.
+        leaves: its leaves on meta, by name.
+        others: tensors that are only saved with it, on meta, by name.
+        plain: the unpacked stack that transformers would make, on meta.
+    """
+
+    format: PackedFormat
+    leaves: Mapping[str, torch.Tensor]
+    others: Mapping[str, torch.Tensor]
+    plain: torch.Tensor
+
+
+def _fp8_matrices(weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """From float8 (rows, N, K) and scales of blocks (rows, n, k): matrices (rows, N, K)."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    found: torch.Tensor = Fp8Dequantize(None)._dequantize_one(weights, scales, dtype)
+    return found
+
+
+def _compressed_float8_matrices(weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """From float8 (rows, N, K) and scales (rows, N, 1), or (rows, parts): matrices (rows, N, K).
+
+    The arithmetic of transformers' `CompressedTensorsDequantize`, which has no function for it.
+    """
+    scales = scales.reshape(len(weights), -1, 1, 1).to(torch.float32)
+    parts = weights.to(torch.float32).unflatten(1, (scales.shape[1], -1))
+    found: torch.Tensor = (parts * scales).to(dtype).flatten(1, 2)
+    return found
+
+
+def _compressed_int_matrices(
+    packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, num_bits: int, group_size: int | None
+) -> torch.Tensor:
+    """From words (rows, N, K * num_bits / 32) and scales (rows, N, groups): matrices (rows, N, K), in the dtype of the
+    scales, whatever the model's is: transformers does not cast them."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    rows, height, words = packed.shape
+    shape = torch.Size((rows * height, words * 32 // num_bits))
+    tensors = {"weight_packed": packed.flatten(0, 1), "weight_scale": scales.flatten(0, 1), "weight_shape": shape}
+    decompress = BaseCompressor.get_value_from_registry("pack-quantized").decompress
+    found: torch.Tensor = decompress(tensors, _int_scheme(num_bits, group_size))["weight"]
+    return found.view(rows, height, -1)
+
+
+@cache
+def _int_scheme(num_bits: int, group_size: int | None) -> Any:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = "channel" if group_size is None else "group"
+    weights = QuantizationArgs(num_bits=num_bits, type="int", strategy=strategy, group_size=group_size, symmetric=True)
+    return QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
+
+
+FP8_BLOCKS = PackedFormat(name="block float8", suffixes=("", "_scale_inv"), unpack=_fp8_matrices)
+COMPRESSED_FLOAT8 = PackedFormat(
+    name="compressed-tensors float8", suffixes=("", "_scale"), unpack=_compressed_float8_matrices
+)
+COMPRESSED_INT = PackedFormat(
+    name="compressed-tensors int", suffixes=("_packed", "_scale"), unpack=_compressed_int_matrices
+)
+
+
+def _packed_format(quantizer: Any, parts: Collection[str]) -> PackedFormat:
+    """The format of experts whose tensors in the file end in these parts.
+
+    Raises `UnsupportedError` with the reason where transformers does not make their matrices, or other ones.
+    """
+    if quantizer.quantization_config.quant_method == "fp8":
+        return FP8_BLOCKS
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import QuantizationStrategy
+    from transformers.integrations.compressed_tensors import get_experts_scheme
+
+    config = quantizer.compressor.quantization_config
+    scheme = get_experts_scheme(config)
+    weights, packing = scheme.weights, CompressionFormat(scheme.format or config.format).value
+    is_float8, strategy = (
+        weights.type == "float" and weights.num_bits == 8,
+        QuantizationStrategy(weights.strategy).value,
+    )
+    if is_float8 and strategy in ("channel", "tensor"):
+        return COMPRESSED_FLOAT8
+    if is_float8:
+        reason = f"with a scale for each {strategy}: transformers multiplies experts by scales of rows only"
+    elif weights.type == "float":
+        reason = "transformers unpacks experts without their global scale, so to other values"
+    elif "_g_idx" in parts:
+        reason = "with actorder: transformers unpacks experts without weight_g_idx, so to other values"
+    elif not weights.symmetric:
+        reason = "asymmetric: transformers does not pass the zero points of experts on"
+    elif packing != "pack-quantized" or 32 % weights.num_bits or strategy not in ("channel", "group"):
+        reason = f"{weights.num_bits} bits, with a scale for each {strategy}: transformers does not unpack such experts"
+    else:
+        return dataclasses.replace(COMPRESSED_INT, settings=(weights.num_bits, weights.group_size))
+    raise UnsupportedError(f"experts in compressed-tensors' {packing}, {reason}")
+
+
+def packed_experts(
+    model: Any, quantizer: Any, tensors: Mapping[str, torch.Tensor], mapping: Mapping[str, str] | None = None
+) -> PackedExperts:
+    """The experts of an unquantised model on meta for which a checkpoint, of these tensors on meta, has packed ones.
+
+    transformers' own converters merge the tensors. Raises `UnsupportedError` for a format that cannot stay packed.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    parts = _PARTS[quantizer.quantization_config.quant_method]
+    with _merging_parts(), set_inside(model, "hf_quantizer", quantizer):
+        transforms = _conversions(model, mapping)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    stacks = {name: param for name, param in model.named_parameters() if param.ndim == 3}
+    state = model.state_dict() | {name + part: param for name, param in stacks.items() for part in parts}
+    sources: dict[str, dict[str, str | None]] = {}  # of each place: patterns by the names of tensors
+    for name in tensors:
+        place, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if place in state:
+            sources.setdefault(place, {})[name] = pattern
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+    def merged(place: str) -> torch.Tensor:
+        patterns = sources[place]
+        (first, pattern), *_ = patterns.items()
+        if pattern is None:
+            return tensors[first]
+        converter = copy.deepcopy(by_pattern[pattern])
+        for name, each in patterns.items():
+            converter.add_tensor(place, name, each, tensors[name])
+        found: torch.Tensor = converter.convert(place, model=model, config=model.config)[place]
+        return found
+
+    experts: dict[str, dict[str, ExpertLeaves]] = {}
+    for full, plain in stacks.items():
+        found = {part for part in parts if full + part in sources}
+        if found <= {""}:
+            continue
+        path, _, name = full.rpartition(".")
+        packed_format = _packed_format(quantizer, found)
+        try:
+            leaves = {name + suffix: merged(full + suffix) for suffix in packed_format.suffixes}
+            unpacked = packed_format.unpacked(tuple(leaves.values()), plain.dtype)
+        except (IndexError, KeyError, RuntimeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{full}: its {packed_format.name} does not merge into a stack ({error}); {_LOAD_ELSEWHERE}"
+            ) from error
+        if unpacked.shape != plain.shape:
+            raise UnsupportedError(
+                f"{full}: its {packed_format.name} unpacks to {tuple(unpacked.shape)}, not {tuple(plain.shape)}; "
+                f"{_LOAD_ELSEWHERE}"
+            )
+        others = {name + _SHAPE: merged(full + _SHAPE)} if _SHAPE in found else {}
+        experts.setdefault(path, {})[name] = ExpertLeaves(packed_format, leaves, others, unpacked)
+    return experts
+
+
+@contextlib.contextmanager
+def _merging_parts() -> Iterator[None]:
+    """Inside, each converter that merges the weights of experts has one copy for each of their parts."""
+    with contextlib.ExitStack() as stack:
+        for kind in _packing_quantizers():
+            update = kind.update_weight_conversions
+
+            def updated(self: Any, conversions: Any, *args: Any, plain: Any = update) -> Any:
+                parts, (merges, others) = _PARTS[self.quantization_config.quant_method], _split(conversions)
+                return [*(_of_part(each, part) for each in merges for part in parts), *plain(self, others, *args)]
+
+            stack.enter_context(set_inside(kind, "update_weight_conversions", updated))
+        yield
+
+
+@contextlib.contextmanager
+def _holding(experts: PackedExperts) -> Iterator[None]:
+    """Inside, the plain modules of experts stay in a model, and these hold their stacks as leaves on meta."""
+    with contextlib.ExitStack() as stack:
+        for kind in _packing_quantizers():
+            before = kind._process_model_before_weight_loading
+
+            def process(self: Any, model: Any, *args: Any, plain: Any = before, **kwargs: Any) -> Any:
+                modules = dict(model.named_modules())
+                result = plain(self, model, *args, **kwargs)
+                replaced = [path for path, module in model.named_modules() if fp8_use(module).are_experts]
+                for path in replaced:
+                    model.set_submodule(path, modules[path])
+                for path, stacks in experts.items():
+                    _hold(modules[path], stacks)
+                return result
+
+            stack.enter_context(set_inside(kind, "_process_model_before_weight_loading", process))
+        yield
+
+
+def _hold(module: torch.nn.Module, stacks: Mapping[str, ExpertLeaves]) -> None:
+    for name, (packed_format, leaves, others, plain) in stacks.items():
+        module._parameters[name] = torch.nn.Parameter(plain, requires_grad=False)
+        parameters = {leaf: torch.nn.Parameter(tensor, requires_grad=False) for leaf, tensor in leaves.items()}
+        hold_packed(module, name, packed_format, parameters)
+        for other, tensor in others.items():
+            module.register_buffer(other, tensor)
+    setattr(module, LOADED, True)  # a stack that is no parameter cannot be initialised
+
+
+def _packing_quantizers() -> tuple[Any, ...]:
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    return FineGrainedFP8HfQuantizer, CompressedTensorsHfQuantizer
+
+
+def _split(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The conversions that merge weights of experts, and the others."""
+    from transformers.core_model_loading import MergeModulelist
+
+    merges: list[Any] = []
+    others: list[Any] = []
+    for each in conversions:
+        is_merge = any(isinstance(op, MergeModulelist) for op in getattr(each, "operations", ()))
+        are_weights = all(re.search(r"\.weight\$?$", pattern) for pattern in each._original_source_patterns)
+        (merges if is_merge and are_weights else others).append(each)
+    return merges, others
+
+
+def _of_part(converter: Any, part: str) -> Any:
+    """A converter that does with a part of weights what this one does with weights."""
+    end = rf"{part}(?!\w)"  # transformers takes it away where a pattern is replaced by another one
+    sources, targets = (
+        [pattern.removesuffix("$") + end for pattern in patterns]
+        for patterns in (converter._original_source_patterns, converter._original_target_patterns)
+    )
+    copied = type(converter)(sources, targets, operations=list(converter.operations))
+    copied.scope_prefix, copied.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+    return copied
 
 
 @contextlib.contextmanager

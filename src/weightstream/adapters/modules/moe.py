@@ -20,15 +20,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from math import prod
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightstream.adapters.hf.packed_formats import packed_stacks
-from weightstream.codec.format import TILE
+from weightstream.adapters.hf.lazy_dequant import UnpackingForward
+from weightstream.adapters.hf.packed_formats import PackedStack, leaves_of, packed_stacks
+from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 
@@ -104,45 +105,62 @@ class _GroupedCase(NamedTuple):
 class ExpertForward:
     """How the forward of one module of experts reads single matrices of its stacks: implements `Picks`."""
 
-    def __init__(self, module: Any, names: Sequence[str], block: Any = None) -> None:
+    def __init__(self, module: Any, names: Mapping[str, Sequence[str]], block: Any = None) -> None:
         self._module = module
-        self._names = names
+        self._names = names  # of its stacks, and of the parameters that hold each
         self._block = block
         self._of_class: Callable[..., Any] = type(module).forward
         self._repeats: bool | None = None  # whether the block guessed the ids of a call; None: not tried yet
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """As `Picks.forward`."""
-        module, implementation = self._module, self._module.config._experts_implementation
-        owner = getattr(call.forward, "__self__", None)
-        is_plain = getattr(call.forward, "__func__", None) is self._of_class and owner is module
-        if implementation not in (_BY_ROW, _IN_PLACE) or not is_plain:  # not plain: another forward was assigned
+        implementation = self._module.config._experts_implementation
+        if implementation not in (_BY_ROW, _IN_PLACE) or not self._is_plain(call.forward):
             return None
-        inputs = _ExpertInputs.of(call)
-        stacks = {name: stack for name in self._names if (stack := module._parameters.get(name)) is not None}
-        stack_ids = {id(stack) for stack in stacks.values()}  # a stack that is computed from others is not a parameter
-        if inputs is None or len(stack_ids) < len(self._names) or not stack_ids.issuperset(rows.stacks):
+        inputs, stacks = _ExpertInputs.of(call), self.stacks
+        num_stacks = sum(map(len, self._names.values()))  # one that is computed from others is not a parameter
+        if inputs is None or len(stacks) < num_stacks or not {id(stack) for stack in stacks}.issuperset(rows.stacks):
             return None
         num_ids, by_row = inputs.ids.numel(), implementation == _BY_ROW
         places = rows.places(num_ids)  # asked in each call, as it remembers the number of ids
-        case = self._case(inputs, stacks.values()) if by_row else None
+        case = self._case(inputs, stacks) if by_row else None
         # a case that was not tried yet is tried in `_place`, which a capture does not allow
         may_group = case is not None and _EQUAL.get(case, not rows.capturing())
         if by_row and not may_group and num_ids <= rows.most:
-            return partial(self._select, rows, inputs, stacks)
-        return partial(self._place, rows, inputs, case) if places else None
+            return partial(self._select, rows, inputs)
+        if places:
+            return partial(self._place, rows, inputs, case)
+        is_packed = packed_stacks(self._module).keys() == self._names.keys()
+        return partial(self._stream, rows) if is_packed and not by_row and rows.streams() else None
 
-    def _select(
-        self,
-        rows: RowProvider,
-        inputs: _ExpertInputs,
-        stacks: Mapping[str, torch.Tensor],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    @property
+    def stacks(self) -> list[torch.Tensor]:
+        """As `Picks.stacks`."""
+        parameters, names = self._module._parameters, chain.from_iterable(self._names.values())
+        return [stack for name in names if (stack := parameters.get(name)) is not None]
+
+    def _is_plain(self, forward: Any) -> bool:
+        """Whether this runs the forward of the module's class; another one may have been assigned."""
+        if isinstance(forward, UnpackingForward):
+            return forward.runs_class_of(self._module)
+        is_of_class = getattr(forward, "__func__", None) is self._of_class
+        return is_of_class and getattr(forward, "__self__", None) is self._module
+
+    def _select(self, rows: RowProvider, inputs: _ExpertInputs, *args: Any, **kwargs: Any) -> Any:
         selected = rows.select(inputs.ids)
         self._look_ahead(rows, inputs)
-        others = {name: selected[id(stack)] for name, stack in stacks.items() if id(stack) in selected}
+        packed, others = packed_stacks(self._module), dict[str, Any]()
+        for name, leaves in self._names.items():
+            found = [selected.get(id(self._module._parameters[leaf])) for leaf in leaves]
+            if None not in found:
+                others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
+        return self._of_class(_StandIn(self._module, others), *args, **kwargs)
+
+    def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
+        others = {
+            name: PackedMatrices(stack, rows.stream([id(leaf) for leaf in leaves_of(self._module, stack)]))
+            for name, stack in packed_stacks(self._module).items()
+        }
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _place(
@@ -150,7 +168,9 @@ class ExpertForward:
     ) -> Any:
         rows.place(inputs.ids)
         self._look_ahead(rows, inputs)
-        module = self._module
+        packed = packed_stacks(self._module)
+        whole = {name: PackedMatrices(stack, leaves_of(self._module, stack)) for name, stack in packed.items()}
+        module = _StandIn(self._module, whole)
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():
             with _disable_current_modes():  # a mode that watches the call would see operators that are not the model's
@@ -202,7 +222,7 @@ class ExpertForward:
             return None
         inner = (module for module in self._module.modules() if module is not self._module)
         has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in inner)
-        if has_hooks or {hidden.dtype, *(stack.dtype for stack in stacks)} != {torch.bfloat16}:
+        if has_hooks or {hidden.dtype, *(stack.dtype for stack in stacks)} != {torch.bfloat16}:  # others if packed
             return None
         shapes = hidden.shape, ids.shape, *(stack.shape for stack in stacks)
         return _GroupedCase(type(self._module), hidden.device, shapes, cuda.product_settings())
@@ -211,12 +231,10 @@ class ExpertForward:
         """Reason why every call reads whole stacks, or None."""
         module, kind = self._module, type(self._module).__name__
         implementation = module.config._experts_implementation
-        if "forward" in vars(module):
+        if not self._is_plain(module.forward):
             return f"their forward is not that of {kind}"
         if implementation not in (_BY_ROW, _IN_PLACE):
             return f'experts_implementation "{implementation}" reads whole stacks: set "{_BY_ROW}"'
-        if any(prod(module._parameters[name].shape[1:]) % TILE for name in self._names):
-            return f"their matrices are not multiples of {TILE} weights"
         return None
 
 
@@ -240,6 +258,14 @@ def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], inputs: 
     return True
 
 
+def _unpacked(stack: PackedStack, selected: Sequence[Any], ids: torch.Tensor) -> PackedMatrices:
+    """A substitute for a packed stack, of which these rows are selected."""
+    if all(each.memory is not None for each in selected):
+        return PackedMatrices(stack, [each.memory for each in selected], selected[0].slots)
+    rows = [each[ids] for each in selected]
+    return PackedMatrices(stack, rows, torch.arange(ids.numel(), device=ids.device))
+
+
 def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return states
 
@@ -251,16 +277,18 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
     None also for stacks of one byte a weight (`FP8Experts`): they go to a kernel, which takes no substitute.
     """
     num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
-    if not isinstance(num, int) or not hasattr(type(module), "_apply_gate"):
+    is_known = isinstance(num, int) and hasattr(type(module), "_apply_gate")
+    if not is_known or not hasattr(config, "_experts_implementation"):
         return None
-    stacks = {name: param for name in _STACKS if isinstance(param := module._parameters.get(name), nn.Parameter)}
-    is_stacked = len(stacks) == 2 and all(param.ndim == 3 and len(param) == num for param in stacks.values())
-    is_indexed = is_stacked and all(param.dtype.itemsize > 1 for param in stacks.values())
-    return (
-        ExpertForward(module, list(stacks), block)
-        if is_indexed and hasattr(config, "_experts_implementation")
-        else None
-    )
+    packed, parameters = packed_stacks(module), module._parameters
+    names = {name: packed[name].leaves if name in packed else (name,) for name in _STACKS}
+    stacks = {
+        name: leaves for name, leaves in names.items() if all(parameters.get(leaf) is not None for leaf in leaves)
+    }
+    shapes = [packed[name].shape if name in packed else parameters[name].shape for name in stacks]  # type: ignore[union-attr]
+    is_stacked = len(stacks) == 2 and all(len(shape) == 3 and shape[0] == num for shape in shapes)
+    is_indexed = all(name in packed or parameters[name].dtype.itemsize > 1 for name in stacks)  # type: ignore[union-attr]
+    return ExpertForward(module, stacks, block) if is_stacked and is_indexed else None
 
 
 def why_whole(model: nn.Module) -> str | None:
@@ -291,8 +319,6 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 
 def _why_whole(module: nn.Module) -> str | None:
     kind = type(module).__name__
-    if stacks := packed_stacks(module):
-        return f"{kind} unpacks whole stacks of {' and '.join(sorted({each.format.name for each in stacks.values()}))}"
     if (picks := picks_of(module)) is not None:
         return picks.why_whole()
     if any(name.endswith(_FUSED) for name, _ in module.named_parameters()):

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.tracing import meta_copy
 from weightstream.errors import UnsupportedError
 
@@ -55,6 +56,13 @@ _HOLDERS = (  # classes of the standard library whose objects are searched
 _HOOKS = frozenset(vars(nn.Module())) - {"_modules", "_buffers", "_parameters"}
 
 
+def _is_own(module: nn.Module, forward: Any) -> bool:
+    """Whether a copy of the module has a copy of this forward, which runs the copy."""
+    if isinstance(forward, UnpackingForward):
+        return forward.runs_class_of(module)
+    return isinstance(forward, MethodType) and forward.__self__ is module
+
+
 def refuse_side_effects(model: nn.Module, values: Iterable[Any]) -> None:
     """Raise `UnsupportedError` if hooks or modes would see a forward of a copy, or if it would run the model itself."""
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
@@ -63,8 +71,7 @@ def refuse_side_effects(model: nn.Module, values: Iterable[Any]) -> None:
         raise UnsupportedError("torch function or dispatch modes are in force, which would see it")
     for module in model.modules():
         for forward in meta_copy.forwards_of(module):
-            is_own = isinstance(forward, MethodType) and forward.__self__ is module
-            if not is_own and not meta_copy.is_hooked(module, forward):
+            if not _is_own(module, forward) and not meta_copy.is_hooked(module, forward):
                 raise UnsupportedError(f"{type(module).__name__} has a forward that may run the model itself")
     if any(isinstance(value, FunctionType | MethodType | functools.partial | Iterator) for value in _flat(values)):
         raise UnsupportedError("it takes functions or iterators")

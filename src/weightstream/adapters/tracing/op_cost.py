@@ -179,7 +179,7 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=output)
         return Op(rate=rate, flops=flops, nbytes=nbytes, stacked=packet is _aten.bmm and 1 in output.shape[1:])
-    if packet is _aten.index and args[0].dim() == 3 and len(args[1]) == 1:
+    if packet is _aten.index and args[0].dim() > 2 and len(args[1]) == 1:
         return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
     if packet in _BY_ROW:
         others = nbytes_read - touched_nbytes(args[0])

@@ -24,16 +24,22 @@ import torch
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.devices.backend import Backend
+from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, Stage
 from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
 
 
 class SelectedRows:
-    """A substitute for a stack: `[ids]` returns the selected rows, in memory that the next selection overwrites."""
+    """A substitute for a stack: `[ids]` returns the selected rows, in memory that the next selection overwrites.
 
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+    `memory` and `slots`: as of `IndexedStack`.
+    """
+
+    def __init__(self, read: Callable[[], torch.Tensor], memory: torch.Tensor | None, slots: torch.Tensor) -> None:
         self._read = read
+        self.memory = memory
+        self.slots = slots
 
     def __getitem__(self, _: torch.Tensor) -> torch.Tensor:
         return self._read()
@@ -47,6 +53,7 @@ class Rows:
     capturing: Callable[[], bool]
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
+    stage: Stage | None = None  # by which rows are streamed past the slots; None: they cannot be
     rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0  # number of ids in the last call
@@ -82,7 +89,10 @@ class Rows:
         if self.rest is not None:
             self.rest()
         rows = (ids,) if self.cache is None else (ids, self.cache.resolve(ids))
-        return {key: SelectedRows(partial(reading.read, *rows)) for key, reading in self.readings.items()}
+        return {
+            key: SelectedRows(partial(reading.read, *rows), reading.memory, rows[-1])
+            for key, reading in self.readings.items()
+        }
 
     def place(self, ids: torch.Tensor) -> None:
         """As `RowProvider.place`."""
@@ -101,10 +111,22 @@ class Rows:
             if slots is not None:
                 rows = rows.masked_fill(slots >= 0, -1)
 
+    def streams(self) -> bool:
+        """As `RowProvider.streams`. Weights besides the stacks would use the same memory."""
+        return self.stage is not None and self.rest is None and not self.capturing()
+
+    def stream(self, stacks: Sequence[int]) -> RowStream:
+        """As `RowProvider.stream`."""
+        assert self.stage is not None
+        return self.stage.stream([self.stage.leaves[key] for key in stacks])
+
 
 def rows_of(unit: BufferedUnit) -> Rows | None:
     """The rows of a unit's stacks; None where not all that opens with the unit can be read so."""
-    stacks = {alias: Stack.of(unit.homes[alias], unit.room(alias)) for alias in unit.offsets}
+    named = unit.plan.manifest.units[unit.index].stacks
+    stacks = {
+        alias: Stack.of(unit.homes[alias], unit.room(alias)) if alias in named else None for alias in unit.offsets
+    }
     found = [stack for stack in stacks.values() if stack is not None]
     rest = [alias for alias, stack in stacks.items() if stack is None]
     cached = unit.plan.cached.intersection(stacks)
@@ -112,7 +134,7 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
         return None
     rows: Rows | None
     if cached:
-        rows = _cached_rows(found, _share(unit), unit.backend)
+        rows = _cached_rows(found, _share(unit), unit.memory.buffer, unit.backend)
     elif any(stack.home.layout is None for stack in found):
         return None  # it was updated since it was compressed
     else:
@@ -123,7 +145,7 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
     return rows
 
 
-def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) -> Rows | None:
+def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, buffer: torch.Tensor, backend: Backend) -> Rows | None:
     """The rows of cached stacks, with as many slots as there is room for; None where the device cannot read them."""
     pieces = [stack.pieces(backend) for stack in stacks]
     if not all(pieces):
@@ -137,7 +159,17 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, backend: Backend) 
     views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
-    return Rows(num_rows=stacks[0].num_rows, capturing=backend.capturing, readings=readings, cache=cache)
+    leaves = {
+        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes)
+        for stack, of_stack in zip(stacks, pieces, strict=True)
+        if stack.home.layout is None
+    }
+    stage = Stage(leaves, buffer, backend)
+    has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most
+    capturing, num_rows = backend.capturing, stacks[0].num_rows
+    return Rows(
+        num_rows=num_rows, capturing=capturing, readings=readings, cache=cache, stage=stage if has_room else None
+    )
 
 
 def _share(unit: BufferedUnit) -> torch.Tensor:

@@ -34,16 +34,17 @@ class RowReader(NamedTuple):
     """How rows of a stack are read. Both functions take the ids of rows; for a cached stack also the slots of the rows.
 
     `put` also takes `places`, and writes each row to its place in the buffer, except rows whose id or slot is negative.
-    `read` returns the rows, in memory that the next call overwrites.
+    `read` returns the rows, in memory that the next call overwrites. `memory` are the slots of an uncompressed stack.
     """
 
     put: Callable[..., None]
     read: Callable[..., torch.Tensor]
+    memory: torch.Tensor | None = None  # of shape (slots, *row)
 
 
 @dataclass(kw_only=True, slots=True)
 class Stack:
-    """A weight that is a stack of matrices, each of whole tiles, and its place in the buffer, `out`."""
+    """A weight that is a stack of rows, compressed ones of whole tiles, and its place in the buffer, `out`."""
 
     home: Home
     shape: tuple[int, ...]
@@ -52,11 +53,12 @@ class Stack:
 
     @classmethod
     def of(cls, home: Home, buffer: torch.Tensor) -> Stack | None:
-        """The group as a stack; None unless it is one contiguous tensor of three dimensions, its rows whole tiles."""
+        """The group as a stack; None unless it is one contiguous tensor, and its rows whole tiles if compressed."""
         (member, *others) = home.group.members
         shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
-        is_flat = len(shape) == 3 and member.view(home.group.home, 0).is_contiguous() and not others
-        if not is_flat or prod(shape[1:]) % TILE or home.group.nbytes != prod(shape) * dtype.itemsize:
+        is_flat = len(shape) > 1 and member.view(home.group.home, 0).is_contiguous() and not others
+        is_cut = home.layout is not None and prod(shape[1:]) % TILE > 0
+        if not is_flat or is_cut or home.group.nbytes != prod(shape) * dtype.itemsize:
             return None
         return cls(home=home, shape=shape, dtype=dtype, out=buffer[: home.group.nbytes])
 
@@ -81,10 +83,10 @@ class Stack:
 
     def reading(self, slots: torch.Tensor) -> RowReader:
         """A reader of rows from slots, which hold rows in the home's form, compressed or not."""
-        layout, shape, target = self.home.layout, (-1, *self.shape[1:]), self._target()
+        layout, target = self.home.layout, self._target()
         if layout is None:
-            plain = slots[:, : self.nbytes].view(self.dtype)
-            return RowReader(put=partial(put_rows, slots, target), read=lambda _, found: plain[found].view(shape))
+            memory = slots[:, : self.nbytes].view(self.dtype).unflatten(1, self.shape[1:])
+            return RowReader(put=partial(put_rows, slots, target), read=lambda _, found: memory[found], memory=memory)
         put = coding.picking(self.heads().to(slots.device), layout, self.out, self.num_rows, slots)
         return RowReader(put=put, read=partial(_put_first, put, target))
 

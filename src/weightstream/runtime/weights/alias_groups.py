@@ -312,10 +312,16 @@ def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifes
                 tensors=specs,
                 enclosing=unit.enclosing,
                 layer=unit.layer,
-                picks=unit.picks is not None,
+                stacks=_stacks(unit, member_of),
             )
         )
     return Manifest(units=tuple(found), order=tuple(range(len(found))))
+
+
+def _stacks(unit: UnitModule, member_of: dict[int, Member]) -> frozenset[str]:
+    """The alias groups of which the unit's forward reads single rows."""
+    stacks = () if unit.picks is None else unit.picks.stacks
+    return frozenset(member_of[id(stack)].spec.alias for stack in stacks if id(stack) in member_of)
 
 
 def _members(by_alias: dict[str, Group]) -> dict[int, Member]:

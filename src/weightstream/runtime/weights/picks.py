@@ -6,7 +6,7 @@ side of the model: adapters implement it for the classes that they know. `RowPro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,8 +23,34 @@ class ForwardCall(NamedTuple):
 class IndexedStack(Protocol):
     """A substitute for a stack, which a forward indexes with the ids that were selected."""
 
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """Memory of shape (slots, *row) with the selected rows at `slots`; None where they are compressed."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The place in `memory` of each id that was selected."""
+
     def __getitem__(self, ids: torch.Tensor, /) -> torch.Tensor:
         """The rows that were selected, of shape (ids, *row)."""
+
+
+class RowWaves(Protocol):
+    """Rows of some stacks that are in host memory, which come to the device a few at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they come to."""
+
+    @property
+    def most(self) -> int:
+        """The rows that may come at a time."""
+
+    def waves(self, rows: Sequence[int], most: int) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
+        """These rows in order, up to `most` at a time: their numbers, and for each stack memory of shape (rows, *row).
+
+        Work that is queued before the next wave is asked for may read that memory.
+        """
 
 
 class RowProvider(Protocol):
@@ -57,9 +83,19 @@ class RowProvider(Protocol):
     def place(self, ids: torch.Tensor) -> None:
         """Bring the rows of these ids to their places in the whole stacks, which the weights show."""
 
+    def streams(self) -> bool:
+        """Whether a call that names nearly all rows may use `stream`, as the host may wait for its ids."""
+
+    def stream(self, stacks: Sequence[int]) -> RowWaves:
+        """Brings rows of these stacks to the device in waves, in memory that those of other stacks use next."""
+
 
 class Picks(Protocol):
     """How the forward of a module reads single rows of its stacks."""
+
+    @property
+    def stacks(self) -> Collection[torch.Tensor]:
+        """The tensors of which it reads rows: all have as many."""
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.

@@ -1,0 +1,212 @@
+"""Packed matrices: a substitute for a stack that its module holds packed, which unpacks the rows that a forward reads.
+
+The forward of the plain class runs over it: it indexes the stack with ids (batched_mm), takes one matrix after another
+(eager), or multiplies groups of rows by it (grouped_mm). Any other use unpacks the whole stack.
+
+[Note: waves]
+A prompt names nearly all matrices of a stack, and unpacked they may be larger than the budget. So a product of groups
+runs in waves: a few matrices are unpacked, and multiplied by their rows. Kernels are chosen by the numbers of rows and
+of groups. So all waves of a call have equal shapes: as many rows as the call, of which those after the last group are
+not read, and as many groups, of which the last may be empty. A trial compares a wave with the whole call, for each
+shape. It uses one matrix for all groups, so it needs no memory for a stack. Where bits differ, there is one wave only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_formats import PackedStack
+from weightstream.runtime.weights.picks import RowWaves
+
+WAVE_NBYTES = 512 << 20  # of unpacked matrices of a wave
+_EQUAL: dict[_Product, bool] = {}  # [Note: waves]
+
+
+class _Product(NamedTuple):
+    """All that kernels of a product of groups are chosen by."""
+
+    function: str
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size  # of the rows
+    stack: tuple[int, ...]
+    is_transposed: bool
+    num_in_wave: int
+
+
+class _Wave(NamedTuple):
+    """Rows of a stack, the tensors that hold them, and their places there."""
+
+    rows: Sequence[int]
+    leaves: Sequence[torch.Tensor]
+    places: list[int]
+
+
+class PackedMatrices:
+    """Stands in for a stack of shape (E, ...) that is held packed.
+
+    Args:
+        stack: how it is held.
+        held: the tensors that hold it, whose first dimension has an entry for each row; or where rows come from.
+        rows: the rows of these tensors that every index reads, such as slots of a cache; None: those that it names.
+    """
+
+    def __init__(
+        self,
+        stack: PackedStack,
+        held: Sequence[torch.Tensor] | RowWaves,
+        rows: torch.Tensor | None = None,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        self._stack = stack
+        self._held = held
+        self._rows = rows
+        self._is_transposed = is_transposed
+        self.dtype = stack.dtype
+        self.device: torch.device = held[0].device if isinstance(held, Sequence) else held.device
+        num, *matrix = stack.shape
+        self.shape = torch.Size((num, *(reversed(matrix) if is_transposed else matrix)))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def data_ptr(self) -> int:
+        """An aligned address, as memory that is unpacked into has."""
+        return 0
+
+    def transpose(self, first: int, second: int) -> Any:
+        if {first % self.ndim, second % self.ndim} != {self.ndim - 2, self.ndim - 1}:
+            return self.whole().transpose(first, second)
+        return PackedMatrices(self._stack, self._held, self._rows, is_transposed=not self._is_transposed)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._rows is not None:
+            return self._unpacked(self._rows)
+        if isinstance(index, int):
+            index = torch.tensor(index % len(self), device=self.device)
+        if not isinstance(index, torch.Tensor) or index.dtype in (torch.bool, torch.uint8):
+            return self.whole()[index]
+        return self._unpacked(index.reshape(-1)).view(*index.shape, *self.shape[1:])
+
+    def whole(self) -> torch.Tensor:
+        """The unpacked stack."""
+        return self._unpacked(torch.arange(len(self), device=self.device))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if private.is_grouped_product(func):
+            named = dict(zip(("rows", "stack", "offs"), args, strict=False)) | kwargs
+            rows, stack, offs = (named.pop(name, None) for name in ("rows", "stack", "offs"))
+            has_more = any(value is not None for value in named.values())  # a bias, or another dtype
+            if isinstance(stack, cls) and isinstance(rows, torch.Tensor) and offs is not None and not has_more:
+                return stack._multiply(func, rows, offs)
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """These rows as matrices, of shape (rows, ...)."""
+        if isinstance(self._held, Sequence):
+            return self._unpack(self._held, rows)
+        waves = self._held.waves(rows.tolist(), len(self))
+        return torch.cat([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
+
+    def _places(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.device)
+
+    def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        picked = tuple(leaf[rows] for leaf in leaves)
+        if self.device.type == "meta":  # one pass over the result, as by a kernel
+            found = torch.zeros(len(rows), *self._stack.shape[1:], dtype=self.dtype, device=self.device)
+        else:
+            found = self._stack.format.unpacked(picked, self.dtype)
+        return found.transpose(-2, -1) if self._is_transposed else found
+
+    # -- products of groups --------------------------------------------------------------------------------------------
+
+    def _multiply(self, func: Callable[..., torch.Tensor], rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """`func(rows, stack, offs=offs)`: [Note: waves]."""
+        num = max(1, WAVE_NBYTES // (prod(self.shape[1:]) * self.dtype.itemsize))
+        if not isinstance(self._held, Sequence):
+            num = min(num, self._held.most)
+        if num >= len(self) or self._rows is not None:
+            return func(rows, self.whole(), offs=offs)
+        if self.device.type == "meta":
+            return self._multiply_evenly(func, rows, offs, num)
+        ends: list[int] = offs.tolist()  # the host waits, as prompts are not captured
+        named = [index for index, (begin, end) in enumerate(pairwise([0, *ends])) if end > begin]
+        product = _Product(
+            *(str(func), self.device, self.dtype, rows.shape),
+            *(self._stack.shape, self._is_transposed, num),
+        )
+        if self.device.type != "cpu":
+            if product not in _EQUAL:
+                _EQUAL[product] = self._is_equal(func, rows, num)
+            if not _EQUAL[product]:
+                return func(rows, self.whole(), offs=offs)
+        padded = torch.cat([rows, rows.new_zeros(rows.shape)])
+        parts: list[torch.Tensor] = []
+        for of_wave, leaves, places in self._waves(named, num):
+            begin, end = ends[of_wave[0] - 1] if of_wave[0] else 0, ends[of_wave[-1]]
+            after = [ends[index] - begin for index in of_wave]
+            own = torch.tensor(after + after[-1:] * (num - len(of_wave)), dtype=offs.dtype, device=offs.device)
+            matrices = self._unpack(leaves, self._places(places + places[-1:] * (num - len(places))))
+            parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own)[: end - begin])
+            del matrices  # before the next ones are made
+        rest = len(rows) - (ends[-1] if ends else 0)
+        return torch.cat([*parts, rows.new_zeros(rest, self.shape[-1])]) if rest or not parts else torch.cat(parts)
+
+    def _waves(self, rows: list[int], num: int) -> Iterator[_Wave]:
+        """These rows, up to `num` at a time."""
+        if isinstance(self._held, Sequence):
+            for first in range(0, len(rows), num):
+                part = rows[first : first + num]
+                yield _Wave(part, self._held, part)
+        else:
+            for of_wave, leaves in self._held.waves(rows, num):
+                yield _Wave(of_wave, leaves, list(range(len(of_wave))))
+
+    def _multiply_evenly(self, func: Any, rows: torch.Tensor, offs: torch.Tensor, num: int) -> torch.Tensor:
+        """The same on meta, where no value is known: as if the same number of rows went to each matrix."""
+        num_waves = -(-len(self) // num)
+        parts = rows.tensor_split(num_waves)
+        return torch.cat(
+            [func(part, self._unpacked(offs.new_empty(num, dtype=torch.int64)), offs=offs[:num]) for part in parts]
+        )
+
+    def _is_equal(self, func: Any, rows: torch.Tensor, num: int) -> bool:
+        """Whether a wave has the bits of the whole call, of random values: [Note: waves]."""
+        generator = torch.Generator(self.device).manual_seed(len(rows))
+        states = torch.randn(rows.shape, generator=generator, device=self.device).to(rows.dtype)
+        matrix = torch.randn(self._stack.shape[1:], generator=generator, device=self.device).to(self.dtype)
+        matrix = matrix.transpose(-2, -1) if self._is_transposed else matrix
+        ends = torch.arange(1, len(self) + 1, device=self.device) * len(rows) // len(self)
+        offs, end = ends.to(torch.int32), num * len(rows) // len(self)
+        try:
+            whole = func(states, matrix.expand(len(self), -1, -1), offs=offs)
+            wave = func(states, matrix.expand(num, -1, -1), offs=offs[:num])
+        except RuntimeError:  # a kernel that takes no such strides
+            return False
+        return end > 0 and torch.equal(whole[:end].view(torch.uint8), wave[:end].view(torch.uint8))

@@ -1,0 +1,202 @@
+"""Experts that stay packed although transformers would unpack them: leaves, formats, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CHECKPOINTS, MIXTURES, compressed_mixture, float8_mixture
+from formats import FP8, INT4, INT8, TOKEN
+from safetensors.torch import load_file, save_file
+
+import weightstream
+from weightstream.adapters.hf.packed_formats import packed_stacks
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
+Tensors = dict[str, torch.Tensor]
+
+
+def loaded(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, device_map={"": "cpu"})
+
+
+def offloaded(path: Path, share: float = 0.6) -> Any:
+    nbytes = (path / "model.safetensors").stat().st_size
+    return weightstream.from_pretrained(path, device="cpu", device_budget=int(share * nbytes))
+
+
+def changed(path: Path, change: Callable[[Tensors], Tensors] = dict, **quantization: Any) -> None:
+    """Rewrite a checkpoint's tensors, and settings in its config."""
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
+    config["quantization_config"] |= quantization
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def assert_same(path: Path, model: Any) -> None:
+    plain = loaded(path)
+    for i in range(3):
+        assert torch.equal(model(IDS[:, : 7 + i]).logits, plain(IDS[:, : 7 + i]).logits)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_any_rows_unpack_as_the_stack_that_transformers_makes(folder: Any, name: str) -> None:
+    """Rows may be picked first, in any number and order, and the module is the plain one of transformers."""
+    pytest.importorskip(CHECKPOINTS[name][0])
+    path = folder(name)
+    plain, model = loaded(path), offloaded(path)
+    for number in (1, 2):
+        experts, module = (each.model.layers[number].mlp.experts for each in (plain, model))
+        assert type(module) is type(experts)
+        assert packed_stacks(module).keys() == {"gate_up_proj", "down_proj"}
+        for stack, packed in packed_stacks(module).items():
+            wanted = getattr(experts, stack)
+            assert (packed.shape, packed.dtype) == (tuple(wanted.shape), wanted.dtype)
+            leaves = [module._parameters[leaf].detach() for leaf in packed.leaves]
+            for rows in ([3], [5, 0, 5], list(range(8))):
+                picked = tuple(leaf.view(torch.uint8)[rows].view(leaf.dtype) for leaf in leaves)
+                assert torch.equal(packed.format.unpacked(picked, packed.dtype), wanted[rows])
+    model.weightstream.remove()
+
+
+SCALES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "bytes of exponents": ("fp8 glm4", lambda scales: scales.view(torch.uint8)),
+    "float8 with float16": ("compressed fp8 glm4", torch.Tensor.half),
+    "float8 with one per matrix": ("compressed fp8 glm4", lambda scales: scales.amax().reshape(1)),
+    "int4 with float16": ("compressed int4 deepseek", torch.Tensor.half),
+    "int4 with float32": ("compressed int4 deepseek", torch.Tensor.float),
+}
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_of_other_types(scales: str, tmp_path: Path) -> None:
+    name, change = SCALES[scales]
+    pytest.importorskip(CHECKPOINTS[name][0])
+    CHECKPOINTS[name][1](tmp_path)
+    is_scale = lambda key: "_scale" in key and ".experts." in key  # noqa: E731
+    changed(tmp_path, lambda tensors: {k: change(t) if is_scale(k) else t for k, t in tensors.items()})
+    model = offloaded(tmp_path)
+    assert_same(tmp_path, model)
+    model.weightstream.remove()
+
+
+def test_layers_that_are_not_quantised_stay_plain(tmp_path: Path) -> None:
+    float8_mixture("qwen3", "float32", tmp_path, plain_layer=1)
+    model = offloaded(tmp_path)
+    assert [bool(packed_stacks(layer.mlp.experts)) for layer in model.model.layers] == [True, False, True]
+    assert_same(tmp_path, model)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(tmp_path, loaded(tmp_path / "saved"))
+    model.weightstream.remove()
+
+
+def test_other_formats_that_transformers_unpacks(tmp_path: Path) -> None:
+    """Integers of 8 bits with a scale per row; and float8 whose activations have scales, which transformers ignores."""
+    pytest.importorskip("compressed_tensors")
+    for index, (weights, activations, packing) in enumerate(
+        ((INT8, None, "pack-quantized"), (FP8, FP8 | {"strategy": "tensor", "dynamic": False}, "float-quantized"))
+    ):
+        path = tmp_path / str(index)
+        path.mkdir()
+        compressed_mixture("qwen3", weights, activations, packing, path)
+        model = offloaded(path)
+        assert_same(path, model)
+        model.weightstream.remove()
+
+
+def test_a_plan_of_a_model_whose_weights_are_cast(tmp_path: Path) -> None:
+    """Routers that transformers keeps in float32 are in bfloat16 in the file."""
+    CHECKPOINTS["fp8 deepseek"][1](tmp_path)
+    changed(
+        tmp_path,
+        lambda tensors: {k: t.bfloat16() if k.endswith("gate.weight") else t for k, t in tensors.items()},
+    )
+    model = offloaded(tmp_path)
+    assert_same(tmp_path, model)
+    found = model.weightstream.plan
+    plan = weightstream.plan_model(tmp_path, device="cpu", device_budget=found.budget)
+    assert plan.manifest.nbytes == found.manifest.nbytes
+    assert plan.resident == found.resident
+    model.weightstream.remove()
+
+
+def test_a_folder_with_merged_experts_is_loaded(folder: Any, tmp_path: Path) -> None:
+    """`save_original_format=False` keeps the names of the model, which transformers' own modules for float8 have."""
+    path = folder("fp8 qwen3")
+    model = offloaded(path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    again = offloaded(tmp_path)
+    assert packed_stacks(again.model.layers[1].mlp.experts)
+    assert_same(path, again)
+    for each in (model, again):
+        each.weightstream.remove()
+
+
+def test_a_removed_model_and_its_copy_compute(folder: Any) -> None:
+    """compressed-tensors replaces forwards in the first forward after `remove`. A copy has weights of its own."""
+    pytest.importorskip("compressed_tensors")
+    path = folder("compressed fp8 glm4")
+    model = offloaded(path)
+    model.weightstream.remove()
+    assert_same(path, model)
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert_same(path, copied)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def _block_scales(tensors: Tensors) -> Tensors:
+    return {k: t.amax() if k.endswith("_scale_inv") and ".experts." in k else t for k, t in tensors.items()}
+
+
+def _row_indices(tensors: Tensors) -> Tensors:
+    packed = [key for key in tensors if key.endswith("weight_packed")]
+    return tensors | {key.replace("_packed", "_g_idx"): torch.zeros(8, dtype=torch.int32) for key in packed}
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "asymmetric": (
+        functools.partial(compressed_mixture, "qwen3", INT4 | {"symmetric": False}, None, "pack-quantized"),
+        "pack-quantized, asymmetric: transformers does not pass the zero points",
+    ),
+    "int8": (
+        functools.partial(compressed_mixture, "qwen3", INT8, INT8 | TOKEN, "int-quantized"),
+        "int-quantized, 8 bits, .* transformers does not unpack such experts",
+    ),
+    "nvfp4": (
+        functools.partial(compressed_mixture, "qwen3", NVFP4, None, "nvfp4-pack-quantized"),
+        "without their global scale, so to other values",
+    ),
+    "actorder": (
+        lambda path: (CHECKPOINTS["compressed int4 deepseek"][1](path), changed(path, _row_indices))[1],
+        "with actorder: transformers unpacks experts without weight_g_idx",
+    ),
+    "one scale per matrix": (
+        lambda path: (CHECKPOINTS["fp8 qwen3"][1](path), changed(path, _block_scales))[1],
+        "block float8 does not merge into a stack .*load it with transformers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    make, reason = REFUSED[case]
+    make(tmp_path)
+    with pytest.raises(weightstream.UnsupportedError, match=reason):
+        offloaded(tmp_path)
+    with pytest.raises(weightstream.UnsupportedError, match=reason):
+        weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")

@@ -1,0 +1,139 @@
+"""Packed experts give the bits of the stacks that the library unpacks: resident, streaming whole, and in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
+from models import model_nbytes
+from packed_rig import CASES, both, packed_modules
+from weightstream.adapters.hf import packed_matrices
+from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.runtime.experts.row_stream import RowStream
+from weightstream.runtime.ring import opening
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.usefixtures("nothing_foreseen")]
+
+__all__ = ["selected"]
+
+IMPLEMENTATIONS = ("batched_mm", "grouped_mm", "eager")
+formats = pytest.mark.parametrize("name", CASES)
+
+
+def assert_equal(model: torch.nn.Module, plain: torch.nn.Module, *lengths: int) -> None:
+    for length in lengths or (3, 5, 9):
+        assert same(generated(model, prompt(length), 6), generated(plain, prompt(length), 6)), length
+
+
+@pytest.mark.few(5)
+@formats
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("share", [0.3, 2.0])
+def test_without_a_cache(name: str, implementation: str, share: float, selected: Selected) -> None:
+    model, plain = both(name, implementation)
+    with weightstream.offload(model, device="cpu", device_budget=int(share * model_nbytes(model)), codec="none"):
+        assert_equal(model, plain)
+    assert_equal(model, plain, 4)
+
+
+@pytest.mark.few(5)
+@formats
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("num_slots", [2, 4, 8])
+def test_rows_from_slots(name: str, implementation: str, num_slots: int, selected: Selected) -> None:
+    model, plain = both(name, implementation)
+    with held(model, "cached", num_slots) as streamer:
+        for cache in caches(streamer):  # what no fetch has written is not to be read
+            for stack in cache._stacks:
+                stack.memory.fill_(255)
+        assert_equal(model, plain)
+        assert counts(streamer)[1] > 0
+        assert set(selected.ways) == ({"select"} if implementation == "batched_mm" else {"place"})
+        for each in (model, plain):
+            each.set_experts_implementation("batched_mm")
+        assert_equal(model, plain, 4)
+
+
+@pytest.mark.few(2)
+@formats
+def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = both(name)
+    unpacked: list[int] = []
+    plain_unpacked = PackedFormat.unpacked
+
+    def spied(self: PackedFormat, rows: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        unpacked.append(len(rows[0]))
+        return plain_unpacked(self, rows, dtype)
+
+    monkeypatch.setattr(PackedFormat, "unpacked", spied)
+    ids, half = prompt(1), model_nbytes(model) // 2
+    with held(model, "cached"):
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    with weightstream.offload(model, device="cpu", device_budget=half, codec="none"):
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert set(unpacked) == {2}, "a token names two experts"
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("num", [1, 3])
+def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = both(name, "grouped_mm")
+    matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
+    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model) // 2, codec="none"):
+        for length in (1, 2, 7, 40):
+            ids = prompt(length)
+            assert torch.equal(model(ids).logits, plain(ids).logits), length
+
+
+@pytest.mark.few(3)
+@formats
+@pytest.mark.parametrize("num", [1, 3, 100])
+def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of a whole stack, and no slot is touched."""
+    model, plain = both(name, "grouped_mm")
+    matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
+    sizes: list[int] = []
+    plain_copied = RowStream._copied
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
+        memory.fill_(255)  # what is not copied is not read
+        sizes.append(len(rows))
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "_copied", spied)
+    monkeypatch.setattr(opening, "copy_function", lambda *_: pytest.fail)
+    with held(model, "cached") as streamer:
+        for length in (1, 17, 2, 40):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            if length > 2:
+                assert 0 < max(sizes) <= 2 * num  # matrices of one stack are half as large
+            found = counts(streamer)
+            assert torch.equal(model(prompt(60)).logits, plain(prompt(60)).logits)
+            assert counts(streamer) == found
+
+
+@pytest.mark.few(2)
+@formats
+def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
+    model, plain = both(name)
+    with held(model, "cached", 8):
+        assert_equal(model, plain, 3)
+        for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
+            packed_format = CASES[name].format
+            leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
+            with torch.no_grad():
+                leaves[0].copy_(leaves[0].flip(0))
+            theirs.down_proj.data = packed_format.unpacked(
+                tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16
+            )
+        assert_equal(model, plain, 3)
