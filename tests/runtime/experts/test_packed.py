@@ -12,6 +12,7 @@ import weightstream
 from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
 from models import model_nbytes
 from packed_rig import CASES, both, packed_modules
+from streaming import striped
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
 from weightstream.codec import unpacking
@@ -158,3 +159,16 @@ def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
                 tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16
             )
         assert_equal(model, plain, 3)
+
+
+@pytest.mark.few(1)
+@formats
+@pytest.mark.parametrize("num", [2, 3])
+def test_over_several_devices(name: str, num: int) -> None:
+    """Experts follow their layer."""
+    model, plain = both(name)
+    with striped(model, num, (2, 3, 4, 6, 8, 12), device="cpu") as stripes:
+        assert len(stripes.parts) == num
+        for length in (1, 5):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+    assert torch.equal(model(prompt(4)).logits, plain(prompt(4)).logits)
