@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ MODELS = {
 SHAPES: dict[str, list[dict[str, int]]] = {
     "mxfp4": [
         {"TILES": tiles, "GROUPS": groups, "num_warps": tiles * groups // 32}
-        for tiles, groups in [(32, 4), (16, 8), (64, 2), (16, 4), (8, 8), (32, 2), (64, 4), (32, 8), (8, 16)]
+        for tiles, groups in [(8, 4), (4, 8), (16, 2), (16, 4), (8, 8), (32, 4), (16, 8), (64, 4), (32, 8)]
     ],
     "float8": [
         {"ROWS": rows, "WORDS": words, "STEPS": steps, "num_warps": rows * words // 32}
@@ -143,6 +144,10 @@ def pick(leaf: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return words[ids].view(leaf.dtype)
 
 
+def by_function(function: Callable[..., torch.Tensor], leaves: Leaves, ids: torch.Tensor) -> torch.Tensor:
+    return function(*(pick(leaf, ids) for leaf in leaves))
+
+
 def times_us(work: Callable[[], object], device: torch.device, *, capture: bool) -> dict[str, float]:
     work()
     timing.synchronize(device)
@@ -168,21 +173,17 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> list[Row]:
         leaves = leaves_of(model, matrix, args.slots, args.device)
         ids = torch.randperm(args.slots, device=args.device)[: model.num_rows]
         out = torch.empty(len(ids), *matrix_shape(model, matrix), dtype=torch.bfloat16, device=args.device)
-
-        def kernel(leaves: Leaves = leaves, ids: torch.Tensor = ids, out: torch.Tensor = out) -> None:
-            unpacking.unpack_rows_into(model.format, (), leaves, ids, out)
-
+        kernel = partial(unpacking.unpack_rows_into, model.format, (), leaves, ids, out)
         works: dict[str, tuple[Callable[[], object], bool]] = {"kernel": (kernel, True)}
         function = library(model)
         if function is not None:
-            picked = [pick(leaf, ids) for leaf in leaves]
-            expected = function(*picked)
+            expected = by_function(function, leaves, ids)
             kernel()
             if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
                 raise SystemExit(f"{name}, {matrix}: the kernel's bits are not those of the library")
-            works["function"] = (lambda leaves=leaves, ids=ids: function(*(pick(leaf, ids) for leaf in leaves)), False)
+            works["function"] = (partial(by_function, function, leaves, ids), False)
         dense = torch.zeros(args.slots, *out.shape[1:], dtype=torch.bfloat16, device=args.device)
-        works["copy"] = (lambda dense=dense, ids=ids, out=out: torch.index_select(dense, 0, ids, out=out), True)
+        works["copy"] = (partial(torch.index_select, dense, 0, ids, out=out), True)
         packed_nbytes = sum(leaf[0].nbytes for leaf in leaves) * len(ids)
         for system, (work, capture) in works.items():
             us = times_us(work, args.device, capture=capture)
@@ -190,7 +191,6 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> list[Row]:
             row = {"bench": "unpack", "system": system, "model": name, "format": model.format, "matrix": list(matrix)}
             row |= {"rows": len(ids), "us": us, "written_tbps": round(out.nbytes / us["p50"] / 1e6, 3)}
             found.append(row | {"gbps": round((out.nbytes + read) / us["p50"] / 1e3, 1), "captured": capture})
-        del dense
     return found
 
 
@@ -199,7 +199,7 @@ def sweep(args: argparse.Namespace) -> list[Row]:
     kernels = importlib.import_module("weightstream.codec.unpack_kernels")
     found = []
     for shape in SHAPES[args.sweep][:2] if args.smoke else SHAPES[args.sweep]:
-        setattr(kernels, "MXFP4_SHAPE" if args.sweep == "mxfp4" else "SHAPE", shape)
+        setattr(kernels, "MXFP4_SHAPE" if args.sweep == "mxfp4" else "UNPACK_SHAPE", shape)
         for name, model in args.models.items():
             if model.format == args.sweep:
                 swept = [row | {"program": shape} for row in measure(name, model, args) if row["system"] == "kernel"]

@@ -28,7 +28,7 @@ from weightstream.errors import InvariantError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-STEPS = unpack_kernels.SHAPE["STEPS"]
+STEPS = unpack_kernels.UNPACK_SHAPE["STEPS"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 FLOAT8_SCALES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, E8M0]
 Leaves = tuple[torch.Tensor, ...]
@@ -39,7 +39,8 @@ interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fewer programs for the interpreter, which computes with NumPy."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(unpack_kernels, "SHAPE", {"ROWS": 64, "WORDS": 32, "STEPS": 2, "num_warps": 4})
+        monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 32, "GROUPS": 16, "num_warps": 4})
+        monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 64, "WORDS": 32, "STEPS": 2, "num_warps": 4})
     with np.errstate(all="ignore"):
         yield
 
@@ -49,7 +50,7 @@ def small_tiles(large_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for a small matrix, and parts of tiles."""
     if DEVICE == "cpu":
         monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 2, "GROUPS": 2, "num_warps": 4})
-        monkeypatch.setattr(unpack_kernels, "SHAPE", {"ROWS": 8, "WORDS": 4, "STEPS": 2, "num_warps": 4})
+        monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 8, "WORDS": 4, "STEPS": 2, "num_warps": 4})
 
 
 with_small_tiles = pytest.mark.usefixtures("small_tiles")
@@ -351,9 +352,9 @@ CASES = {
     "float8": (
         kernels.unpack_float8,
         {"weight": "*u8", "scales": "*fp32"},
-        kernels.SHAPE | {"ALIGN": 16, "NAN": False, "OUTPUTS_PER_SCALE": 128, "PER_SCALE": 128},
+        kernels.UNPACK_SHAPE | {"ALIGN": 16, "NAN": False, "OUTPUTS_PER_SCALE": 128, "PER_SCALE": 128},
     ),
-    "int4": (kernels.unpack_int4, {"packed": "*i32", "scales": "*bf16"}, kernels.SHAPE | {"PER_SCALE": 32}),
+    "int4": (kernels.unpack_int4, {"packed": "*i32", "scales": "*bf16"}, kernels.UNPACK_SHAPE | {"PER_SCALE": 32}),
 }
 capabilities = [int(each) for each in sys.argv[1:]]
 print(json.dumps([

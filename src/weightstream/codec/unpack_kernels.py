@@ -20,9 +20,10 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-# Of the programs. Threads are TILES * GROUPS, and ROWS * WORDS: those of a warp write lines of 128 bytes.
-MXFP4_SHAPE: Mapping[str, int] = MappingProxyType({"TILES": 32, "GROUPS": 4, "num_warps": 4})
-SHAPE: Mapping[str, int] = MappingProxyType({"ROWS": 2, "WORDS": 64, "STEPS": 8, "num_warps": 4})
+# Of the programs. Threads are TILES * GROUPS, and ROWS * WORDS: those of a warp write lines of 128 bytes. Programs of
+# mxfp4 are small, because a token has so few that the last of larger ones leave most of a GPU idle.
+MXFP4_SHAPE: Mapping[str, int] = MappingProxyType({"TILES": 8, "GROUPS": 4, "num_warps": 1})
+UNPACK_SHAPE: Mapping[str, int] = MappingProxyType({"ROWS": 2, "WORDS": 64, "STEPS": 8, "num_warps": 4})
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def unpack_rows_into(
     _check("rows are int64, in one dimension", (rows.dtype, rows.dim()) == (torch.int64, 1), rows)
     _check("the matrices are contiguous, one for each row", out.is_contiguous() and len(out) == len(rows), out, rows)
     for leaf in leaves:
-        _check("each row of a leaf is contiguous", leaf[:1].is_contiguous() or leaf[0].is_contiguous(), leaf)
+        _check("each row of a leaf is contiguous", leaf[0].is_contiguous(), leaf)
     if out.numel():
         with on(out.device):
             _LAUNCHES[name](settings, leaves, rows, out)
@@ -188,7 +188,7 @@ def _launch_float8(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor
     _check("the weight gives a matrix of its shape", weight.shape[1:] == out.shape[1:], weight, out)
     outputs_per_scale, per_scale = _block(settings, weight.shape[1:], scales.shape[1:])
     columns, unit = _in_units(weight.shape[2])
-    shape = unpack_kernels.SHAPE
+    shape = unpack_kernels.UNPACK_SHAPE
     unpack_kernels.unpack_float8[(_tiles(shape, weight.shape[1:]) * len(rows),)](
         weight.view(torch.uint8),
         scales.view(torch.uint8) if scales.dtype in _EXPONENTS else scales,
@@ -219,7 +219,7 @@ def _launch_int4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, 
     rows_of_block, per_scale = _block(settings, out.shape[1:], scales.shape[1:])
     _check("each output has its scales", rows_of_block == 1, scales, out)
     length, unit = _in_units(columns)
-    shape = unpack_kernels.SHAPE
+    shape = unpack_kernels.UNPACK_SHAPE
     unpack_kernels.unpack_int4[(_tiles(shape, out.shape[1:]) * len(rows),)](
         packed,
         scales,
