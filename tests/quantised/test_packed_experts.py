@@ -177,6 +177,10 @@ def _block_scales(tensors: Tensors) -> Tensors:
     return {k: t.amax() if k.endswith("_scale_inv") and ".experts." in k else t for k, t in tensors.items()}
 
 
+def _without_scales(tensors: Tensors) -> Tensors:
+    return {k: t for k, t in tensors.items() if not (k.endswith("_scale_inv") and ".experts." in k)}
+
+
 def _row_indices(tensors: Tensors) -> Tensors:
     packed = [key for key in tensors if key.endswith("weight_packed")]
     return tensors | {key.replace("_packed", "_g_idx"): torch.zeros(8, dtype=torch.int32) for key in packed}
@@ -199,6 +203,10 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "actorder": (
         lambda path: (CHECKPOINTS["compressed int4 deepseek"][1](path), changed(path, _row_indices))[1],
         "with actorder: transformers unpacks experts without weight_g_idx",
+    ),
+    "no scales": (
+        lambda path: (CHECKPOINTS["fp8 qwen3"][1](path), changed(path, _without_scales))[1],
+        "transformers finds no scales for its float8",
     ),
     "one scale per matrix": (
         lambda path: (CHECKPOINTS["fp8 qwen3"][1](path), changed(path, _block_scales))[1],

@@ -311,14 +311,13 @@ def _fp8_matrices(weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtyp
 
 
 def _compressed_float8_matrices(weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """From float8 (rows, N, K) and scales (rows, N, 1), or (rows, parts): matrices (rows, N, K).
+    """From float8 (rows, N, K) and scales (rows, N, 1), or one for each N / n columns (rows, n): matrices.
 
     The arithmetic of transformers' `CompressedTensorsDequantize`, which has no function for it.
     """
-    scales = scales.reshape(len(weights), -1, 1, 1).to(torch.float32)
-    parts = weights.to(torch.float32).unflatten(1, (scales.shape[1], -1))
-    found: torch.Tensor = (parts * scales).to(dtype).flatten(1, 2)
-    return found
+    if scales.ndim == 2:
+        scales = scales.repeat_interleave(weights.shape[1] // scales.shape[1], 1).unsqueeze(2)
+    return (weights.to(torch.float32) * scales.to(torch.float32)).to(dtype)
 
 
 def _compressed_int_matrices(
@@ -424,10 +423,16 @@ def packed_experts(
         found: torch.Tensor = converter.convert(place, model=model, config=model.config)[place]
         return found
 
+    def dequantises(pattern: str | None) -> bool:
+        operations = [] if pattern is None else by_pattern[pattern].operations
+        return any(getattr(op, "hf_quantizer", None) is not None for op in operations)
+
     experts: dict[str, dict[str, ExpertLeaves]] = {}
     for full, plain in stacks.items():
         found = {part for part in parts if full + part in sources}
         if found <= {""}:
+            if any(_is_float8(tensors[n]) and not dequantises(by) for n, by in sources.get(full, {}).items()):
+                raise UnsupportedError(f"{full}: transformers finds no scales for its float8; {_LOAD_ELSEWHERE}")
             continue
         path, _, name = full.rpartition(".")
         packed_format = _packed_format(quantizer, found)
@@ -494,6 +499,10 @@ def _hold(module: torch.nn.Module, stacks: Mapping[str, ExpertLeaves]) -> None:
     setattr(module, LOADED, True)  # a stack that is no parameter cannot be initialised
 
 
+def _is_float8(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() == 1
+
+
 def _packing_quantizers() -> tuple[Any, ...]:
     from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -502,13 +511,15 @@ def _packing_quantizers() -> tuple[Any, ...]:
 
 
 def _split(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The conversions that merge weights of experts, and the others."""
-    from transformers.core_model_loading import MergeModulelist
+    """The conversions that merge weights of experts by whole rows, and the others."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
 
     merges: list[Any] = []
     others: list[Any] = []
     for each in conversions:
-        is_merge = any(isinstance(op, MergeModulelist) for op in getattr(each, "operations", ()))
+        operations = getattr(each, "operations", ())
+        by_rows = all(isinstance(op, MergeModulelist | Concatenate) for op in operations)
+        is_merge = by_rows and any(isinstance(op, MergeModulelist) for op in operations)
         are_weights = all(re.search(r"\.weight\$?$", pattern) for pattern in each._original_source_patterns)
         (merges if is_merge and are_weights else others).append(each)
     return merges, others
