@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf import gptq, private
-from weightstream.adapters.hf.packed_formats import leaves_of, packed_stacks
+from weightstream.adapters.hf.packed_formats import packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -173,7 +173,7 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
 
 
 def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
-    return {name: PackedMatrices(stack, leaves_of(module, stack)) for name, stack in packed_stacks(module).items()}
+    return {name: PackedMatrices(stack, packed_leaves(module, stack)) for name, stack in packed_stacks(module).items()}
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def packed_stacks(module: torch.nn.Module) -> Mapping[str, PackedStack]:
     return found
 
 
-def leaves_of(module: torch.nn.Module, stack: PackedStack) -> list[torch.Tensor]:
+def packed_leaves(module: torch.nn.Module, stack: PackedStack) -> list[torch.Tensor]:
     """The tensors of the module that hold this stack."""
     parameters: dict[str, Any] = module._parameters
     return [parameters[leaf] for leaf in stack.leaves]

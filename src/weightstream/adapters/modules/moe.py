@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
-from weightstream.adapters.hf.packed_formats import PackedStack, leaves_of, packed_stacks
+from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
@@ -158,7 +158,7 @@ class ExpertForward:
 
     def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
         others = {
-            name: PackedMatrices(stack, rows.stream([id(leaf) for leaf in leaves_of(self._module, stack)]))
+            name: PackedMatrices(stack, rows.stream([id(leaf) for leaf in packed_leaves(self._module, stack)]))
             for name, stack in packed_stacks(self._module).items()
         }
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
@@ -169,7 +169,7 @@ class ExpertForward:
         rows.place(inputs.ids)
         self._look_ahead(rows, inputs)
         packed = packed_stacks(self._module)
-        whole = {name: PackedMatrices(stack, leaves_of(self._module, stack)) for name, stack in packed.items()}
+        whole = {name: PackedMatrices(stack, packed_leaves(self._module, stack)) for name, stack in packed.items()}
         module = _StandIn(self._module, whole)
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():
