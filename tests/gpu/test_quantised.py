@@ -172,7 +172,7 @@ def test_checkpoints(kind: str, tmp_path: Path) -> None:
     CHECKPOINTS[kind][1](tmp_path)
     ids = IDS.cuda()
     plain = loaded(
-        tmp_path, **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if kind == "fp8" else {})
+        tmp_path, **({"quantization_config": FineGrainedFP8Config(dequantize=True)} if kind.startswith("fp8") else {})
     )
     wanted = [plain(ids[:, : 7 + i]).logits for i in range(3)]
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

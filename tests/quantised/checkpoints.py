@@ -245,19 +245,25 @@ def _mxfp4(folder: Path) -> None:
     _save(model, tensors, folder)
 
 
-def _words(method: str, settings: dict[str, Any], folder: Path) -> None:
+def words_of(model: Any, method: str, settings: dict[str, Any], folder: Path) -> None:
     """GPTQ's and AWQ's 4-bit integers, packed, with scales and zero points."""
-    model, tensors = llama().half(), {}
-    for name, tensor in model.state_dict().items():
-        if "_proj." in name:
-            words = random_words(method, *tensor.shape)
-            tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in words.items()}
-        else:
-            tensors[name] = tensor
+    tensors: dict[str, torch.Tensor] = {}
+    for stack, whole in model.state_dict().items():
+        for name, tensor in matrices(stack, whole).items():
+            if "_proj." in name:
+                words = random_words(method, *tensor.shape)
+                tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in words.items()}
+            else:
+                tensors[name] = tensor
     model.config.quantization_config = {"quant_method": method, "bits": 4, "group_size": 32, **settings}
     _save(model, tensors, folder)
 
 
+def _words(method: str, settings: dict[str, Any], folder: Path) -> None:
+    words_of(llama().half(), method, settings, folder)
+
+
+AWQ = {"version": "gemm", "zero_point": True, "modules_to_not_convert": ["lm_head"], "backend": "torch_awq"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 
 
@@ -293,14 +299,7 @@ CHECKPOINTS: dict[str, tuple[str, Make]] = {
             _words, "gptq", {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "backend": "gptq_torch"}
         ),
     ),
-    "awq": (
-        "gptqmodel",
-        functools.partial(
-            _words,
-            "awq",
-            {"version": "gemm", "zero_point": True, "modules_to_not_convert": ["lm_head"], "backend": "torch_awq"},
-        ),
-    ),
+    "awq": ("gptqmodel", functools.partial(_words, "awq", AWQ)),
     "compressed w4a16": (
         "compressed_tensors",
         functools.partial(_compressed, INT4 | {"symmetric": True}, None, "pack-quantized"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import CHECKPOINTS, MIXTURES, compressed_mixture, float8_mixture
+from checkpoints import AWQ, CHECKPOINTS, MIXTURES, compressed_mixture, float8_mixture, mixture, on_the_fly, words_of
 from formats import FP8, INT4, INT8, TOKEN
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +48,7 @@ def assert_same(path: Path, model: Any) -> None:
         assert torch.equal(model(IDS[:, : 7 + i]).logits, plain(IDS[:, : 7 + i]).logits)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_any_rows_unpack_as_the_stack_that_transformers_makes(folder: Any, name: str) -> None:
     """Rows may be picked first, in any number and order, and the module is the plain one of transformers."""
@@ -77,6 +78,7 @@ SCALES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scales", SCALES)
 def test_scales_of_other_types(scales: str, tmp_path: Path) -> None:
     name, change = SCALES[scales]
@@ -154,6 +156,20 @@ def test_a_removed_model_and_its_copy_compute(folder: Any) -> None:
     assert_same(path, copied)
 
 
+@pytest.mark.parametrize("kind", ["bnb nf4", "torchao int8"])
+def test_experts_that_transformers_leaves_unquantised_are_named(kind: str, tmp_path: Path, caplog: Any) -> None:
+    pytest.importorskip("bitsandbytes" if kind == "bnb nf4" else "torchao")
+    mixture("qwen3").save_pretrained(tmp_path)
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget="900KiB", quantization_config=on_the_fly(kind)
+    )
+    method = {"bnb nf4": "bitsandbytes", "torchao int8": "torchao"}[kind]
+    line = f"linear layers only with {method}: model.layers.0.mlp.experts and 2 more stay as they are"
+    assert any(record.getMessage().endswith(line) for record in caplog.records)
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
+    model.weightstream.remove()
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -200,3 +216,15 @@ def test_refused_by_name(case: str, tmp_path: Path) -> None:
         offloaded(tmp_path)
     with pytest.raises(weightstream.UnsupportedError, match=reason):
         weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_experts_in_awq_are_refused_by_name(tmp_path: Path) -> None:
+    """Also with `allow_missing`, which would give them random values."""
+    pytest.importorskip("gptqmodel")
+    words_of(mixture("qwen3").half(), "awq", AWQ, tmp_path)
+    for allow_missing in (False, True):
+        with pytest.raises(weightstream.UnsupportedError, match="transformers loads no experts in awq"):
+            weightstream.from_pretrained(
+                tmp_path, device="cpu", device_budget="900KiB", dtype="float16", allow_missing=allow_missing
+            )

@@ -53,7 +53,7 @@ def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[tor
     return words, scales.to(torch.bfloat16)
 
 
-INT4 = replace(private.COMPRESSED_INT, settings=(4, 32))
+INT4 = replace(private.COMPRESSED_INT, settings=(4, 32), kernel="int4")
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),

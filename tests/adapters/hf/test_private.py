@@ -25,6 +25,7 @@ from transformers.generation import candidate_generator  # noqa: E402
 from models import TEXT  # noqa: E402
 from weightstream.adapters.generation import deferred_stop, drafts  # noqa: E402
 from weightstream.adapters.hf import private  # noqa: E402
+from weightstream.adapters.hf.packed_formats import packed_stacks  # noqa: E402
 from weightstream.adapters.steps import croppable_cache, static_cache  # noqa: E402
 
 SMALL = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -157,6 +158,46 @@ def test_conversions_are_remembered() -> None:
     assert "_weight_conversions" in inspect.getsource(core_model_loading.revert_weight_conversion), lost(
         "the attribute"
     )
+
+
+def test_matrices_of_experts_and_their_scales_have_a_converter_each() -> None:
+    """Converters that merge experts are copied, and the module that a quantizer replaces stays the plain one."""
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
+    about = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    model = private.build_on_meta(transformers.MixtralForCausalLM, config, torch.bfloat16)
+    stacks = {n: p.shape for n, p in model.named_parameters() if n.startswith("model.layers.1.mlp.experts")}
+    _, twice, hidden = stacks["model.layers.1.mlp.experts.gate_up_proj"]
+    shapes = {"w1": (twice // 2, hidden), "w2": (hidden, twice // 2), "w3": (twice // 2, hidden)}
+    tensors: dict[str, torch.Tensor] = {}
+    for expert, (name, (rows, columns)) in itertools.product(range(2), shapes.items()):
+        weight = f"model.layers.1.block_sparse_moe.experts.{expert}.{name}.weight"
+        tensors[weight] = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+        tensors[f"{weight}_scale_inv"] = torch.empty(rows // 8, columns // 8, device="meta")
+    with needs("AutoHfQuantizer.from_config, validate_environment"):
+        quantizer = private.packing_quantizer(about)
+    with needs("update_weight_conversions, MergeModulelist, _original_source_patterns, add_tensor"):
+        experts = private.packed_experts(model, quantizer, tensors)
+    leaves = {name: stack.leaves for name, stack in experts["model.layers.1.mlp.experts"].items()}
+    assert len(experts) == 1
+    assert leaves["gate_up_proj"]["gate_up_proj"].shape == (2, twice, hidden), lost("update_weight_conversions")
+    assert leaves["gate_up_proj"]["gate_up_proj_scale_inv"].shape == (2, twice // 8, hidden // 8)
+    assert leaves["down_proj"]["down_proj"].dtype is torch.float8_e4m3fn
+    kinds = [type(layer.mlp.experts) for layer in model.model.layers]
+    with needs("_process_model_before_weight_loading"), private.keeping_quantised({}, experts):
+        private.use_quantizer(model, quantizer, torch.bfloat16)
+    assert [type(layer.mlp.experts) for layer in model.model.layers] == kinds, lost(
+        "_process_model_before_weight_loading"
+    )
+    assert [len(packed_stacks(layer.mlp.experts)) for layer in model.model.layers] == [0, 2]
+
+
+def test_names_of_quantizers_are_restored() -> None:
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    before = dict(vars(FineGrainedFP8HfQuantizer))
+    with private.keeping_quantised({}, {}):
+        assert dict(vars(FineGrainedFP8HfQuantizer)) != before
+    assert dict(vars(FineGrainedFP8HfQuantizer)) == before
 
 
 def test_a_model_is_built_on_meta_in_its_dtype() -> None:

@@ -14,6 +14,7 @@ from models import model_nbytes
 from packed_rig import CASES, both, packed_modules
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.codec import unpacking
 from weightstream.runtime.experts.row_stream import RowStream
 from weightstream.runtime.ring import opening
 
@@ -79,6 +80,26 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
     with weightstream.offload(model, device="cpu", device_budget=half, codec="none"):
         assert torch.equal(model(ids).logits, plain(ids).logits)
     assert set(unpacked) == {2}, "a token names two experts"
+
+
+@pytest.mark.few(1)
+@formats
+def test_rows_are_unpacked_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From slots, and in waves. Its trial is tested with the kernels."""
+    model, plain = both(name)
+    trials: list[str] = []
+    monkeypatch.setattr(packed_matrices, "KERNELS_ON", "cpu")
+    monkeypatch.setattr(packed_matrices, "_EQUAL", {})
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 5 * 8192)
+    monkeypatch.setattr(unpacking, "unpacks_equally", lambda kernel, *_: trials.append(kernel) or True)
+    monkeypatch.setattr(PackedFormat, "unpacked", lambda *_: pytest.fail("the library's function ran"))
+    with held(model, "cached"):
+        for implementation, length in (("batched_mm", 1), ("grouped_mm", 9)):
+            for each in (model, plain):
+                each.set_experts_implementation(implementation)
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+    assert set(trials) == {CASES[name].format.kernel}
+    assert len(trials) == 2, "one for each stack"
 
 
 @pytest.mark.few(2)

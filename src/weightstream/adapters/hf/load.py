@@ -409,9 +409,15 @@ class _Load:
             private.remember_conversions(model, packed.conversions)
         if num := self._homing.num_written:
             _LOGGER.warning(
-                "%d tensors were quantised, or brought into the order of a kernel: %s written to %s for this "
+                "%d tensors were quantised, cast, or brought into the order of a kernel: %s written to %s for this "
                 "process only; save_pretrained keeps them",
                 *(num, human(self._folder.nbytes), self._folder.path),
+            )
+        method, experts = private.only_linear(model), private.plain_experts(model)
+        if method is not None and experts:
+            _LOGGER.warning(
+                "%s: transformers quantises linear layers only with %s: %s%s stay as they are",
+                *(self._where, method, experts[0], f" and {len(experts) - 1} more" * (len(experts) > 1)),
             )
         return model
 
@@ -508,6 +514,12 @@ class _Load:
         if missing := sorted(info.missing_keys):
             names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
+            method = private.only_linear(model)
+            if method is not None and any(".experts." in name for name in missing):
+                raise UnsupportedError(
+                    f"{text}; transformers loads no experts in {method}: it quantises linear layers only with it. Take "
+                    "a checkpoint in mxfp4, float8 or compressed-tensors"
+                )
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
                 buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))

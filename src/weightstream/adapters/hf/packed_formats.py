@@ -20,17 +20,19 @@ class PackedFormat:
     """How matrices are packed. Formats are values: equal ones unpack alike.
 
     Attributes:
-        name: for messages, and by which kernels are found.
+        name: for messages.
         suffixes: of the names of its leaves, after the name of the stack.
         unpack: the function of the library that loads the format. From rows of all leaves, each of shape (rows, ...),
             the dtype of a weight, and `settings`, it makes the matrices, of shape (rows, ...).
-        settings: sizes that the leaves do not show, such as that of a block.
+        settings: sizes that the leaves do not show, such as that of a group.
+        kernel: the name of the format in codec/unpacking.py, which has a kernel for it; None: there is none.
     """
 
     name: str
     suffixes: tuple[str, ...]
     unpack: Callable[..., torch.Tensor]
     settings: tuple[Any, ...] = ()
+    kernel: str | None = None
 
     def unpacked(self, rows: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         """These rows as matrices."""

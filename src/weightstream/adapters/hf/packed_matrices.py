@@ -14,18 +14,24 @@ shape. It uses one matrix for all groups, so it needs no memory for a stack. Whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.packed_formats import PackedStack
+from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack
+from weightstream.codec import unpacking
+from weightstream.errors import WeightstreamError
+from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import RowWaves
 
 WAVE_NBYTES = 512 << 20  # of unpacked matrices of a wave
-_EQUAL: dict[_Product, bool] = {}  # [Note: waves]
+KERNELS_ON = "cuda"  # the kind of device with kernels; Triton's interpreter runs them on a CPU, too
+_EQUAL: dict[_Product | _Unpacking, bool] = {}  # results of trials
 
 
 class _Product(NamedTuple):
@@ -40,12 +46,27 @@ class _Product(NamedTuple):
     num_in_wave: int
 
 
+class _Unpacking(NamedTuple):
+    """All that the kernel for a stack is chosen by."""
+
+    format: PackedFormat
+    device: torch.device
+    dtype: torch.dtype
+    leaves: tuple[torch.dtype, ...]
+    sizes: tuple[int, ...]
+
+
 class _Wave(NamedTuple):
     """Rows of a stack, the tensors that hold them, and their places there."""
 
     rows: Sequence[int]
     leaves: Sequence[torch.Tensor]
     places: list[int]
+
+
+def _by_library(packing: PackedFormat, *leaves_and_dtype: Any) -> torch.Tensor:
+    *leaves, dtype = leaves_and_dtype
+    return packing.unpacked(tuple(leaves), dtype)
 
 
 class PackedMatrices:
@@ -137,12 +158,35 @@ class PackedMatrices:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        picked = tuple(leaf[rows] for leaf in leaves)
-        if self.device.type == "meta":  # one pass over the result, as by a kernel
-            found = torch.zeros(len(rows), *self._stack.shape[1:], dtype=self.dtype, device=self.device)
+        packing, matrix = self._stack.format, self._stack.shape[1:]
+        if packing.kernel is not None and self._has_kernel(leaves):
+            found = unpacking.unpack_rows(
+                packing.kernel, (), leaves, rows.to(torch.int64).contiguous(), matrix, self.dtype
+            )
         else:
-            found = self._stack.format.unpacked(picked, self.dtype)
+            picked = tuple(leaf[rows] for leaf in leaves)
+            if self.device.type == "meta":  # one pass over the result, as by a kernel
+                found = torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
+            else:
+                found = packing.unpacked(picked, self.dtype)
         return found.transpose(-2, -1) if self._is_transposed else found
+
+    def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether a kernel unpacks the stack to the bits of the library's function: a trial shows it, once."""
+        packing, matrix = self._stack.format, self._stack.shape[1:]
+        if self.device.type != KERNELS_ON or any(leaf.dim() < 3 for leaf in leaves):
+            return False
+        dtypes = tuple(leaf.dtype for leaf in leaves)
+        case = _Unpacking(packing, self.device, self.dtype, dtypes, (*matrix, *leaves[-1].shape[1:]))
+        if case not in _EQUAL and not cuda.is_capturing():
+            with _disable_current_modes(), torch.no_grad():  # they would see operators that are not the model's
+                try:
+                    _EQUAL[case] = unpacking.unpacks_equally(
+                        str(packing.kernel), (), leaves, matrix, self.dtype, partial(_by_library, packing)
+                    )
+                except WeightstreamError:  # sizes that the kernel does not know
+                    _EQUAL[case] = False
+        return _EQUAL.get(case, False)
 
     # -- products of groups --------------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ def is_grouped_product(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm", GROUPED_MM.rpartition("::")[2])
 
 
-MXFP4 = PackedFormat(name="mxfp4", suffixes=("_blocks", "_scales"), unpack=_mxfp4_matrices)
+MXFP4 = PackedFormat(name="mxfp4", suffixes=("_blocks", "_scales"), unpack=_mxfp4_matrices, kernel="mxfp4")
 
 
 # -- experts of which the file has one matrix each, with its scales ----------------------------------------------------
@@ -345,9 +345,9 @@ def _int_scheme(num_bits: int, group_size: int | None) -> Any:
     return QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
 
 
-FP8_BLOCKS = PackedFormat(name="block float8", suffixes=("", "_scale_inv"), unpack=_fp8_matrices)
+FP8_BLOCKS = PackedFormat(name="block float8", suffixes=("", "_scale_inv"), unpack=_fp8_matrices, kernel="float8")
 COMPRESSED_FLOAT8 = PackedFormat(
-    name="compressed-tensors float8", suffixes=("", "_scale"), unpack=_compressed_float8_matrices
+    name="compressed-tensors float8", suffixes=("", "_scale"), unpack=_compressed_float8_matrices, kernel="float8"
 )
 COMPRESSED_INT = PackedFormat(
     name="compressed-tensors int", suffixes=("_packed", "_scale"), unpack=_compressed_int_matrices
@@ -385,7 +385,8 @@ def _packed_format(quantizer: Any, parts: Collection[str]) -> PackedFormat:
     elif packing != "pack-quantized" or 32 % weights.num_bits or strategy not in ("channel", "group"):
         reason = f"{weights.num_bits} bits, with a scale for each {strategy}: transformers does not unpack such experts"
     else:
-        return dataclasses.replace(COMPRESSED_INT, settings=(weights.num_bits, weights.group_size))
+        kernel = "int4" if weights.num_bits == 4 else None
+        return dataclasses.replace(COMPRESSED_INT, settings=(weights.num_bits, weights.group_size), kernel=kernel)
     raise UnsupportedError(f"experts in compressed-tensors' {packing}, {reason}")
 
 
@@ -610,6 +611,23 @@ def kernels_for(device: torch.device, then: Callable[[torch.nn.Module], None]) -
 def is_loaded_quantised(model: Any) -> bool:
     """Whether transformers has loaded the model quantised."""
     return getattr(model, "hf_quantizer", None) is not None
+
+
+def only_linear(model: Any) -> str | None:
+    """The method that a model is quantised with, if transformers quantises linear layers only in it; else None."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = None if quantizer is None else str(getattr(quantizer.quantization_config.quant_method, "value", ""))
+    return method if method in ("awq", "bitsandbytes", "gptq", "torchao") else None
+
+
+def plain_experts(model: torch.nn.Module) -> list[str]:
+    """The paths of experts whose stacks of matrices are not quantised."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] == "experts"
+        and any(p.ndim == 3 and p.dtype.itemsize > 1 and type(p.data) is torch.Tensor for p in module.parameters(False))
+    ]
 
 
 def fp8_use(module: Any) -> Fp8Use:

@@ -83,6 +83,11 @@ def workspace_nbytes(device: torch.device, work: Callable[[], Any]) -> int:
     return max(0, int(taken) - sum(kept.values()))
 
 
+def is_capturing() -> bool:
+    """Whether work that is queued now becomes part of a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def multiplies_groups(device: torch.device) -> bool:
     """Whether torch has a grouped matrix product for bfloat16 on the device; else it reads group sizes on the host."""
     is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

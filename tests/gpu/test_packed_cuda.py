@@ -1,0 +1,174 @@
+"""Packed experts on a GPU: rows unpacked from slots, in captured generation, and prompts in waves, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import weightstream
+from expert_rig import caches, counts, experts_of, held
+from models import model_nbytes
+from packed_rig import CASES, Pair, both, packed_modules
+from stream_rig import NUM_ROWS, host_stacks
+from weightstream.adapters.hf import packed_matrices
+from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.runtime.devices.cuda import CudaBackend
+from weightstream.runtime.experts.row_stream import RowStream
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+NEW = 12
+formats = pytest.mark.parametrize("name", CASES)
+
+
+def pair(name: str, implementation: str | None = None) -> Pair:
+    """The packed model in host memory, and the plain one on the GPU; each with the implementations of `generate`."""
+    made = both(name, implementation or "grouped_mm")
+    # what the CPU has unpacked is what the GPU would unpack: products of two floats, rounded once
+    return Pair(made.packed, made.plain.cuda())
+
+
+def prompt(length: int, batch: int = 1) -> torch.Tensor:
+    return torch.randint(3, 120, (batch, length), generator=torch.Generator().manual_seed(length)).cuda()
+
+
+def generated(model: Any, ids: torch.Tensor, replays: int = 1) -> list[torch.Tensor]:
+    """Tokens, and the logits of each, of captured generation."""
+    reports: list[Any] = []
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    output = weightstream.generate(
+        model, ids, on_decoding=reports.append, output_logits=True, return_dict_in_generate=True, **options
+    )
+    assert reports[0].replays >= replays, reports
+    return [output.sequences.cpu(), *(logits.cpu() for logits in output.logits)]
+
+
+def assert_same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    assert all(torch.isfinite(each).all() for each in wanted)
+    different = [index for index, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)]
+    assert not different, different
+
+
+@formats
+@pytest.mark.parametrize("num_slots", [2, 4, 8])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_captured_generation_from_slots(name: str, num_slots: int, ahead: int) -> None:
+    model, plain = pair(name)
+    lengths = (5, 21)
+    wanted = [generated(plain, prompt(length)) for length in lengths]
+    with held(model, "cached", num_slots, device="cuda", ahead=ahead) as streamer:
+        for cache in caches(streamer):
+            for stack in cache._stacks:
+                stack.memory.fill_(255)  # what no fetch has written is not to be read
+        for length, each in zip(lengths, wanted, strict=True):
+            assert_same(generated(model, prompt(length)), each)
+        assert min(counts(streamer)) > 0
+
+
+@formats
+@pytest.mark.parametrize("share", [0.4, 2.0])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_captured_generation_without_a_cache(name: str, share: float, batch: int) -> None:
+    model, plain = pair(name)
+    wanted = generated(plain, prompt(7, batch))
+    with weightstream.offload(model, device_budget=int(share * model_nbytes(model)), codec="none"):
+        assert_same(generated(model, prompt(7, batch)), wanted)
+
+
+@formats
+def test_batches_of_more_ids_than_there_are_slots(name: str) -> None:
+    model, plain = pair(name)
+    wanted = generated(plain, prompt(7, 3))
+    with held(model, "cached", 4, device="cuda"):
+        assert_same(generated(model, prompt(7, 3)), wanted)
+
+
+@formats
+@pytest.mark.parametrize("num", [1, 3, 100])
+@pytest.mark.parametrize("form", ["cached", "on the device"])
+def test_prompts_in_waves(name: str, num: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of groups in waves have the bits of one call, also while their rows are copied, over poison."""
+    model, plain = pair(name)
+    matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
+    monkeypatch.setattr(packed_matrices, "_EQUAL", {})
+    num_waves: list[int] = []
+    plain_copied = RowStream._copied
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
+        memory.fill_(255)
+        num_waves.append(len(rows))
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "_copied", spied)
+    room = 4 * model_nbytes(model)
+    with (
+        held(model, "cached", 4, device="cuda")
+        if form == "cached"
+        else weightstream.offload(model, device_budget=room, codec="none")
+    ):
+        for length in (1, 40, 7, 300, 2):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+    assert bool(num_waves) is (form == "cached")
+    results = {type(case).__name__: equal for case, equal in packed_matrices._EQUAL.items()}
+    assert results["_Unpacking"] is True
+    assert all(packed_matrices._EQUAL.values()), packed_matrices._EQUAL
+
+
+@formats
+def test_the_library_unpacks_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function runs in the trial of a kernel only, which some graphs could not hold."""
+    model, plain = pair(name)
+    wanted = generated(plain, prompt(9))
+    with held(model, "cached", 4, device="cuda"):
+        assert_same(generated(model, prompt(9)), wanted)
+        monkeypatch.setattr(PackedFormat, "unpacked", lambda *_: pytest.fail("the library's function ran"))
+        assert_same(generated(model, prompt(9)), wanted)
+
+
+@formats
+def test_updates_reach_the_slots(name: str) -> None:
+    model, plain = pair(name)
+    packing = CASES[name].format
+    with held(model, "cached", 8, device="cuda"):
+        assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))
+        for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
+            leaves = [ours._parameters["down_proj" + suffix] for suffix in packing.suffixes]
+            with torch.no_grad():
+                leaves[0].copy_(leaves[0].clone().flip(0))
+            now = tuple(leaf.detach().clone().cpu() for leaf in leaves)
+            theirs.down_proj.data = packing.unpacked(now, torch.bfloat16).cuda()
+        assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))
+
+
+def test_a_stream_of_rows_orders_copies_and_readers() -> None:
+    """Slow readers on the compute stream see their wave, and none that was copied over it."""
+    backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
+    kept: list[torch.Tensor] = []
+
+    def take(memory: torch.Tensor) -> torch.Tensor:
+        kept.append(memory.pin_memory())
+        view = backend.device_view(kept[-1])
+        assert view is not None
+        return view
+
+    stacks = host_stacks(take)
+    memory = torch.full((4 * (136 * 5 + 3 * 512),), 255, dtype=torch.uint8, device="cuda")
+    stream = RowStream([stack.leaf for stack in stacks], memory, backend)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        rows = torch.randint(NUM_ROWS, (30,), generator=generator).tolist()
+        found: list[tuple[Sequence[int], list[torch.Tensor]]] = []
+        for of_wave, leaves in stream.waves(rows, 4):
+            torch.cuda._sleep(200_000)
+            found.append((of_wave, [leaf.clone() for leaf in leaves]))
+        for of_wave, copies in found:
+            for stack, copy in zip(stacks, copies, strict=True):
+                wanted = stack.values[list(of_wave)]
+                assert torch.equal(copy.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    backend.close()
