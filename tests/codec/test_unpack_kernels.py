@@ -220,7 +220,6 @@ def test_float8_with_a_scale_for_each_part_of_a_matrix() -> None:
         expected = REFERENCES["float8"](*leaves, torch.bfloat16)
         there = weight, spaced(its, 8)
         assert_same_bits(picked("float8", there, [2, 0], (40, 72), torch.bfloat16), expected[[2, 0]])
-        assert unpacks_equally("float8", (), (weight, its), (40, 72), torch.bfloat16, REFERENCES["float8"])
 
 
 CASES = {
@@ -297,6 +296,12 @@ def test_a_trial_finds_the_kernel_equal(name: str, dtype: torch.dtype) -> None:
 def test_a_trial_of_blocks_by_settings() -> None:
     leaves = tuple(leaf.to(DEVICE) for leaf in float8(2, 24, 40, (16, 32), torch.bfloat16))
     assert unpacks_equally("float8", (16, 32), leaves, (24, 40), torch.bfloat16, REFERENCES["float8"])
+
+
+def test_a_trial_of_a_scale_for_each_part() -> None:
+    weight, scales = (leaf.to(DEVICE) for leaf in float8(2, 8, 32, (4, 32), torch.float32))
+    for its in (scales.flatten(1), scales[:, 0, 0]):
+        assert unpacks_equally("float8", (), (weight, its), (8, 32), torch.bfloat16, REFERENCES["float8"])
 
 
 def test_int4_needs_no_settings() -> None:
