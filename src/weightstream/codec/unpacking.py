@@ -9,9 +9,10 @@ A stack of matrices is held as some tensors, its *leaves*. The first dimension o
 | `int4`   | packed (E, N, ceil(K / 8)) of int32, scales (E, N, k)      | (N, K): (nibble - 8) * scale             |
 
 A byte of mxfp4 and a word of int4 hold the first weight in their lowest bits. A scale of float8 and of int4 is that of
-a block: settings of float8 are the outputs and the columns of a block; without settings, and for int4, the scales
-divide the matrix evenly. Scales of float8 are float32, float16, bfloat16, or exponents of two (uint8, float8_e8m0fnu).
-Products of int4 are rounded to the dtype of the scales before the dtype of the matrix, as compressed-tensors does.
+a block: settings of float8 are the outputs and the columns of a block. Without them, and for int4, whose settings are
+not used, the scales divide the matrix evenly. Scales with k = 1 may be (E, n). Those of float8 are float32, float16,
+bfloat16, or exponents of two (uint8, float8_e8m0fnu). Products of int4 are rounded to the dtype of the scales before
+the dtype of the matrix, as compressed-tensors does.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ def _launch_mxfp4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor,
     )
 
 
+def _in_a_grid(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as (E, n, k)."""
+    return scales.reshape(*scales.shape, *(1,) * (3 - scales.dim()))
+
+
 def _block(settings: tuple[Any, ...], matrix: Sequence[int], grid: Sequence[int]) -> tuple[int, int]:
     """Outputs and columns of which each has one scale."""
     rows, columns = settings or (size // max(num, 1) for size, num in zip(matrix, grid, strict=True))
@@ -182,7 +188,7 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 def _launch_float8(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor) -> None:
     from weightstream.codec import unpack_kernels
 
-    weight, scales = leaves
+    weight, scales = leaves[0], _in_a_grid(leaves[1])
     _check("weights are float8_e4m3fn", weight.dtype == torch.float8_e4m3fn, weight)
     _check("scales are floats or exponents of two", scales.dtype in _DTYPES + _EXPONENTS, scales)
     _check("the weight gives a matrix of its shape", weight.shape[1:] == out.shape[1:], weight, out)
@@ -211,12 +217,12 @@ def _launch_float8(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor
 def _launch_int4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor) -> None:
     from weightstream.codec import unpack_kernels
 
-    packed, scales = leaves
+    packed, scales = leaves[0], _in_a_grid(leaves[1])
     _, outputs, columns = out.shape
     _check("packed weights are int32", packed.dtype == torch.int32, packed)
     _check("scales are floats", scales.dtype in _DTYPES, scales)
     _check("a word holds 8 columns", packed.shape[1:] == (outputs, math.ceil(columns / 8)), packed, out)
-    rows_of_block, per_scale = _block(settings, out.shape[1:], scales.shape[1:])
+    rows_of_block, per_scale = _block((), out.shape[1:], scales.shape[1:])
     _check("each output has its scales", rows_of_block == 1, scales, out)
     length, unit = _in_units(columns)
     shape = unpack_kernels.UNPACK_SHAPE
@@ -254,7 +260,7 @@ def _trial_of_mxfp4(settings: tuple[Any, ...], leaves: Leaves, shape: Sequence[i
 
 
 def _trial_of_float8(settings: tuple[Any, ...], leaves: Leaves, shape: Sequence[int]) -> _Trial:
-    weight, scales = leaves
+    weight, scales = leaves[0], _in_a_grid(leaves[1])
     height, width = _block(settings, shape, scales.shape[1:])
     block = min(height, _HEIGHT), _trial_width(width, scales)
     values, under = _in_blocks(256, block, scales)
@@ -263,7 +269,7 @@ def _trial_of_float8(settings: tuple[Any, ...], leaves: Leaves, shape: Sequence[
 
 
 def _trial_of_int4(settings: tuple[Any, ...], leaves: Leaves, shape: Sequence[int]) -> _Trial:
-    packed, scales = leaves
+    packed, scales = leaves[0], _in_a_grid(leaves[1])
     _, width = _block((), shape, scales.shape[1:])
     values, under = _in_blocks(16, (1, _trial_width(width, scales)), scales)
     words = torch.nn.functional.pad(values, (0, -values.shape[2] % 8)).unflatten(2, (-1, 8))
@@ -277,10 +283,10 @@ def _trial_width(width: int, scales: torch.Tensor) -> int:
 
 
 def _in_blocks(num: int, block: tuple[int, int], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values below `num`, as int64 (E, N, K), and scales (E, n, k): each value under each scale. There are one or two
-    scales for an output, as in `like`."""
+    """Values below `num`, as int64 (E, N, K), and scales (E, n, k): each value under each scale. An output has one
+    scale, or some if it has several in `like`."""
     height, width = block
-    scales = _trial_scales(like).view(1, -1, min(like.shape[2], 2))
+    scales = _trial_scales(like).view(1, -1, 1 if like.shape[2] == 1 else max(2, 8 // math.gcd(8, width)))
     _, down, across = scales.shape
     rows = math.ceil(num / (height * width))
     values = torch.arange(rows * height * width, device=like.device).view(rows, height, width) % num
