@@ -174,7 +174,7 @@ class PackedMatrices:
     def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether a kernel unpacks the stack to the bits of the library's function: a trial shows it, once."""
         packing, matrix = self._stack.format, self._stack.shape[1:]
-        if self.device.type != KERNELS_ON or any(leaf.dim() < 3 for leaf in leaves):
+        if self.device.type != KERNELS_ON:
             return False
         dtypes = tuple(leaf.dtype for leaf in leaves)
         case = _Unpacking(packing, self.device, self.dtype, dtypes, (*matrix, *leaves[-1].shape[1:]))
