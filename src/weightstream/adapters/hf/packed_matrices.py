@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -54,14 +53,6 @@ class _Unpacking(NamedTuple):
     dtype: torch.dtype
     leaves: tuple[torch.dtype, ...]
     sizes: tuple[int, ...]
-
-
-class _Wave(NamedTuple):
-    """Rows of a stack, the tensors that hold them, and their places there."""
-
-    rows: Sequence[int]
-    leaves: Sequence[torch.Tensor]
-    places: list[int]
 
 
 def _by_library(packing: PackedFormat, *leaves_and_dtype: Any) -> torch.Tensor:
@@ -154,7 +145,7 @@ class PackedMatrices:
         waves = self._held.waves(rows.tolist(), len(self))
         return torch.cat([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
 
-    def _places(self, rows: Sequence[int]) -> torch.Tensor:
+    def _places(self, rows: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -195,42 +186,52 @@ class PackedMatrices:
         num = max(1, WAVE_NBYTES // (prod(self.shape[1:]) * self.dtype.itemsize))
         if not isinstance(self._held, Sequence):
             num = min(num, self._held.most)
-        if num >= len(self) or self._rows is not None:
+        if num >= len(self) or self._rows is not None or cuda.is_capturing():
             return func(rows, self.whole(), offs=offs)
         if self.device.type == "meta":
             return self._multiply_evenly(func, rows, offs, num)
-        ends: list[int] = offs.tolist()  # the host waits, as prompts are not captured
-        named = [index for index, (begin, end) in enumerate(pairwise([0, *ends])) if end > begin]
-        product = _Product(
-            *(str(func), self.device, self.dtype, rows.shape),
-            *(self._stack.shape, self._is_transposed, num),
-        )
-        if self.device.type != "cpu":
-            if product not in _EQUAL:
-                _EQUAL[product] = self._is_equal(func, rows, num)
-            if not _EQUAL[product]:
-                return func(rows, self.whole(), offs=offs)
+        if not self._may_cut(func, rows, num):
+            return func(rows, self.whole(), offs=offs)
+        ends: list[int] = [*offs.tolist(), 0]  # the host waits; the last entry is where the first group begins
+        named = [group for group in range(len(self)) if ends[group] > ends[group - 1]]
+        if not named:
+            return rows.new_zeros(len(rows), self.shape[-1])
+        waves = [named[first : first + num] for first in range(0, len(named), num)]
+        table = self._places([self._places_and_ends(wave, ends, num) for wave in waves]).unflatten(-1, (2, num))
         padded = torch.cat([rows, rows.new_zeros(rows.shape)])
         parts: list[torch.Tensor] = []
-        for of_wave, leaves, places in self._waves(named, num):
-            begin, end = ends[of_wave[0] - 1] if of_wave[0] else 0, ends[of_wave[-1]]
-            after = [ends[index] - begin for index in of_wave]
-            own = torch.tensor(after + after[-1:] * (num - len(of_wave)), dtype=offs.dtype, device=offs.device)
-            matrices = self._unpack(leaves, self._places(places + places[-1:] * (num - len(places))))
-            parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own)[: end - begin])
+        for wave, leaves, (places, own) in zip(waves, self._leaves_of(waves, num), table, strict=True):
+            begin, end = ends[wave[0] - 1], ends[wave[-1]]
+            matrices = self._unpack(leaves, places)
+            parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own.to(offs.dtype))[: end - begin])
             del matrices  # before the next ones are made
-        rest = len(rows) - (ends[-1] if ends else 0)
-        return torch.cat([*parts, rows.new_zeros(rest, self.shape[-1])]) if rest or not parts else torch.cat(parts)
+        parts.append(rows.new_zeros(len(rows) - ends[-2], self.shape[-1]))  # rows that go to no matrix
+        return torch.cat(parts)
 
-    def _waves(self, rows: list[int], num: int) -> Iterator[_Wave]:
-        """These rows, up to `num` at a time."""
+    def _places_and_ends(self, wave: Sequence[int], ends: Sequence[int], num: int) -> list[int]:
+        """Where the matrices of a wave are in its leaves, and where their groups end in its rows: `num` of each."""
+        more = num - len(wave)  # empty groups
+        places = list(wave) if isinstance(self._held, Sequence) else list(range(len(wave)))
+        own = [ends[group] - ends[wave[0] - 1] for group in wave]
+        return [*places, *places[-1:] * more, *own, *own[-1:] * more]
+
+    def _leaves_of(self, waves: Sequence[Sequence[int]], num: int) -> Iterator[Sequence[torch.Tensor]]:
+        """The tensors that hold each wave."""
         if isinstance(self._held, Sequence):
-            for first in range(0, len(rows), num):
-                part = rows[first : first + num]
-                yield _Wave(part, self._held, part)
+            yield from [self._held] * len(waves)
         else:
-            for of_wave, leaves in self._held.waves(rows, num):
-                yield _Wave(of_wave, leaves, list(range(len(of_wave))))
+            rows = [row for wave in waves for row in wave]
+            yield from (leaves for _, leaves in self._held.waves(rows, num))
+
+    def _may_cut(self, func: Callable[..., torch.Tensor], rows: torch.Tensor, num: int) -> bool:
+        """Whether waves of `num` matrices have the bits of the whole call: [Note: waves]."""
+        if self.device.type == "cpu":
+            return True  # one group after another is multiplied
+        shapes = rows.shape, self._stack.shape
+        product = _Product(str(func), self.device, self.dtype, *shapes, self._is_transposed, num)
+        if product not in _EQUAL:
+            _EQUAL[product] = self._is_equal(func, rows, num)
+        return _EQUAL[product]
 
     def _multiply_evenly(self, func: Any, rows: torch.Tensor, offs: torch.Tensor, num: int) -> torch.Tensor:
         """The same on meta, where no value is known: as if the same number of rows went to each matrix."""
