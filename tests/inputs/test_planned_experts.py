@@ -13,7 +13,9 @@ from packed_rig import CASES, both, packed_modules
 from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.adapters.hf.packed_formats import packed_stacks
 from weightstream.inputs.gathering import sketch_of
+from weightstream.plan import expert_cache
 from weightstream.plan.check import prove
+from weightstream.plan.plan import Plan
 from weightstream.settings.config import OffloadConfig
 
 pytest.importorskip("transformers")
@@ -21,7 +23,11 @@ pytest.importorskip("transformers")
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
-def test_packed_rows_get_slots(name: str) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_packed_rows_get_slots(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shared`: the buffer for whole stacks is larger than that for waves, and lies in slots."""
+    if shared:
+        monkeypatch.setattr(expert_cache, "_WAVES_NBYTES", 1)
     model = both(name, hidden_size=256, intermediate_size=256).packed
     unpack_late(model, torch.device("meta"))
     stacks = sum(t.nbytes for module in packed_modules(model) for t in module.parameters(recurse=False))
@@ -33,4 +39,10 @@ def test_packed_rows_get_slots(name: str) -> None:
     assert len(plan.cached) == num_leaves
     assert 2 <= plan.num_slots < 8
     assert 0 < plan.found_share < 1
+    assert (plan.shared_nbytes > 0) is shared
+    assert plan.device_nbytes <= budget
+    assert plan.device_nbytes == plan.resident_nbytes + max(
+        plan.buffer_nbytes, plan.own_buffer_nbytes + plan.slots_nbytes
+    )
     prove(plan)
+    assert Plan.from_json(plan.to_json()).acts_as(plan)

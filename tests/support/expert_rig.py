@@ -118,6 +118,8 @@ def plan_of(
     num_slots: int,
     codes: Mapping[str, tuple[int, int]] | None = None,
     ahead: int = 0,
+    *,
+    shared: bool = False,
 ) -> Plan:
     """A plan in which experts are units of their own, with their stacks in one of `FORMS` and all else on the
     device."""
@@ -136,7 +138,9 @@ def plan_of(
     rest = grain.without(stacks)
     plan = Plan.build(rest, frozenset(rest.aliases), 0)
     slots = {"num_slots": num_slots, "slots_nbytes": num_slots * per_slot * len(users), "ahead": ahead}
-    return replace(plan, manifest=grain, cached=stacks, **slots)
+    plan = replace(plan, manifest=grain, cached=stacks, **slots)
+    waves = 4 * max(sum(aligned(_row_nbytes(t)) for t in of_unit) for of_unit in users) + 4096
+    return replace(plan, shared_nbytes=min(plan.slots_nbytes, plan.buffer_nbytes - waves)) if shared else plan
 
 
 def _row_nbytes(stack: TensorSpec) -> int:
@@ -147,12 +151,13 @@ def _row_nbytes(stack: TensorSpec) -> int:
 
 @contextmanager
 def held(
-    model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0
+    model: Any, form: str, num_slots: int = 4, device: str = "cpu", ahead: int = 0, *, shared: bool = False
 ) -> Iterator[weightstream.Streamer]:
-    """Offload a model in one of `FORMS`, or, on a GPU, as "cached, coded"."""
+    """Offload a model in one of `FORMS`, or, on a GPU, as "cached, coded". `shared`: part of the buffer is slots."""
     room, codec = 4 * model_nbytes(model) + (1 << 20), "none" if form == "cached" else "compressed"
     with weightstream.offload(model, device=device, device_budget=room, codec=codec) as streamer:
-        plan = plan_of(streamer, form, num_slots, ahead=ahead)
+        plan = plan_of(streamer, form, num_slots, ahead=ahead, shared=shared)
+        assert (plan.shared_nbytes > 0) is shared
         prove(plan)
         streamer.switch(plan)
         assert bool(streamer.plan.manifest.codes) is (form != "cached")

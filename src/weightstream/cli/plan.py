@@ -385,7 +385,7 @@ def _span(names: list[str]) -> str:
 def memory_line(plan: Plan) -> str:
     """The device memory of the plan, by use."""
     names = ("resident", "ring", "buffer", "slots", "cache", "activations", "spare")
-    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.buffer_nbytes, plan.slots_nbytes]
+    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.own_buffer_nbytes, plan.slots_nbytes]
     sizes += [plan.cache_nbytes, plan.activation_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
     parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]

@@ -22,6 +22,8 @@ _MANAGED_S = 7.5e-6  # seconds to look up the slots of a unit's rows if all are 
 _LAUNCHES = 2  # more Triton kernels per unit; each costs the host as much as a launch of decompression
 _FETCH_RATE = 0.92  # share of the link's rate that the fetching kernel reaches [H200: 51 of 55 GB/s]
 _HEADROOM = 1.02  # a compressed row may have more escapes than the mean of its stack
+_WAVES_NBYTES = 512 << 20  # of the buffer, for rows that are read in waves
+_LEAST_ROWS = 4  # of a unit: two in each half of that
 _SLOT_NBYTES = 1024  # bytes of a slot that may be lost to alignment
 MAX_PREFETCHED_ROWS = 8  # per unit
 LEAST_USED = 0.25  # share of prefetched rows that are used; below it the device prefetches no longer
@@ -62,7 +64,8 @@ class Cached(NamedTuple):
         coded: the same of the stacks that are compressed; all of them, or none.
         num_slots: slots for each stack.
         slots_nbytes: bytes of the slots of all stacks.
-        buffer_nbytes: bytes of the buffer for the whole stacks of a unit, uncompressed.
+        buffer_nbytes: bytes of the buffer, besides slots: for the whole stacks of a unit, uncompressed; or for waves of
+            their rows, and the rest of the buffer lies in slots.
         ahead: rows that each unit prefetches for the next one; 0: none.
     """
 
@@ -111,16 +114,22 @@ def caches(
     picked = max(round(profile.picked[u].share * of_unit[0].shape[0]) for u, of_unit in stacks.items())
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
+    in_waves = all(manifest.units[index].in_waves for index in stacks)
+    waves = max(_WAVES_NBYTES, _LEAST_ROWS * max(sum(t.nbytes for t in s) // s[0].shape[0] for s in stacks.values()))
     for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
         if 0 < len(coded) < len(held):
             continue
         per_slot = _per_slot(every, held, coded)
-        num = max(least, (budget - buffer - rest) // per_slot)
-        if num < most and num * per_slot + buffer < budget:  # if all rows fit they are resident, without a cache
-            cached = Cached(held, coded, num, num * per_slot, buffer)
+        room = min(buffer, waves) if in_waves and not coded else buffer
+        num = max(least, (budget - room - rest) // per_slot)
+        if num < picked:  # a step places rows in whole stacks
+            room, num = buffer, max(least, (budget - buffer - rest) // per_slot)
+        room = max(room, buffer - num * per_slot)  # whole stacks have to fit into both
+        if num < most and num * per_slot + room < budget:  # if all rows fit they are resident, without a cache
+            cached = Cached(held, coded, num, num * per_slot, room)
             # If other weights stream, the link is busy, and the next router's weights may not be there yet.
-            fits = num * per_slot + buffer + rest <= budget
+            fits = num * per_slot + room + rest <= budget
             yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts) if fits else 0)
 
 
@@ -129,7 +138,8 @@ def of_plan(plan: Plan) -> Cached | None:
     manifest = plan.manifest
     sizes = {alias: manifest.aliases[alias] for alias in plan.cached}
     coded = {alias: nbytes for alias, nbytes in manifest.codes.items() if alias in sizes}
-    return Cached(sizes, coded, plan.num_slots, plan.slots_nbytes, plan.buffer_nbytes, plan.ahead) if sizes else None
+    own_nbytes = plan.own_buffer_nbytes
+    return Cached(sizes, coded, plan.num_slots, plan.slots_nbytes, own_nbytes, plan.ahead) if sizes else None
 
 
 def _per_slot(stacks: Iterable[TensorSpec], sizes: Mapping[str, int], coded: Collection[str]) -> int:
@@ -194,15 +204,14 @@ def with_predictions(
     read_nbytes = sum(fetch.nbytes for fetch in _fetched(manifest, empty, profile, workload, counts).values())
     fetched_nbytes = round(waited_nbytes + sum(fetch.ahead_nbytes for fetch in fetches))
     link_s = cost.copy_s(plan, profile) + fetched_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+    found = replace(plan, manifest=manifest, cached=frozenset(cached.sizes), slots_nbytes=cached.slots_nbytes)
     return replace(
-        plan,
-        manifest=manifest,
+        found,
         step_s=max(plan.step_s, link_s),
         graph_s=max(plan.graph_s, link_s),
         decode_s=sum(profile.decode_s(u, manifest.units[u]) for u in manifest.order),
-        cached=frozenset(cached.sizes),
         num_slots=cached.num_slots,
-        slots_nbytes=cached.slots_nbytes,
+        shared_nbytes=max(0, min(found.buffer_nbytes - cached.buffer_nbytes, cached.slots_nbytes)),
         ahead=cached.ahead,
         found_share=1 - waited_nbytes / read_nbytes if read_nbytes else 0.0,
         hit_curve=_curve_names(manifest, profile, workload),

@@ -58,6 +58,7 @@ class UnitSpec:
         layer: the index of its block among the repeated blocks; None outside of them. The classic settings select by
             this index.
         stacks: alias groups of which its forward may read only some rows, as a mixture of experts does.
+        in_waves: its forward can read all rows of these a few at a time.
     """
 
     name: str
@@ -65,6 +66,7 @@ class UnitSpec:
     enclosing: bool = False
     layer: int | None = None
     stacks: frozenset[str] = frozenset()
+    in_waves: bool = False
 
     def aliases(self) -> dict[str, int]:
         """Alias group -> bytes, in order of first appearance, each once."""

@@ -22,7 +22,7 @@ _LESS = 0.9  # share of an eager step's time below which the time in a CUDA grap
 # Fields that determine what a step does. The others are predictions, or record the request.
 ACTS = (
     *("resident", "mapped", "disk", "ring_nbytes", "extents", "first", "after"),
-    *("cached", "num_slots", "slots_nbytes", "ahead"),
+    *("cached", "num_slots", "slots_nbytes", "shared_nbytes", "ahead"),
 )
 
 
@@ -59,6 +59,8 @@ class Plan(PlanReport):
             that reads more rows than there are slots copies whole stacks into the buffer.
         num_slots: slots for each cached stack.
         slots_nbytes: bytes of the slots of all units.
+        shared_nbytes: bytes of the buffer that are slots, too. Rows that a step reads in waves pass through the rest. A
+            step that reads a whole stack overwrites these slots.
         ahead: rows that a step in a CUDA graph prefetches for the unit that follows.
         found_share: predicted share of a step's rows that are in slots.
         hit_curve: name of the model whose measured hit rates that assumes; "": nothing is cached.
@@ -98,6 +100,7 @@ class Plan(PlanReport):
     cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     num_slots: int = 0
     slots_nbytes: int = 0
+    shared_nbytes: int = 0
     ahead: int = 0
     found_share: float = 0.0
     hit_curve: str = ""
@@ -164,7 +167,8 @@ class Plan(PlanReport):
         if not self.cached:
             return self.manifest.decoded[unit]
         aliases = self.manifest.units[unit].aliases()
-        return {alias: n for alias, n in aliases.items() if alias in self.cached} | self.manifest.decoded[unit]
+        decoded = self.manifest.decoded[unit]
+        return decoded | {a: n for a, n in aliases.items() if a in self.cached and a not in decoded}
 
     def opens(self, unit: int) -> bool:
         """Whether the unit has to be opened before it computes: it streams, or uses the buffer."""
@@ -214,6 +218,11 @@ class Plan(PlanReport):
     def host_nbytes(self) -> int:
         return self.offloaded_nbytes - self.disk_nbytes
 
+    @property
+    def own_buffer_nbytes(self) -> int:
+        """Bytes of the buffer that are no slots."""
+        return self.buffer_nbytes - self.shared_nbytes
+
     @cached_property
     def mapped_nbytes(self) -> int:
         return sum(n for alias, n in self.manifest.aliases.items() if alias in self.mapped)
@@ -221,7 +230,7 @@ class Plan(PlanReport):
     @property
     def device_nbytes(self) -> int:
         """Bytes of weights that the device holds: residents, the ring, the buffer and slots."""
-        return self.resident_nbytes + self.ring_nbytes + self.buffer_nbytes + self.slots_nbytes
+        return self.resident_nbytes + self.ring_nbytes + self.own_buffer_nbytes + self.slots_nbytes
 
     @cached_property
     def unit_nbytes(self) -> tuple[int, ...]:
@@ -272,9 +281,9 @@ class Plan(PlanReport):
         total, buffer = human(self.manifest.nbytes), ""
         if self.manifest.codes:
             total += f" (compressed without loss from {human(self.manifest.decoded_nbytes)})"
-            buffer = f" + {human(self.buffer_nbytes)} decode buffer"
+            buffer = f" + {human(self.own_buffer_nbytes)} decode buffer"
         elif self.cached:
-            buffer = f" + {human(self.buffer_nbytes)} buffer"
+            buffer = f" + {human(self.own_buffer_nbytes)} buffer"
         if not self.offloaded_nbytes:
             return f"everything fits: {total} resident{buffer}, nothing streams"
         num = sum(extent.nbytes > 0 for extent in self.extents)

@@ -450,7 +450,9 @@ class Planner:
         """A plan without mapped and cached weights, and the profile with the seconds of its units."""
         manifest, rest = plan.manifest.plain(), plan.manifest.without(plan.mapped | plan.cached)
         profile = self._profile_with_cache(manifest, expert_cache.of_plan(plan), self.profile(manifest))
-        simulated = replace(plan, manifest=rest, mapped=frozenset(), cached=frozenset(), slots_nbytes=0)
+        simulated = replace(
+            plan, manifest=rest, mapped=frozenset(), cached=frozenset(), slots_nbytes=0, shared_nbytes=0
+        )
         return Simulated(simulated, profile.decoding(rest))
 
     def _with_mapped(self, plan: Plan, whole: Manifest, mapped: frozenset[str], profile: Profile) -> Plan:

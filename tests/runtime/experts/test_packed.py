@@ -48,16 +48,17 @@ def test_without_a_cache(name: str, implementation: str, share: float, selected:
 @pytest.mark.few(5)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
-@pytest.mark.parametrize("num_slots", [2, 4, 8])
-def test_rows_from_slots(name: str, implementation: str, num_slots: int, selected: Selected) -> None:
+@pytest.mark.parametrize(("num_slots", "shared"), [(2, False), (4, False), (8, False), (4, True), (8, True)])
+def test_rows_from_slots(name: str, implementation: str, num_slots: int, shared: bool, selected: Selected) -> None:
     model, plain = both(name, implementation)
-    with held(model, "cached", num_slots) as streamer:
+    with held(model, "cached", num_slots, shared=shared) as streamer:
         for cache in caches(streamer):  # what no fetch has written is not to be read
             for stack in cache._stacks:
                 stack.memory.fill_(255)
         assert_equal(model, plain)
-        assert counts(streamer)[1] > 0
-        assert set(selected.ways) == ({"select"} if implementation == "batched_mm" else {"place"})
+        if not (shared and implementation == "grouped_mm"):  # else its rows pass the slots
+            assert counts(streamer)[1] > 0
+            assert set(selected.ways) == ({"select"} if implementation == "batched_mm" else {"place"})
         for each in (model, plain):
             each.set_experts_implementation("batched_mm")
         assert_equal(model, plain, 4)
@@ -159,6 +160,23 @@ def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
                 tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16
             )
         assert_equal(model, plain, 3)
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("num_slots", [3, 8])
+def test_whole_stacks_overwrite_slots(name: str, num_slots: int) -> None:
+    """Where the buffer lies in slots, their rows are fetched again after a step that reads whole stacks."""
+    model, plain = both(name)
+    with held(model, "cached", num_slots, shared=True) as streamer:
+        for implementation in ("batched_mm", "eager", "batched_mm", "grouped_mm", "batched_mm", "eager", "batched_mm"):
+            for each in (model, plain):
+                each.set_experts_implementation(implementation)
+            for length in (1, 9, 1, 1):
+                assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), implementation
+        before = counts(streamer)
+        assert torch.equal(model(prompt(1)).logits, plain(prompt(1)).logits)
+        assert counts(streamer)[1] == before[1], "all rows of the last token were there"
 
 
 @pytest.mark.few(1)

@@ -130,14 +130,20 @@ class ExpertForward:
             return partial(self._select, rows, inputs)
         if places:
             return partial(self._place, rows, inputs, case)
-        is_packed = packed_stacks(self._module).keys() == self._names.keys()
-        return partial(self._stream, rows) if is_packed and not by_row and rows.streams() else None
+        # matrices are unpacked for each id of batched_mm, as the plain model copies them
+        is_stream = self.in_waves and rows.streams() and not (by_row and rows.has_places)
+        return partial(self._stream, rows) if is_stream else None
 
     @property
     def stacks(self) -> list[torch.Tensor]:
         """As `Picks.stacks`."""
         parameters, names = self._module._parameters, chain.from_iterable(self._names.values())
         return [stack for name in names if (stack := parameters.get(name)) is not None]
+
+    @property
+    def in_waves(self) -> bool:
+        """As `Picks.in_waves`."""
+        return packed_stacks(self._module).keys() == self._names.keys()
 
     def _is_plain(self, forward: Any) -> bool:
         """Whether this runs the forward of the module's class; another one may have been assigned."""

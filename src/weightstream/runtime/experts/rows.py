@@ -23,7 +23,6 @@ import torch
 
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
-from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, Stage
 from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
@@ -53,6 +52,7 @@ class Rows:
     capturing: Callable[[], bool]
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
+    has_places: bool = True  # as `RowProvider.has_places`
     stage: Stage | None = None  # by which rows are streamed past the slots; None: they cannot be
     rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
@@ -74,6 +74,8 @@ class Rows:
         call before, and so many that it would fetch about as much. A captured call is always a decode step.
         """
         before, self.num_named = self.num_named, num_ids
+        if not self.has_places:
+            return False
         few = max(self.most, self.num_rows // 2, before)
         is_step = self.cache is None or num_ids <= few or self.capturing()
         return is_step and num_ids <= NEARLY_ALL * self.num_rows
@@ -132,9 +134,12 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
     cached = unit.plan.cached.intersection(stacks)
     if not found or len({stack.num_rows for stack in found}) > 1 or (cached and cached != stacks.keys() - set(rest)):
         return None
+    ends = [unit.offsets[alias] + unit.homes[alias].group.nbytes for alias in rest]
+    if cached and max(ends, default=0) > unit.plan.own_buffer_nbytes:
+        return None  # they would overwrite slots
     rows: Rows | None
     if cached:
-        rows = _cached_rows(found, _share(unit), unit.memory.buffer, unit.backend)
+        rows = _cached_rows(found, unit)
     elif any(stack.home.layout is None for stack in found):
         return None  # it was updated since it was compressed
     else:
@@ -145,8 +150,9 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
     return rows
 
 
-def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, buffer: torch.Tensor, backend: Backend) -> Rows | None:
+def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit) -> Rows | None:
     """The rows of cached stacks, with as many slots as there is room for; None where the device cannot read them."""
+    room, backend = _share(unit), unit.backend
     pieces = [stack.pieces(backend) for stack in stacks]
     if not all(pieces):
         return None
@@ -164,11 +170,15 @@ def _cached_rows(stacks: Sequence[Stack], room: torch.Tensor, buffer: torch.Tens
         for stack, of_stack in zip(stacks, pieces, strict=True)
         if stack.home.layout is None
     }
-    stage = Stage(leaves, buffer, backend)
+    stage = Stage(leaves, unit.memory.buffer[: unit.plan.own_buffer_nbytes], backend)
     has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most
-    capturing, num_rows = backend.capturing, stacks[0].num_rows
     return Rows(
-        num_rows=num_rows, capturing=capturing, readings=readings, cache=cache, stage=stage if has_room else None
+        num_rows=stacks[0].num_rows,
+        capturing=backend.capturing,
+        readings=readings,
+        cache=cache,
+        has_places=not unit.plan.shared_nbytes,
+        stage=stage if has_room else None,
     )
 
 

@@ -77,6 +77,7 @@ class SlotCache:
         self._stacks = list(stacks)
         memory = self._stacks[0].memory
         self.num = len(memory)
+        self.begins_at = memory.data_ptr()  # the address of the first slot
         self._num_rows = num_rows
         self._table = Lru(self.num)
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None

@@ -348,7 +348,19 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
             self.engine.take_over(decodes=True)  # the buffer may be part of memory that several models share
             if not self.units[index].is_picked:
+                self._forget_slots(index)
                 self._backend.launch(self.units[index].opening.decode)
+
+    def _forget_slots(self, index: int) -> None:
+        """Empty the slots in the part of the buffer that the unit is about to use."""
+        nbytes = sum(aligned(self._homes.homes[alias].group.nbytes) for alias in self.units[index].coded)
+        if not self.plan.shared_nbytes or nbytes <= self.plan.own_buffer_nbytes:
+            return
+        end = self.memory.buffer.data_ptr() + nbytes
+        for unit in self.units:
+            rows = unit.opening.found_rows
+            if rows is not None and rows.cache is not None and rows.cache.begins_at < end:
+                rows.forget()
 
     def let_go(self, index: int) -> None:
         """Release the unit's bytes: its last kernel is queued."""

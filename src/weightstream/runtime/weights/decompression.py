@@ -30,10 +30,11 @@ class PlanMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, plan: Plan, backend: Backend) -> PlanMemory:
+        both = backend.alloc(plan.own_buffer_nbytes + plan.slots_nbytes)
         return cls(
             ring=backend.alloc(plan.ring_nbytes),
-            buffer=backend.alloc(plan.buffer_nbytes),
-            slots=backend.alloc(plan.slots_nbytes),
+            buffer=both[: plan.buffer_nbytes],
+            slots=both[plan.own_buffer_nbytes :],
         )
 
 

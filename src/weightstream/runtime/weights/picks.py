@@ -71,6 +71,10 @@ class RowProvider(Protocol):
     def capturing(self) -> bool:
         """Whether a graph is being captured, in which the host must not wait for the device."""
 
+    @property
+    def has_places(self) -> bool:
+        """Whether there is memory for whole stacks besides that of selected rows."""
+
     def places(self, num_ids: int) -> bool:
         """Whether a call with this many ids may use `place`.
 
@@ -96,6 +100,10 @@ class Picks(Protocol):
     @property
     def stacks(self) -> Collection[torch.Tensor]:
         """The tensors of which it reads rows: all have as many."""
+
+    @property
+    def in_waves(self) -> bool:
+        """Whether it can read all rows a few at a time, by `RowProvider.stream`."""
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.
