@@ -124,7 +124,7 @@ def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
     arguments = ["bench", str(folder), "--device", "cpu", *map(str, flags[:4]), "--seconds", "0.1"]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "same bits" in shown.stdout
+    assert "bit for bit the same" in shown.stdout
     row = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert set(row["devices"]) == {"cpu:0", "cpu:1"}
     assert row["equal"] is True
