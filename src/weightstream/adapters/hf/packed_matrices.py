@@ -69,6 +69,16 @@ def _by_library(packing: PackedFormat, *leaves_and_dtype: Any) -> torch.Tensor:
     return packing.unpacked(tuple(leaves), dtype)
 
 
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Inside, operators take the dtypes that they are given, as in a load: matrices and rows may have any."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    with _without_autocast(parts[0].device):
+        return torch.cat(tuple(parts))
+
+
 class PackedMatrices:
     """Stands in for a stack of shape (E, ...) that is held packed.
 
@@ -120,11 +130,13 @@ class PackedMatrices:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._rows is not None:
             return self._unpacked(self._rows)
-        if isinstance(index, int):
+        if isinstance(index, int) and not isinstance(index, bool):
+            if not -len(self) <= index < len(self):  # also ends an iteration
+                raise IndexError(f"index {index} is out of bounds for a stack of {len(self)} matrices")
             index = torch.tensor(index % len(self), device=self.device)
         if not isinstance(index, torch.Tensor) or index.dtype in (torch.bool, torch.uint8):
             return self.whole()[index]
-        return self._unpacked(index.reshape(-1)).view(*index.shape, *self.shape[1:])
+        return self._unpacked(index.reshape(-1).to(self.device)).view(*index.shape, *self.shape[1:])
 
     def whole(self) -> torch.Tensor:
         """The unpacked stack."""
@@ -152,14 +164,16 @@ class PackedMatrices:
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
         waves = self._held.waves(rows.tolist(), len(self))
-        return torch.cat([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
+        return _joined([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
 
     def _places(self, rows: Sequence[int]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         packing, matrix = self._stack.format, self._stack.shape[1:]
-        if packing.kernel is not None and self._has_kernel(leaves):
+        if not len(rows):  # functions of some libraries take no empty tensors
+            found = torch.empty(0, *matrix, dtype=self.dtype, device=self.device)
+        elif packing.kernel is not None and self._has_kernel(leaves):
             found = unpacking.unpack_rows(
                 packing.kernel, (), leaves, rows.to(torch.int64).contiguous(), matrix, self.dtype
             )
@@ -168,7 +182,8 @@ class PackedMatrices:
             if self.device.type == "meta":  # one pass over the result, as by a kernel
                 found = torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
             else:
-                found = packing.unpacked(picked, self.dtype)
+                with _without_autocast(self.device):
+                    found = packing.unpacked(picked, self.dtype)
         return found.transpose(-2, -1) if self._is_transposed else found
 
     def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
@@ -195,7 +210,9 @@ class PackedMatrices:
         num = max(1, WAVE_NBYTES // (prod(self.shape[1:]) * self.dtype.itemsize))
         if not isinstance(self._held, Sequence):
             num = min(num, self._held.most)
-        if num >= len(self) or self._rows is not None:
+        # a gradient needs all matrices again, and has values for rows of no group
+        is_recorded = torch.is_grad_enabled() and rows.requires_grad
+        if num >= len(self) or self._rows is not None or is_recorded:
             return func(rows, self.whole(), offs=offs)
         if self.device.type == "meta":
             return self._multiply_evenly(func, rows, offs, num)
@@ -210,7 +227,7 @@ class PackedMatrices:
                 _EQUAL[product] = self._is_equal(func, rows, num)
             if not _EQUAL[product]:
                 return func(rows, self.whole(), offs=offs)
-        padded = torch.cat([rows, rows.new_zeros(rows.shape)])
+        padded = _joined([rows, rows.new_zeros(rows.shape)])
         parts: list[torch.Tensor] = []
         for of_wave, leaves, places in self._waves(named, num):
             begin, end = ends[of_wave[0] - 1] if of_wave[0] else 0, ends[of_wave[-1]]
@@ -220,7 +237,7 @@ class PackedMatrices:
             parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own)[: end - begin])
             del matrices  # before the next ones are made
         rest = len(rows) - (ends[-1] if ends else 0)
-        return torch.cat([*parts, rows.new_zeros(rest, self.shape[-1])]) if rest or not parts else torch.cat(parts)
+        return _joined([*parts, rows.new_zeros(rest, self.shape[-1])]) if rest or not parts else _joined(parts)
 
     def _waves(self, rows: list[int], num: int) -> Iterator[_Wave]:
         """These rows, up to `num` at a time."""
