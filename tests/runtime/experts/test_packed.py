@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from streaming import striped
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
 from weightstream.codec import unpacking
+from weightstream.plan.plan import Plan
 from weightstream.runtime.experts.row_stream import RowStream
 from weightstream.runtime.ring import opening
 
@@ -111,7 +114,10 @@ def test_groups_are_multiplied_in_waves(name: str, num: int, monkeypatch: pytest
     model, plain = both(name, "grouped_mm")
     matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
     monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
-    with weightstream.offload(model, device="cpu", device_budget=model_nbytes(model) // 2, codec="none"):
+    with (
+        weightstream.offload(model, device="cpu", device_budget=model_nbytes(model) // 2, codec="none"),
+        torch.no_grad(),
+    ):
         for length in (1, 2, 7, 40):
             ids = prompt(length)
             assert torch.equal(model(ids).logits, plain(ids).logits), length
@@ -135,7 +141,7 @@ def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytes
 
     monkeypatch.setattr(RowStream, "_copied", spied)
     monkeypatch.setattr(opening, "copy_function", lambda *_: pytest.fail)
-    with held(model, "cached") as streamer:
+    with held(model, "cached") as streamer, torch.no_grad():
         for length in (1, 17, 2, 40):
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
             if length > 2:
@@ -190,3 +196,77 @@ def test_over_several_devices(name: str, num: int) -> None:
         for length in (1, 5):
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
     assert torch.equal(model(prompt(4)).logits, plain(prompt(4)).logits)
+
+
+@pytest.mark.few(1)
+@formats
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("share", [0.5, 4.0])
+def test_gradients(name: str, implementation: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all weights on the device, and after a removal: streamed weights refuse a backward pass."""
+    model, plain = both(name, implementation)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 2 * 8192)
+    streamer = weightstream.offload(model, device="cpu", device_budget=int(share * model_nbytes(model)), codec="none")
+    if share < 1:
+        streamer.remove()
+    found, wanted = (gradient_of_embeddings(each) for each in (model, plain))
+    assert torch.equal(found, wanted)
+    streamer.remove()
+
+
+def gradient_of_embeddings(model: Any) -> torch.Tensor:
+    model.requires_grad_(False)
+    states = model.get_input_embeddings()(prompt(40)).clone().requires_grad_(True)
+    model(inputs_embeds=states).logits.float().square().mean().backward()
+    assert states.grad is not None
+    return states.grad
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("form", ["whole", "cached"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(name: str, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dtype may be another than that of the matrices, with which it does not mix in one operator."""
+    model, plain = both(name, "grouped_mm")
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 2 * 8192)
+    half = model_nbytes(model) // 2
+    with ExitStack() as inside:
+        if form == "cached":
+            inside.enter_context(held(model, "cached"))
+        else:
+            inside.enter_context(weightstream.offload(model, device="cpu", device_budget=half, codec="none"))
+        inside.enter_context(torch.autocast("cpu", dtype))
+        for length in (1, 40):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+def test_compressed(name: str, implementation: str) -> None:
+    """A format may have leaves that are not compressed: they are on the device, whole."""
+    model, plain = both(name, implementation)
+    with held(model, "coded"):
+        assert_equal(model, plain, 1, 3, 40)
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
+@pytest.mark.parametrize("left", ["_proj", "gate_up_proj", "down_proj"])
+def test_a_part_of_the_leaves_is_cached(name: str, implementation: str, left: str) -> None:
+    """The scales of all stacks, or one stack, stay on the device."""
+    model, plain = both(name, implementation)
+    suffix = CASES[name].format.suffixes[1] if left == "_proj" else ""
+    with held(model, "cached") as streamer:
+        manifest = streamer.plan.manifest
+        cached = frozenset(alias for alias in streamer.plan.cached if left + suffix not in alias)
+        assert 0 < len(cached) < len(streamer.plan.cached)
+        rest = manifest.without(cached)
+        plan = Plan.build(rest, frozenset(rest.aliases), 0)
+        slots = {"num_slots": 4, "slots_nbytes": streamer.plan.slots_nbytes}
+        streamer.switch(replace(plan, manifest=manifest, cached=cached, **slots))
+        for length in (1, 2, 5, 40):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+        assert counts(streamer)[1] > 0

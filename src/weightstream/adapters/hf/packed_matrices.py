@@ -60,6 +60,16 @@ def _by_library(packing: PackedFormat, *leaves_and_dtype: Any) -> torch.Tensor:
     return packing.unpacked(tuple(leaves), dtype)
 
 
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Inside, operators take the dtypes that they are given, as in a load: matrices and rows may have any."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    with _without_autocast(parts[0].device):
+        return torch.cat(tuple(parts))
+
+
 class PackedMatrices:
     """Stands in for a stack of shape (E, ...) that is held packed.
 
@@ -111,11 +121,13 @@ class PackedMatrices:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._rows is not None:
             return self._unpacked(self._rows)
-        if isinstance(index, int):
+        if isinstance(index, int) and not isinstance(index, bool):
+            if not -len(self) <= index < len(self):  # also ends an iteration
+                raise IndexError(f"index {index} is out of bounds for a stack of {len(self)} matrices")
             index = torch.tensor(index % len(self), device=self.device)
         if not isinstance(index, torch.Tensor) or index.dtype in (torch.bool, torch.uint8):
             return self.whole()[index]
-        return self._unpacked(index.reshape(-1)).view(*index.shape, *self.shape[1:])
+        return self._unpacked(index.reshape(-1).to(self.device)).view(*index.shape, *self.shape[1:])
 
     def whole(self) -> torch.Tensor:
         """The unpacked stack."""
@@ -143,14 +155,16 @@ class PackedMatrices:
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
         waves = self._held.waves(rows.tolist(), len(self))
-        return torch.cat([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
+        return _joined([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
 
     def _places(self, rows: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         packing, matrix = self._stack.format, self._stack.shape[1:]
-        if packing.kernel is not None and self._has_kernel(leaves):
+        if not len(rows):  # functions of some libraries take no empty tensors
+            found = torch.empty(0, *matrix, dtype=self.dtype, device=self.device)
+        elif packing.kernel is not None and self._has_kernel(leaves):
             found = unpacking.unpack_rows(
                 packing.kernel, (), leaves, rows.to(torch.int64).contiguous(), matrix, self.dtype
             )
@@ -159,7 +173,8 @@ class PackedMatrices:
             if self.device.type == "meta":  # one pass over the result, as by a kernel
                 found = torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
             else:
-                found = packing.unpacked(picked, self.dtype)
+                with _without_autocast(self.device):
+                    found = packing.unpacked(picked, self.dtype)
         return found.transpose(-2, -1) if self._is_transposed else found
 
     def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
@@ -186,7 +201,9 @@ class PackedMatrices:
         num = max(1, WAVE_NBYTES // (prod(self.shape[1:]) * self.dtype.itemsize))
         if not isinstance(self._held, Sequence):
             num = min(num, self._held.most)
-        if num >= len(self) or self._rows is not None or cuda.is_capturing():
+        # a gradient needs all matrices again, and has values for rows of no group
+        is_recorded = torch.is_grad_enabled() and rows.requires_grad
+        if num >= len(self) or self._rows is not None or is_recorded or cuda.is_capturing():
             return func(rows, self.whole(), offs=offs)
         if self.device.type == "meta":
             return self._multiply_evenly(func, rows, offs, num)
@@ -198,7 +215,7 @@ class PackedMatrices:
             return rows.new_zeros(len(rows), self.shape[-1])
         waves = [named[first : first + num] for first in range(0, len(named), num)]
         table = self._places([self._places_and_ends(wave, ends, num) for wave in waves]).unflatten(-1, (2, num))
-        padded = torch.cat([rows, rows.new_zeros(rows.shape)])
+        padded = _joined([rows, rows.new_zeros(rows.shape)])
         parts: list[torch.Tensor] = []
         for wave, leaves, (places, own) in zip(waves, self._leaves_of(waves, num), table, strict=True):
             begin, end = ends[wave[0] - 1], ends[wave[-1]]
@@ -206,7 +223,7 @@ class PackedMatrices:
             parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own.to(offs.dtype))[: end - begin])
             del matrices  # before the next ones are made
         parts.append(rows.new_zeros(len(rows) - ends[-2], self.shape[-1]))  # rows that go to no matrix
-        return torch.cat(parts)
+        return _joined(parts)
 
     def _places_and_ends(self, wave: Sequence[int], ends: Sequence[int], num: int) -> list[int]:
         """Where the matrices of a wave are in its leaves, and where their groups end in its rows: `num` of each."""

@@ -130,8 +130,9 @@ class ExpertForward:
             return partial(self._select, rows, inputs)
         if places:
             return partial(self._place, rows, inputs, case)
-        # matrices are unpacked for each id of batched_mm, as the plain model copies them
-        is_stream = self.in_waves and rows.streams() and not (by_row and rows.has_places)
+        has_all = len(rows.stacks) == num_stacks  # some leaves may stay on the device
+        # by row, matrices are unpacked for each id, as the plain model copies them
+        is_stream = self.in_waves and has_all and rows.streams() and not (by_row and rows.has_places)
         return partial(self._stream, rows) if is_stream else None
 
     @property
@@ -157,9 +158,9 @@ class ExpertForward:
         self._look_ahead(rows, inputs)
         packed, others = packed_stacks(self._module), dict[str, Any]()
         for name, leaves in self._names.items():
-            found = [selected.get(id(self._module._parameters[leaf])) for leaf in leaves]
-            if None not in found:
-                others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
+            parameters = [self._module._parameters[leaf] for leaf in leaves]
+            found = [selected.get(id(parameter), parameter) for parameter in parameters]
+            others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
@@ -264,11 +265,14 @@ def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], inputs: 
     return True
 
 
-def _unpacked(stack: PackedStack, selected: Sequence[Any], ids: torch.Tensor) -> PackedMatrices:
-    """A substitute for a packed stack, of which these rows are selected."""
-    if all(each.memory is not None for each in selected):
-        return PackedMatrices(stack, [each.memory for each in selected], selected[0].slots)
-    rows = [each[ids] for each in selected]
+def _unpacked(stack: PackedStack, leaves: Sequence[Any], ids: torch.Tensor) -> PackedMatrices:
+    """A substitute for a packed stack, of whose leaves these rows are selected. A leaf on the device is whole."""
+    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return PackedMatrices(stack, leaves)
+    memories = [leaf.memory for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf.memory is not None]
+    if len(memories) == len(leaves):
+        return PackedMatrices(stack, memories, leaves[0].slots)
+    rows = [leaf[ids.flatten()] for leaf in leaves]
     return PackedMatrices(stack, rows, torch.arange(ids.numel(), device=ids.device))
 
 
