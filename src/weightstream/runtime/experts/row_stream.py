@@ -72,15 +72,19 @@ class RowStream:
                 ready.append(self._copied(waves[index], self._halves[index % 2]))
             backend.record(Side.AHEAD, filled[index % 2])
 
-        for index in range(len(waves)):
-            if not index:
-                begin(0)
-            else:
-                backend.record(Side.COMPUTE, read[(index - 1) % 2])
-            if index + 1 < len(waves):
-                begin(index + 1)
-            backend.wait(Side.COMPUTE, filled[index % 2])
-            yield ready[index]
+        try:
+            for index in range(len(waves)):
+                if not index:
+                    begin(0)
+                else:
+                    backend.record(Side.COMPUTE, read[(index - 1) % 2])
+                if index + 1 < len(waves):
+                    begin(index + 1)
+                backend.wait(Side.COMPUTE, filled[index % 2])
+                yield ready[index]
+        finally:  # a forward may fail between two waves
+            for event in filled:
+                backend.wait(Side.COMPUTE, event)
 
     def _copied(self, rows: Sequence[int], memory: torch.Tensor) -> Wave:
         found, begin = [], 0
