@@ -37,7 +37,7 @@ def assert_equal(model: torch.nn.Module, plain: torch.nn.Module, *lengths: int) 
         assert same(generated(model, prompt(length), 6), generated(plain, prompt(length), 6)), length
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("share", [0.3, 2.0])
@@ -48,7 +48,7 @@ def test_without_a_cache(name: str, implementation: str, share: float, selected:
     assert_equal(model, plain, 4)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
 @pytest.mark.parametrize(("num_slots", "shared"), [(2, False), (4, False), (8, False), (4, True), (8, True)])

@@ -177,7 +177,7 @@ class ExpertForward:
         self._look_ahead(rows, inputs)
         packed = packed_stacks(self._module)
         whole = {name: PackedMatrices(stack, packed_leaves(self._module, stack)) for name, stack in packed.items()}
-        module = _StandIn(self._module, whole)
+        module = _StandIn(self._module, whole) if whole else self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():
             with _disable_current_modes():  # a mode that watches the call would see operators that are not the model's
