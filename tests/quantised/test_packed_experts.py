@@ -226,6 +226,43 @@ def test_refused_by_name(case: str, tmp_path: Path) -> None:
         weightstream.plan_model(tmp_path, device="cpu", device_budget="1MiB")
 
 
+MATRIX = "model.layers.1.mlp.experts.3.up_proj.weight"
+BROKEN: dict[str, Callable[[Tensors], Tensors]] = {
+    "without a matrix": lambda tensors: {k: t for k, t in tensors.items() if MATRIX not in k},
+    "without a scale": lambda tensors: {k: t for k, t in tensors.items() if MATRIX + "_scale" not in k},
+    "without an expert": lambda tensors: {k: t for k, t in tensors.items() if ".experts.7." not in k},
+    "with an expert more": lambda tensors: (
+        tensors | {k.replace(".7.", ".8."): t.clone() for k, t in tensors.items() if ".experts.7." in k}
+    ),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("case", BROKEN)
+def test_other_numbers_of_matrices_are_named(name: str, case: str, tmp_path: Path) -> None:
+    """transformers loads some of these, with each scale after the missing one for another matrix."""
+    pytest.importorskip(CHECKPOINTS[name][0])
+    CHECKPOINTS[name][1](tmp_path)
+    changed(tmp_path, BROKEN[case])
+    with pytest.raises(weightstream.CheckpointError, match=r"has [79] tensors mlp.experts.*weight\w* for 8 experts"):
+        offloaded(tmp_path)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_unlike_dtypes_of_scales_are_refused(name: str, tmp_path: Path) -> None:
+    """A merged stack would have scales of a third dtype, and products of other bits."""
+    pytest.importorskip(CHECKPOINTS[name][0])
+    CHECKPOINTS[name][1](tmp_path)
+    changed(
+        tmp_path,
+        lambda tensors: {k: t.half() if MATRIX + "_scale" in k else t for k, t in tensors.items()},
+    )
+    with pytest.raises(weightstream.UnsupportedError, match=r"tensors have unlike dtypes: torch\.\w+, torch\.\w+"):
+        offloaded(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_experts_in_awq_are_refused_by_name(tmp_path: Path) -> None:
     """Also with `allow_missing`, which would give them random values."""

@@ -52,3 +52,19 @@ def test_an_index_out_of_bounds_is_refused(pair: tuple[PackedMatrices, torch.Ten
     for each in pair:
         with pytest.raises(IndexError, match="out of"):
             each[index]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 40])
+@pytest.mark.parametrize("num", [1, 2, NUM - 1])
+def test_a_wave_is_tried_with_any_number_of_rows(num_rows: int, num: int) -> None:
+    """Else a call with few rows would unpack the whole stack."""
+    case, product = CASES["block float8"], torch.nn.functional.grouped_mm
+    leaves = case.leaves((NUM, 64, 96), torch.Generator().manual_seed(3))
+    stack = PackedStack(format=case.format, leaves=(), shape=(NUM, 64, 96), dtype=torch.bfloat16)
+    packed, rows = PackedMatrices(stack, leaves).transpose(-2, -1), torch.ones(num_rows, 96, dtype=torch.bfloat16)
+
+    def depends_on_groups(rows: torch.Tensor, stack: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        return product(rows, stack, offs=offs) + len(offs)
+
+    assert packed._is_equal(product, rows, num)
+    assert not packed._is_equal(depends_on_groups, rows, num)

@@ -270,3 +270,28 @@ def test_a_part_of_the_leaves_is_cached(name: str, implementation: str, left: st
         for length in (1, 2, 5, 40):
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
         assert counts(streamer)[1] > 0
+
+
+class Twice(torch.nn.Module):
+    def forward(self, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.repeat(1, 2)
+
+
+def parametrise(module: torch.nn.Module, leaf: str) -> None:
+    torch.nn.utils.parametrize.register_parametrization(module, leaf, Twice(), unsafe=True)
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("change", [parametrise, delattr])
+@pytest.mark.parametrize("part", [0, 1])
+def test_leaves_that_are_replaced_are_named(name: str, change: Any, part: int) -> None:
+    """peft parametrises stacks that are `target_parameters` of LoRA. Before offloading and after it."""
+    model, _ = both(name)
+    leaf, half = "down_proj" + CASES[name].format.suffixes[part], model_nbytes(model) // 2
+    with weightstream.offload(model, device="cpu", device_budget=half, codec="none"):
+        change(packed_modules(model)[1], leaf)
+        with pytest.raises(weightstream.UnsupportedError, match=f"{leaf} is no longer a parameter of .*LoRA"):
+            model(prompt(3))
+    with pytest.raises(weightstream.UnsupportedError, match=f"{leaf} is no longer a parameter of .*LoRA"):
+        weightstream.offload(model, device="cpu", device_budget=half, codec="none")

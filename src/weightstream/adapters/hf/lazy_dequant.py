@@ -164,6 +164,8 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     """
     forward = module.__dict__.get("forward")
     is_done = getattr(forward, "__name__", "") == _UNPACKS
+    for stack in packed_stacks(module).values():
+        packed_leaves(module, stack)  # raises an error if some are missing
     if packed_stacks(module) and not is_done:
         module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from weightstream.errors import UnsupportedError
+
 _PACKED = "_weightstream_packed"  # an attribute of a module: its packed stacks, by name
 
 
@@ -63,8 +65,17 @@ def packed_stacks(module: torch.nn.Module) -> Mapping[str, PackedStack]:
 
 
 def packed_leaves(module: torch.nn.Module, stack: PackedStack) -> list[torch.Tensor]:
-    """The tensors of the module that hold this stack."""
+    """The tensors of the module that hold this stack.
+
+    Raises `UnsupportedError` if they are no longer its parameters.
+    """
     parameters: dict[str, Any] = module._parameters
+    if missing := [leaf for leaf in stack.leaves if parameters.get(leaf) is None]:
+        raise UnsupportedError(
+            f"{missing[0]} is no longer a parameter of {type(module).__name__}, which unpacks {stack.format.name} from "
+            "it: packed experts take no parametrisation, such as LoRA by target_parameters. Load the model with "
+            "transformers and dequantise it first"
+        )
     return [parameters[leaf] for leaf in stack.leaves]
 
 

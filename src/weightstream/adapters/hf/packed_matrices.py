@@ -247,7 +247,8 @@ class PackedMatrices:
         shapes = rows.shape, self._stack.shape
         product = _Product(str(func), self.device, self.dtype, *shapes, self._is_transposed, num)
         if product not in _EQUAL:
-            _EQUAL[product] = self._is_equal(func, rows, num)
+            with _disable_current_modes(), torch.no_grad():  # as in `_has_kernel`
+                _EQUAL[product] = self._is_equal(func, rows, num)
         return _EQUAL[product]
 
     def _multiply_evenly(self, func: Any, rows: torch.Tensor, offs: torch.Tensor, num: int) -> torch.Tensor:
@@ -264,8 +265,10 @@ class PackedMatrices:
         states = torch.randn(rows.shape, generator=generator, device=self.device).to(rows.dtype)
         matrix = torch.randn(self._stack.shape[1:], generator=generator, device=self.device).to(self.dtype)
         matrix = matrix.transpose(-2, -1) if self._is_transposed else matrix
-        ends = torch.arange(1, len(self) + 1, device=self.device) * len(rows) // len(self)
-        offs, end = ends.to(torch.int32), num * len(rows) // len(self)
+        # twice as many groups as in a wave share the rows, so that a wave has some of the rows, even if there are few
+        num_used = min(2 * num, len(self))
+        ends = [-(-min(index, num_used) * len(rows) // num_used) for index in range(1, len(self) + 1)]
+        offs, end = torch.tensor(ends, dtype=torch.int32, device=self.device), ends[num - 1]
         try:
             whole = func(states, matrix.expand(len(self), -1, -1), offs=offs)
             wave = func(states, matrix.expand(num, -1, -1), offs=offs[:num])

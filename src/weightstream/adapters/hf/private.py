@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from weightstream.adapters.hf import gptq
 from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed
-from weightstream.errors import UnsupportedError
+from weightstream.errors import CheckpointError, UnsupportedError
 from weightstream.runtime.tensors.undo import Undo
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable
@@ -280,6 +281,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "compressed-tensors": ("", "_packed", "_scale", "_shape", "_zero_point", "_global_scale", "_g_idx"),
     }
 )
+_PART_ENDS = r"(?!\w)"
 _SHAPE = "_shape"  # of each matrix: saved with it, but the stack has the same shape
 _LOAD_ELSEWHERE = "to dequantise it at load, load it with transformers and pass the model to weightstream.offload()"
 
@@ -394,9 +396,10 @@ def packed_experts(
 ) -> PackedExperts:
     """The experts of an unquantised model on meta for which a checkpoint, of these tensors on meta, has packed ones.
 
-    transformers' own converters merge the tensors. Raises `UnsupportedError` for a format that cannot stay packed.
+    transformers' own converters merge the tensors. Raises `UnsupportedError` for a format that cannot stay packed, and
+    `CheckpointError` where the checkpoint has more or fewer matrices than the model.
     """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
     parts = _PARTS[quantizer.quantization_config.quant_method]
     with _merging_parts(), set_inside(model, "hf_quantizer", quantizer):
@@ -412,9 +415,18 @@ def packed_experts(
             sources.setdefault(place, {})[name] = pattern
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
+    def refuse_other_numbers(place: str, num: int) -> None:
+        for pattern, found in Counter(sources[place].values()).items():
+            operations = [] if pattern is None else by_pattern[pattern].operations
+            if found != num and any(isinstance(op, MergeModulelist) for op in operations):
+                name = str(pattern).removesuffix(_PART_ENDS)
+                raise CheckpointError(f"{place}: the checkpoint has {found} tensors {name} for {num} experts")
+
     def merged(place: str) -> torch.Tensor:
         patterns = sources[place]
         (first, pattern), *_ = patterns.items()
+        if len(dtypes := {tensors[name].dtype for name in patterns}) > 1:
+            raise ValueError(f"tensors have unlike dtypes: {', '.join(sorted(map(str, dtypes)))}")
         if pattern is None:
             return tensors[first]
         converter = copy.deepcopy(by_pattern[pattern])
@@ -436,6 +448,8 @@ def packed_experts(
             continue
         path, _, name = full.rpartition(".")
         packed_format = _packed_format(quantizer, found)
+        for part in sorted(found):
+            refuse_other_numbers(full + part, len(plain))
         try:
             leaves = {name + suffix: merged(full + suffix) for suffix in packed_format.suffixes}
             unpacked = packed_format.unpacked(tuple(leaves.values()), plain.dtype)
@@ -527,7 +541,7 @@ def _split(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 def _of_part(converter: Any, part: str) -> Any:
     """A converter that does with a part of weights what this one does with weights."""
-    end = rf"{part}(?!\w)"  # transformers takes it away where a pattern is replaced by another one
+    end = part + _PART_ENDS  # transformers takes it away where a pattern is replaced by another one
     sources, targets = (
         [pattern.removesuffix("$") + end for pattern in patterns]
         for patterns in (converter._original_source_patterns, converter._original_target_patterns)
