@@ -1,7 +1,7 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
-        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4] [--prompt 64]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64]
     python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
+from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_leaves, packed_stacks
 from weightstream.adapters.modules.moe import ExpertForward
 from weightstream.plan.hit_curves import CURVES, HitCurve
 from weightstream.runtime.experts.slot_cache import Lru
@@ -185,34 +185,43 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in every if hasattr(module, "down_proj") or packed_stacks(module)]
 
 
-def _mxfp4(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    experts, inner, columns = stack.shape
-    shape = experts, columns, inner // 32
-    return torch.empty(*shape, 16, dtype=torch.uint8, device="meta"), torch.empty(
-        shape, dtype=torch.uint8, device="meta"
-    )
+def _bytes(shape: Sequence[int], generator: torch.Generator, span: range) -> torch.Tensor:
+    made = {"dtype": torch.uint8, "generator": generator, "device": generator.device}
+    return torch.randint(span.start, span.stop, tuple(shape), **made)
 
 
-# For each format: leaves on meta for a stack, and for each leaf the random bytes that it may have, from and below.
-PACKED: Mapping[str, tuple[PackedFormat, Callable[[torch.Tensor], tuple[torch.Tensor, ...]], Sequence[range]]] = {
-    "mxfp4": (private.MXFP4, _mxfp4, (range(256), range(117, 122))),
+def _mxfp4(shape: Sequence[int], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, inner, columns = shape
+    groups = experts, columns, inner // 32
+    return _bytes((*groups, 16), generator, range(256)), _bytes(groups, generator, range(117, 122))
+
+
+def _float8(shape: Sequence[int], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    experts, height, width = shape
+    weights = _bytes(shape, generator, range(256))
+    weights[weights & 127 == 127] = 0  # NaN
+    blocks = experts, -(-height // 128), -(-width // 128)
+    scales = 2e-4 * torch.rand(blocks, generator=generator, device=generator.device)
+    return weights.view(torch.float8_e4m3fn), scales
+
+
+# for each format: random leaves for a stack of a shape
+PACKED: Mapping[str, tuple[PackedFormat, Callable[..., tuple[torch.Tensor, ...]]]] = {
+    "mxfp4": (private.MXFP4, _mxfp4),
+    "float8": (private.FP8_BLOCKS, _float8),
 }
 
 
 def packed(model: Any, name: str, device: str) -> Any:
     """The model with random packed stacks in place of its own."""
-    packed_format, leaves_of, values = PACKED[name]
+    packed_format, leaves_of = PACKED[name]
     generator = torch.Generator(device).manual_seed(5)
     for module in experts_of(model):
         for stack in [each for each in _STACKS if module._parameters.get(each) is not None]:
-            found = {}
-            made = zip(packed_format.suffixes, leaves_of(module._parameters[stack]), values, strict=True)
-            for suffix, leaf, span in made:
-                drawn = torch.randint(
-                    span.start, span.stop, leaf.shape, dtype=torch.uint8, generator=generator, device=device
-                )
-                found[stack + suffix] = torch.nn.Parameter(drawn, requires_grad=False)
-            hold_packed(module, stack, packed_format, found)
+            leaves = leaves_of(module._parameters[stack].shape, generator)
+            named = zip(packed_format.suffixes, leaves, strict=True)
+            parameters = {stack + suffix: torch.nn.Parameter(leaf, requires_grad=False) for suffix, leaf in named}
+            hold_packed(module, stack, packed_format, parameters)
     return model
 
 
@@ -258,9 +267,11 @@ def build(shape: Shape, layers: int, device: str, packing: str | None = None) ->
             buffer.zero_()
     torch.manual_seed(0)
     noise = torch.randn(_NOISE, dtype=torch.bfloat16) * _STD if device == "cpu" else None
+    stacks = ((module, stack) for module in experts_of(model) for stack in packed_stacks(module).values())
+    drawn = {id(leaf) for module, stack in stacks for leaf in packed_leaves(module, stack)}
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
-            if not parameter.is_floating_point():
+            if id(parameter) in drawn:
                 continue  # packed
             if parameter.ndim < 2:
                 parameter.uniform_(0.5, 1.5)
