@@ -248,3 +248,21 @@ def test_a_weight_that_is_not_a_stack_is_refused() -> None:
     (group,) = groups(torch.nn.LayerNorm(64, bias=False)).values()
     home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
     assert "no stack of whole rows" in (unread(["weight"], {"weight": home}, Device()) or "")
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 6])
+def test_rows_that_are_no_whole_words_are_refused(columns: int) -> None:
+    """Such as one scale of each matrix."""
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.zeros(NUM_ROWS, columns, dtype=torch.bfloat16))
+    (group,) = groups(module).values()
+    home = Home(group=group, origin=torch.device("cpu"), source=Pinned(view=group.home))
+    stack = Stack.of(home, torch.empty(0, dtype=torch.uint8))
+    assert stack is not None
+    is_whole = columns % 4 == 0
+    assert bool(stack.pieces(Device())) is is_whole
+    assert reason(stack) == (
+        ""
+        if is_whole
+        else f"rows of w cannot be fetched one by one, as they have {2 * columns} bytes, which is no multiple of 8"
+    )

@@ -116,6 +116,8 @@ class Stack:
         """
         source = self.home.source
         extents = source.extents if isinstance(source, Mapped) else ()
+        if self.home.layout is None and self.nbytes % WORD:
+            return f"they have {self.nbytes} bytes, which is no multiple of {WORD}"
         if any(number % WORD for _, *span in extents for number in span):
             return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
         if any(extent.pitch for extent in extents):
