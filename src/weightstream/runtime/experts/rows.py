@@ -171,7 +171,7 @@ def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit) -> Rows | None:
         if stack.home.layout is None
     }
     stage = Stage(leaves, unit.memory.buffer[: unit.plan.own_buffer_nbytes], backend)
-    has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most
+    has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most > 0
     return Rows(
         num_rows=stacks[0].num_rows,
         capturing=backend.capturing,

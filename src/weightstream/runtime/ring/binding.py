@@ -356,6 +356,7 @@ class Binding:
         nbytes = sum(aligned(self._homes.homes[alias].group.nbytes) for alias in self.units[index].coded)
         if not self.plan.shared_nbytes or nbytes <= self.plan.own_buffer_nbytes:
             return
+        self.ahead.join()  # rows may be on their way to these slots
         end = self.memory.buffer.data_ptr() + nbytes
         for unit in self.units:
             rows = unit.opening.found_rows
