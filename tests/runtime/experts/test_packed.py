@@ -99,7 +99,7 @@ def test_rows_are_unpacked_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(unpacking, "unpacks_equally", lambda kernel, *_: trials.append(kernel) or True)
     monkeypatch.setattr(PackedFormat, "unpacked", lambda *_: pytest.fail("the library's function ran"))
     with held(model, "cached"):
-        for implementation, length in (("batched_mm", 1), ("grouped_mm", 3)):
+        for implementation, length in (("batched_mm", 1), ("grouped_mm", 1)):
             for each in (model, plain):
                 each.set_experts_implementation(implementation)
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
