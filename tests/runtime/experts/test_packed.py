@@ -87,6 +87,7 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
     assert set(unpacked) == {2}, "a token names two experts"
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.few(1)
 @formats
 def test_rows_are_unpacked_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
