@@ -69,6 +69,7 @@ def generated(model: Any, **more: Any) -> tuple[Any, DecodeReport]:
     return output, found[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("no_loading_bars")
 @pytest.mark.parametrize(
     ("kind", "sample"),
@@ -126,6 +127,7 @@ def test_a_write_to_a_split_weight_is_refused(folders: dict[str, Path]) -> None:
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
 
 
+@pytest.mark.stress
 def test_the_most_bits_that_fit_are_taken(folders: dict[str, Path]) -> None:
     found = []
     for share in (0.4, 0.45, 0.5, 0.55, 0.9):

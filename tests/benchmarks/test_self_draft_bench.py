@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.mark.stress
 def test_rows_of_both_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     out = tmp_path / "rows.jsonl"

@@ -121,6 +121,7 @@ def test_parts_joined_are_the_matrix(name: str, bits: int) -> None:
     assert_same_bits(out, weight)
 
 
+@pytest.mark.few(5)
 @pytest.mark.few(18)
 @all_bits
 @all_weights

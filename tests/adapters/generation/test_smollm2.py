@@ -102,6 +102,7 @@ def drafted(model: Any, ids: torch.Tensor, bits: Any, num: int = NUM, **more: An
 LOOKUP = {"prompt_lookup_num_tokens": WIDTH - 1}
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["edit", "code"])
 def test_an_edited_text_takes_few_passes(model: Any, prompt: str) -> None:
@@ -115,6 +116,7 @@ def test_an_edited_text_takes_few_passes(model: Any, prompt: str) -> None:
     assert decoding.speculation.passes <= 0.6 * num
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_rounded_copy_as_assistant(model: Any, how: dict[str, Any]) -> None:

@@ -737,6 +737,7 @@ def test_matrices_that_are_streamed_one_by_one_with_eager_attention(monkeypatch:
             assert_equal(drafted(model, prompt(), "token", way, **LOOKUP)[0], want)
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_inside_a_step_and_with_an_offloaded_assistant(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

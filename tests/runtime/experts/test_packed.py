@@ -88,7 +88,7 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.few(1)
+@pytest.mark.stress
 @formats
 def test_rows_are_unpacked_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From slots, and in waves. Its trial is tested with the kernels."""
