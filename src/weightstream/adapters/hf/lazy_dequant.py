@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf import gptq, private
-from weightstream.adapters.hf.packed_formats import packed_leaves, packed_stacks
-from weightstream.adapters.hf.packed_matrices import PackedMatrices
+from weightstream.adapters.hf.packed_matrices import packed_matrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
 
@@ -164,9 +163,7 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     """
     forward = module.__dict__.get("forward")
     is_done = getattr(forward, "__name__", "") == _UNPACKS
-    for stack in packed_stacks(module).values():
-        packed_leaves(module, stack)  # raises an error if some are missing
-    if packed_stacks(module) and not is_done:
+    if packed_matrices(module) and not is_done:  # raises an error if leaves are missing
         module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return
     if is_done or not private.fp8_use(module).is_linear or has_kernels():
@@ -175,7 +172,7 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
 
 
 def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
-    return {name: PackedMatrices(stack, packed_leaves(module, stack)) for name, stack in packed_stacks(module).items()}
+    return packed_matrices(module)
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf import private
-from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack
+from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack, packed_leaves, packed_stacks
 from weightstream.codec import unpacking
 from weightstream.errors import WeightstreamError
 from weightstream.runtime.devices import cuda
@@ -275,3 +275,8 @@ class PackedMatrices:
         except RuntimeError:  # a kernel that takes no such strides
             return False
         return end > 0 and torch.equal(whole[:end].view(torch.uint8), wave[:end].view(torch.uint8))
+
+
+def packed_matrices(module: torch.nn.Module) -> dict[str, PackedMatrices]:
+    """Substitutes for the packed stacks of a module, over all of their leaves; empty for any other module."""
+    return {name: PackedMatrices(stack, packed_leaves(module, stack)) for name, stack in packed_stacks(module).items()}

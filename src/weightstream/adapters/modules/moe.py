@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
-from weightstream.adapters.hf.packed_matrices import PackedMatrices
+from weightstream.adapters.hf.packed_matrices import PackedMatrices, packed_matrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 
@@ -175,8 +175,7 @@ class ExpertForward:
     ) -> Any:
         rows.place(inputs.ids)
         self._look_ahead(rows, inputs)
-        packed = packed_stacks(self._module)
-        whole = {name: PackedMatrices(stack, packed_leaves(self._module, stack)) for name, stack in packed.items()}
+        whole = packed_matrices(self._module)
         module = _StandIn(self._module, whole) if whole else self._module
         grouped = _StandIn(module, {"config": _StandIn(module.config, {"_experts_implementation": _IN_PLACE})})
         if case is not None and case not in _EQUAL and not rows.capturing():
