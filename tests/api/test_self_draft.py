@@ -109,6 +109,7 @@ def test_a_removed_model_is_plain(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.usefixtures("no_loading_bars")
+@pytest.mark.stress
 def test_other_drafts_and_none_work_with_split_weights(folders: dict[str, Path]) -> None:
     model = load(folders["llama"], speculate="draft")
     want, decoding = generated(model, speculate="off", do_sample=False)
@@ -149,6 +150,7 @@ def test_the_most_bits_that_fit_are_taken(folders: dict[str, Path]) -> None:
     assert len(set(found)) > 2
 
 
+@pytest.mark.stress
 def test_it_is_left_out_where_the_plan_without_is_faster(folders: dict[str, Path]) -> None:
     config = OffloadConfig(device_budget=2 * nbytes(folders["llama"]), context=64)
     planned = plan_drafted(folders["llama"], config, "self", "auto", profile=SLOW)

@@ -80,6 +80,7 @@ def test_plan_shows_passes_and_what_drafts_gain(folder: Path, profile: Path) -> 
     assert "speculation" not in plain
 
 
+@pytest.mark.stress
 def test_plan_compares_the_plans_with_and_without_a_draft(folder: Path, draft: Path, profile: Path) -> None:
     shown = call(*planned(folder, profile, "--draft", draft))
     assert shown.exit_code == 0, shown.output
@@ -136,6 +137,7 @@ def test_a_model_drafts_for_itself(rounded: Path, profile: Path) -> None:
     assert found["stats"]["speculation"]["accepted"] > 0
 
 
+@pytest.mark.stress
 def test_bench_times_passes_of_several_tokens(folder: Path) -> None:
     flags = ("--device", "cpu", "--device-budget", "1MiB", "--context", 64, "--seconds", 0.05)
     found = call_json("bench", folder, *flags, "--speculate", "auto")

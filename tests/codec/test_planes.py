@@ -122,7 +122,7 @@ def test_parts_joined_are_the_matrix(name: str, bits: int) -> None:
 
 
 @pytest.mark.few(5)
-@pytest.mark.few(18)
+@pytest.mark.few(10)
 @all_bits
 @all_weights
 def test_the_kernel_joins(name: str, bits: int) -> None:

@@ -119,6 +119,7 @@ def test_an_edited_text_takes_few_passes(model: Any, prompt: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.stress
 def test_a_rounded_copy_as_assistant(model: Any, how: dict[str, Any]) -> None:
     ids, draft = ids_of("chat"), drafts(rounded(model), 4)
     num = 12

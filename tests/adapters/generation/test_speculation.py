@@ -584,7 +584,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CHOICES)
 def test_options_of_generate(llama: Any, name: str) -> None:
     chosen = CHOICES[name]
@@ -640,7 +640,7 @@ class Seen:
         return torch.tensor([self._last in ids[0, LENGTH:].tolist()])
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [*KINDS, "right"])
 @pytest.mark.parametrize("index", [None, 0, 7, 11, 17])
 def test_streamers_and_criteria_see_each_token(llama: Any, text: list[int], kind: str, index: int | None) -> None:
@@ -695,7 +695,7 @@ def offloaded(
     return streamer, Recorder(new=Graph, record=streamer.capture, replay=streamer.replay)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.45, 0.7, 1.2])
 @pytest.mark.parametrize("grain", ["block", "half", "matrix"])
 @pytest.mark.parametrize("name", MODELS)
@@ -773,6 +773,7 @@ def test_hooks_of_an_offloaded_model_see_all_tokens_of_a_pass(way: str, monkeypa
 
 
 @pytest.mark.usefixtures("no_loading_bars")
+@pytest.mark.stress
 def test_drafts_that_use_modules_of_an_offloaded_model(mtp_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for draft, build_one in (
         (dflash(), lambda: build("llama", layers=4)),

@@ -588,6 +588,7 @@ def chi_square(monkeypatch: pytest.MonkeyPatch, seed: int, num: int = 800) -> tu
     return float(((observed - expected) ** 2 / expected).sum()), observed.numel()
 
 
+@pytest.mark.stress
 def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found, cells = chi_square(monkeypatch, seed=1)
     assert found < 31.3, "11 degrees of freedom, p = 0.001"

@@ -571,7 +571,7 @@ def built(case: Case, folder: Path) -> Path | str:
     return found if isinstance(found, str | Path) else folder
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(20)
 @pytest.mark.filterwarnings("ignore")  # transformers warns about settings
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in CASES])
 def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -646,7 +646,7 @@ def test_an_adapter_is_not_packed(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "pack").exists()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BY_PATH)
 def test_a_plan_is_for_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:

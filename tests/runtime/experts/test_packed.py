@@ -242,7 +242,7 @@ def test_under_autocast(name: str, form: str, dtype: torch.dtype, monkeypatch: p
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @formats
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[:2])
 def test_compressed(name: str, implementation: str) -> None:

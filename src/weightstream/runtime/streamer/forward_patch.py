@@ -551,7 +551,7 @@ def refuse_transforms() -> None:
         raise OffloadError("torch.export copies weights: call model.weightstream.remove() first")
     try:
         with refuse_backward(""):
-            pass
+            return  # not `pass`: CPython keeps that outside of the block, so an error at it would leave the hooks
     except RuntimeError as error:
         raise OffloadError(
             "gradients through streamed weights, whose bytes are overwritten after a forward: offloading is for "
