@@ -17,7 +17,7 @@ from weightstream.cli import app
 from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.measure import bench, profile
-from weightstream.plan.manifest import decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, decode_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Side
 from weightstream.runtime.devices.cuda import CUDA_PROFILE, CudaBackend
@@ -74,14 +74,14 @@ def test_without_dtypes_nothing_is_compiled(backend: CudaBackend, monkeypatch: p
     monkeypatch.setattr(coding, "prepare", lambda *_: pytest.fail("kernels are asked for"))
     found, is_complete = bench.measure(backend)
     assert is_complete
-    assert {getattr(found, decode_rate(dtype)) for dtype in ELEMENTS} == {bench.NOT_MEASURED}
+    assert {getattr(found, decode_rate(dtype)) for dtype in ELEMENTS} == {NOT_MEASURED}
     assert found.overhead_s > found.fill_s == found.decoding_launch_s == 0
 
 
 def test_decoding_is_measured_for_a_dtype_that_a_stored_profile_lacks(backend: CudaBackend) -> None:
     first = profile.profile_for(backend, ["bfloat16"], anew=True)
     found = profile.profile_for(backend, ["bfloat16", "float16"])
-    assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == bench.NOT_MEASURED
+    assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == NOT_MEASURED
     assert found.decode_bfloat16_bytes_per_s == first.decode_bfloat16_bytes_per_s > 1e11
     assert found.decoding_launch_s > 0
     assert profile.profile_for(backend, ["float16"]) == found

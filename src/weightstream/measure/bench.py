@@ -30,7 +30,7 @@ from weightstream.codec.reference import CodedPart
 from weightstream.errors import StoreError
 from weightstream.measure import kernels, machine, unit_overhead
 from weightstream.measure.sample_block import SampleBlock
-from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate
 from weightstream.runtime.devices import cpu, cuda
 from weightstream.runtime.devices.backend import Backend, Copy, Side
 from weightstream.runtime.devices.host_stream import staging
@@ -74,7 +74,6 @@ _HOST_SAMPLE_S = 0.015  # of Python code: shorter samples vary by 10 % and more 
 # encoder of Whisper.
 _FRAMEWORK = 1.25
 _TENSOR_OPS = 2  # kernels that the host launches per weight: a decoder layer has 16 kernels and 9 weights, rounded up
-NOT_MEASURED = 1.0  # decoded bytes per second if nothing decodes: so slow that no plan compresses
 
 
 class Measurement(NamedTuple):

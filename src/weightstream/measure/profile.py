@@ -20,7 +20,7 @@ from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
 from weightstream.measure.progress import announce, reporting, say
-from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.store.atomic import replacing
@@ -73,7 +73,7 @@ def with_decoding(
 ) -> Profile:
     """Return the profile with the decode rates of those `dtypes` whose kernels run. Missing rates are measured and
     saved. Never raises, as `profile_for`."""
-    lacking = [dtype for dtype in dtypes if profile.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
+    lacking = [dtype for dtype in dtypes if profile.decode_bytes_per_s(dtype) <= NOT_MEASURED]
     if backend.device.type == "cuda":
         lacking = [dtype for dtype in lacking if kernels_run(backend.device, [dtype], progress=progress)]
     if not lacking:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_matrices import UNPACK
 from weightstream.plan.manifest import Op, Rate
 from weightstream.runtime.tensors.pytree import tensors_in
 
@@ -181,6 +182,10 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         return Op(rate=rate, flops=flops, nbytes=nbytes, stacked=packet is _aten.bmm and 1 in output.shape[1:])
     if packet is _aten.index and args[0].dim() > 2 and len(args[1]) == 1:
         return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
+    if packet is UNPACK:
+        leaves, rows, *_, kernel = args
+        nbytes_written = nbytes - nbytes_read
+        return Op(nbytes=nbytes_written, picked=len(rows) / len(leaves[0]), unpacks=kernel)
     if packet in _BY_ROW:
         others = nbytes_read - touched_nbytes(args[0])
         return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
