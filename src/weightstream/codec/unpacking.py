@@ -300,6 +300,7 @@ def _work_of_int4(settings: tuple[Any, ...], leaves: Leaves, out: torch.Tensor) 
 _WORK: Mapping[str, Callable[[tuple[Any, ...], Leaves, torch.Tensor], _Work]] = MappingProxyType(
     {"mxfp4": _work_of_mxfp4, "float8": _work_of_float8, "int4": _work_of_int4}
 )
+FORMATS = tuple(_WORK)
 
 
 # Trials: settings, leaves with every byte under every scale, and the shape of their matrices
