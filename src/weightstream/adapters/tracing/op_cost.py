@@ -61,7 +61,7 @@ class Launch:
     """
 
     __slots__ = (
-        *("_args", "_func", "_kwargs", "_results"),
+        *("_args", "_func", "_is_list", "_kwargs", "_results"),
         *("alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes"),
     )
 
@@ -70,7 +70,8 @@ class Launch:
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
         changes: bool = func._schema.is_mutable
-        parts = output if isinstance(output, tuple) else (output,)
+        self._is_list = isinstance(output, list)
+        parts = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
         self.is_in_place = func.overloadpacket in _IN_PLACE and output is inputs[0]
         self._func = func
@@ -103,7 +104,7 @@ class Launch:
         if self.is_in_place:
             return args[0]
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
-        return made if len(made) > 1 else made[0]
+        return list(made) if self._is_list else made if len(made) > 1 else made[0]
 
 
 class CountedLaunch(NamedTuple):
