@@ -86,15 +86,13 @@ class _Early(NamedTuple):
     num_writes: int
     matrices: torch.Tensor
 
-    def are_of(self, ids: torch.Tensor, num_writes: int) -> bool:
-        return self.ids is ids and self.num_writes == num_writes
-
 
 class PackedLayer:
     """The packed stacks that a call of a module indexes: [Note: one launch]."""
 
     def __init__(self) -> None:
-        # weak, as stacks refer to it: a cycle would keep matrices until garbage is collected
+        # Stacks that were not indexed yet. Weak, as they refer to this: in a cycle, matrices would stay until garbage
+        # is collected
         self._early = weakref.WeakKeyDictionary[PackedMatrices, _Early | None]()
 
     def add(self, stack: PackedMatrices) -> None:
@@ -102,11 +100,11 @@ class PackedLayer:
 
     def unpacked(self, stack: PackedMatrices, ids: torch.Tensor, num_writes: int, rows: torch.Tensor) -> torch.Tensor:
         """The rows of a stack that are named by ids, to which so many writes were counted, as matrices."""
-        early, self._early[stack] = self._early[stack], None
-        if early is not None and early.are_of(ids, num_writes):
+        early = self._early.pop(stack, None)
+        if early is not None and early.ids is ids and early.num_writes == num_writes:
             return early.matrices
         for other, present in self._early.items():
-            if stack.goes_with(other) and (present is None or not present.are_of(ids, num_writes)):
+            if present is None and stack.goes_with(other):
                 matrices, found = stack.unpacked_with(other, rows)
                 self._early[other] = _Early(ids, num_writes, matrices)
                 return found
