@@ -35,7 +35,7 @@ class ExpertLayer(NamedTuple):
 
 LAYERS: tuple[ExpertLayer, ...] = (
     ExpertLayer(((1536, 2048), (2048, 768)), 8),  # of Qwen3-30B-A3B: 75 MB
-    ExpertLayer(((5760, 2880), (2880, 2880)), 4),  # of gpt-oss-120b: 199 MB
+    ExpertLayer(((3072, 5120), (5120, 1536)), 4),  # of GLM-4.6, half of a token's: 189 MB
 )
 
 
