@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_planner import H200, machine
 
+import weightstream
 from models import model_nbytes
 from packed_rig import CASES, both, packed_modules
 from weightstream.adapters.hf import packed_matrices
@@ -19,7 +20,7 @@ from weightstream.adapters.hf.packed_formats import packed_stacks, unpack_kernel
 from weightstream.inputs.gathering import sketch_of
 from weightstream.plan import expert_cache
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import unpack_rate
+from weightstream.plan.manifest import Profile, unpack_rate
 from weightstream.plan.plan import Plan
 from weightstream.settings.config import OffloadConfig
 
@@ -94,6 +95,29 @@ def test_a_token_unpacks_both_stacks_by_one_operator(name: str) -> None:
     assert {op.unpacks for op in unpacks} == unpack_kernels_of(model)
     assert len(unpacks) == len(packed_modules(model))
     assert all(op.picked == PICKED / EXPERTS for op in unpacks)
+    stack_nbytes = sum(math.prod(s.shape[1:]) for s in packed_stacks(packed_modules(model)[0]).values()) * 2
+    assert inputs.demands[0].activation_nbytes > PICKED * stack_nbytes, "rows of both stacks, at a time"
     last = len(inputs.grains) - 1  # experts are units of their own
     picked = inputs.planner(last).profile(inputs.grains[last]).picked
     assert {(each.share, each.copy_s) for each in picked} == {(0.0, 0.0), (PICKED / EXPERTS, 0.0)}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", CASES)
+def test_rates_of_the_formats_of_a_model_are_requested(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is offloaded, and predictions use them. A plain model needs none."""
+    asked: list[frozenset[str]] = []
+
+    def with_unpacking(_: object, profile: Profile, kernels: frozenset[str], **__: object) -> Profile:
+        asked.append(kernels)
+        return replace(profile, **{unpack_rate(kernel): 1e4 for kernel in kernels})
+
+    monkeypatch.setattr("weightstream.inputs.machine.with_unpacking", with_unpacking)
+    seconds = []
+    for model in both(name):
+        budget = 4 * model_nbytes(model)
+        with weightstream.offload(model, device="cpu", device_budget=budget, codec="none") as streamer:
+            seconds.append(streamer.plan.step_s)
+    kernel = CASES[name].format.kernel
+    assert asked == [{kernel}, set()]
+    assert seconds[0] > 1 > seconds[1], "unpacking takes seconds at that rate"

@@ -185,7 +185,7 @@ class PackedMatrices:
 
     def goes_with(self, other: PackedMatrices) -> bool:
         """Whether one kernel unpacks both stacks; fixed rows have to be the same ones."""
-        ours, theirs = ((each._stack.format.kernel, each.dtype, id(each._rows)) for each in (self, other))
+        ours, theirs = ((s._stack.format.kernel, s.dtype, s.device, id(s._rows)) for s in (self, other))
         are_like = self is not other and ours == theirs
         return are_like and all(isinstance(s._held, Sequence) and s._has_kernel(s._held) for s in (self, other))
 
