@@ -94,12 +94,14 @@ def with_decoding(
 def with_unpacking(
     backend: Backend, profile: Profile, kernels: Collection[str], *, progress: bool | None = None
 ) -> Profile:
-    """Return the profile with the rates of these kernels, which unpack matrices. Missing rates are measured and saved;
-    on a CPU they stay as they are, as the libraries' functions unpack there. Never raises, as `profile_for`."""
+    """Return the profile with the rates of these kernels, which unpack matrices. Missing rates are measured and saved.
+    On a CPU they are assumed, as functions of the libraries unpack there. Never raises, as `profile_for`."""
     lacking = [kernel for kernel in kernels if getattr(profile, unpack_rate(kernel)) <= NOT_MEASURED]
-    if backend.device.type == "cpu" or not lacking:
-        return profile
-    assumed: dict[str, Any] = {unpack_rate(kernel): profile.unpack_bytes_per_s(kernel) for kernel in lacking}
+    on_cpu = backend.device.type == "cpu"
+    like = backend.profile if on_cpu else profile
+    assumed: dict[str, Any] = {unpack_rate(kernel): like.unpack_bytes_per_s(kernel) for kernel in lacking}
+    if on_cpu or not lacking:
+        return replace(profile, **assumed)
     try:
         with reporting(f"measuring unpacking on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
             rates = bench.measure_unpacking(backend, advance, lacking)

@@ -289,6 +289,11 @@ class Profile:
         decoding_s: fixed seconds on the device for each dtype in a unit that is decompressed; the time for its bytes
             comes on top. [bench.measure_decoding]
 
+    Packed experts:
+        unpack_mxfp4_bytes_per_s, unpack_float8_bytes_per_s, unpack_int4_bytes_per_s: unpacked bytes per second of
+            matrices that are picked out of packed stacks, by the format of these; 1.0: not measured, so a share of
+            `device_bytes_per_s` is assumed. [bench.measure_unpacking, GPU; assumed, CPU]
+
     The units of one model, each a tuple with a value per unit of the manifest:
         unit_s: seconds on the device at one position: compute, and decompression. [Planner.profile: work of the unit
             over the rates above, or measured steps; fetches of experts: expert_cache.profile_with_cache]
