@@ -2,9 +2,13 @@
 
     python benchmarks/unpack.py [--sweep mxfp4|float8|int4] [--out benchmarks/results/unpack.jsonl]
 
-The rows of both stacks of a layer, with random bytes, in slots of a cache, in CUDA graphs. The functions run eager, as
+The rows of each stack of a layer, with random bytes, in slots of a cache, in CUDA graphs. The functions run eager, as
 that of mxfp4 cannot be captured; a function that is not installed is left out. "copy" picks rows that were unpacked
 before, as plain models do. The bits of each matrix are compared.
+
+"layer": both stacks, as a forward reads them: unpacked by one launch, by one each, or copied; and the same with the
+products of a row with each matrix, which read what caches still hold. Turns name other rows, so that no cache holds
+what is read next. The share is that of the time of "copy". Both launches write the same bits.
 
 With `--sweep`, other shapes of a kernel's programs.
 """
@@ -16,7 +20,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +78,8 @@ SHAPES: dict[str, list[dict[str, int]]] = {
     ],
 }
 SHAPES["int4"] = SHAPES["float8"]
+# the registers of a thread with which most programs run at a time: Triton 3.6 takes 72 on sm_90
+SHAPES["mxfp4"] += [shape | {"maxnreg": 64} for shape in SHAPES["mxfp4"][:2]]
 
 
 def random_bytes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -194,6 +200,87 @@ def measure(name: str, model: Model, args: argparse.Namespace) -> list[Row]:
     return found
 
 
+class Layer:
+    """Both stacks of a layer: packed, unpacked, and memory for the rows of a token, whose ids differ in each turn."""
+
+    def __init__(self, model: Model, args: argparse.Namespace) -> None:
+        self._unpacking = importlib.import_module("weightstream.codec.unpacking")
+        self._is_transposed = model.format == "mxfp4"
+        self._format, device, num = model.format, args.device, model.num_rows
+        shapes = [matrix_shape(model, matrix) for matrix in model.matrices]
+        new = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        self.stacks = [leaves_of(model, matrix, args.slots, device) for matrix in model.matrices]
+        self.dense = [new(args.slots, *shape) for shape in shapes]
+        self.outs = [torch.empty(num, *shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        self.states = [
+            new(num, 1, inputs) if self._is_transposed else new(num, inputs, 1) for _, inputs in model.matrices
+        ]
+        self.turns = list(torch.randperm(args.slots, device=device)[: args.slots // num * num].view(-1, num))
+
+    @property
+    def written_nbytes(self) -> int:
+        return sum(out.nbytes for out in self.outs)
+
+    @property
+    def packed_nbytes(self) -> int:
+        return sum(leaf[0].nbytes for leaves in self.stacks for leaf in leaves) * len(self.turns[0])
+
+    def one_launch(self, ids: torch.Tensor, multiply: Callable[[int], object]) -> None:
+        """The stack that is multiplied first is unpacked last, as in a forward."""
+        self._unpacking.unpack_stacks_into(self._format, (), self.stacks[::-1], ids, self.outs[::-1])
+        for index in range(len(self.outs)):
+            multiply(index)
+
+    def two_launches(self, ids: torch.Tensor, multiply: Callable[[int], object]) -> None:
+        for index, (leaves, out) in enumerate(zip(self.stacks, self.outs, strict=True)):
+            self._unpacking.unpack_rows_into(self._format, (), leaves, ids, out)
+            multiply(index)
+
+    def copy(self, ids: torch.Tensor, multiply: Callable[[int], object]) -> None:
+        for index, (dense, out) in enumerate(zip(self.dense, self.outs, strict=True)):
+            torch.ops.aten.index.Tensor_out(dense, [ids], out=out)  # as `dense[ids]`
+            multiply(index)
+
+    def product(self, index: int) -> None:
+        out, states = self.outs[index], self.states[index]
+        torch.bmm(states, out) if self._is_transposed else torch.bmm(out, states)
+
+    def each_turn(self, way: Callable[..., None], multiply: Callable[[int], object]) -> None:
+        for ids in self.turns:
+            way(ids, multiply)
+
+    def check(self, name: str) -> None:
+        """Raise an error unless one launch writes the bits of two."""
+        found = []
+        for way in (self.one_launch, self.two_launches):
+            for out in self.outs:
+                out.fill_(float("nan"))
+            way(self.turns[0], lambda _: None)
+            found.append([out.view(torch.int16).clone() for out in self.outs])
+        if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+            raise SystemExit(f"{name}: one launch for both stacks has other bits than two")
+
+
+def measure_layer(name: str, model: Model, args: argparse.Namespace) -> list[Row]:
+    """Rows for both stacks, without products and with them."""
+    layer, found = Layer(model, args), []
+    layer.check(name)
+    ways = {"one launch": layer.one_launch, "two launches": layer.two_launches, "copy": layer.copy}
+    for products in (False, True):
+        rows_of_ways = []
+        for system, way in ways.items():
+            work = partial(layer.each_turn, way, layer.product if products else lambda _: None)
+            us = {key: value / len(layer.turns) for key, value in times_us(work, args.device, capture=True).items()}
+            read = layer.written_nbytes if system == "copy" else layer.packed_nbytes
+            row = {"bench": "unpack", "system": system, "model": name, "format": model.format, "matrix": "layer"}
+            row |= {"rows": model.num_rows, "us": us, "written_tbps": round(layer.written_nbytes / us["p50"] / 1e6, 3)}
+            row |= {"gbps": round((layer.written_nbytes + read) / us["p50"] / 1e3, 1), "captured": True}
+            rows_of_ways.append(row | {"products": products})
+        copy_us = rows_of_ways[-1]["us"]["p50"]
+        found += [row | {"share_of_copy": round(row["us"]["p50"] / copy_us, 3)} for row in rows_of_ways]
+    return found
+
+
 def sweep(args: argparse.Namespace) -> list[Row]:
     """The kernel's rows of each shape of its programs."""
     kernels = importlib.import_module("weightstream.codec.unpack_kernels")
@@ -202,7 +289,8 @@ def sweep(args: argparse.Namespace) -> list[Row]:
         setattr(kernels, "MXFP4_SHAPE" if args.sweep == "mxfp4" else "UNPACK_SHAPE", shape)
         for name, model in args.models.items():
             if model.format == args.sweep:
-                swept = [row | {"program": shape} for row in measure(name, model, args) if row["system"] == "kernel"]
+                measured = (*measure(name, model, args), *measure_layer(name, model, args))
+                swept = [row | {"program": shape} for row in measured if row["system"] in ("kernel", "one launch")]
                 report(swept)
                 found += swept
     return found
@@ -210,9 +298,11 @@ def sweep(args: argparse.Namespace) -> list[Row]:
 
 def report(found: list[Row]) -> None:
     for row in found:
+        products = " and products" if row.get("products") else ""
+        share = f" {row['share_of_copy']:6.3f} of copy" if "share_of_copy" in row else ""
         print(
-            f"{row['model']:14} {row['matrix']!s:13} {row['system']:9} {row['us']['p50']:9.1f} us"
-            f" {row['written_tbps']:7.3f} TB/s written {row.get('program', '')}",
+            f"{row['model']:14} {row['matrix']!s:13} {row['system'] + products:25} {row['us']['p50']:9.1f} us"
+            f" {row['written_tbps']:7.3f} TB/s written{share} {row.get('program', '')}",
             flush=True,
         )
 
@@ -228,10 +318,9 @@ def main() -> None:
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         args.slots = 3
+        tiny = {"matrices": ((32, 64), (64, 32)), "num_rows": 1}
         args.models = {
-            "gpt-oss": Model(format="mxfp4", matrices=((48, 64),), num_rows=2, block=(1, 32), scales=torch.uint8),
-            "GLM-4.6": Model(format="float8", matrices=((16, 64),), num_rows=2, block=(1, 0), scales=torch.bfloat16),
-            "Kimi-K2": Model(format="int4", matrices=((16, 64),), num_rows=2, block=(1, 32), scales=torch.bfloat16),
+            name: replace(model, **tiny) for name, model in MODELS.items() if name in ("gpt-oss", "GLM-4.6", "Kimi-K2")
         }
     torch.manual_seed(time.time_ns() % 2**31)
     common = rows.environment()
@@ -239,7 +328,7 @@ def main() -> None:
         rows.append(args.out, sweep(args), common)
         return
     for name, model in args.models.items():
-        found = measure(name, model, args)
+        found = [*measure(name, model, args), *measure_layer(name, model, args)]
         rows.append(args.out, found, common)
         report(found)
 

@@ -27,7 +27,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from repeats import NUM_EXAMPLES
+from weightstream.codec import unpacking
 from weightstream.measure import profile
+from weightstream.plan.manifest import unpack_rate
 from weightstream.runtime.devices.cpu import CPU_PROFILE
 from weightstream.runtime.devices.cuda import CUDA_PROFILE
 
@@ -157,6 +159,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         kept = {"measured_at": time.time() + 3e7, "load": 0.0}
         profile.save_profile(torch.device("cpu"), replace(CPU_PROFILE, **kept))
         if torch.cuda.is_available():  # parallel tests, and tests that delay copies, would measure anything
+            kept |= {unpack_rate(kernel): 1.5e12 for kernel in unpacking.FORMATS}
             profile.save_profile(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
         yield
 

@@ -23,7 +23,7 @@ from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
 from unpack_references import REFERENCES, assert_same_bits, by_compressed_tensors, by_compressed_tensors_float8
 from watching import Watch
 from weightstream.codec import unpack_kernels, unpacking
-from weightstream.codec.unpacking import unpack_rows, unpack_rows_into, unpacks_equally
+from weightstream.codec.unpacking import unpack_rows, unpack_rows_into, unpack_stacks, unpacks_equally
 from weightstream.errors import InvariantError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -254,6 +254,91 @@ def test_only_the_rows_are_read(name: str, apart: int, monkeypatch: pytest.Monke
     assert_same_bits(out, REFERENCES[name](*leaves, torch.bfloat16)[[2, 0]])
 
 
+# Several stacks in a launch
+
+# three stacks, with their shapes: sizes differ, also in whether they are multiples of 8
+PAIRS = {
+    "mxfp4": [(mxfp4(4, 40, 3), (96, 40)), (mxfp4(4, 23, 2), (64, 23)), (mxfp4(4, 16, 1), (32, 16))],
+    "float8": [
+        (float8(4, 48, 120, (16, 24), torch.float32), (48, 120)),
+        (float8(4, 32, 48, (16, 24), torch.float32), (32, 48)),
+        (float8(4, 16, 72, (16, 24), torch.float32), (16, 72)),
+    ],
+    "float8 by channel": [
+        (float8(4, 24, 70, (1, 70), torch.bfloat16), (24, 70)),
+        (float8(4, 33, 40, (1, 40), torch.bfloat16), (33, 40)),
+        (float8(4, 8, 8, (1, 8), torch.bfloat16), (8, 8)),
+    ],
+    "int4": [
+        (int4(4, 24, 96, 16, torch.bfloat16), (24, 96)),
+        (int4(4, 37, 32, 16, torch.bfloat16), (37, 32)),
+        (int4(4, 8, 64, 16, torch.bfloat16), (8, 64)),
+    ],
+}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of stacks of each launch."""
+    found: list[int] = []
+    launch = unpacking._launch
+
+    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
+        found.append(1 + (second is not None))
+        launch(rows, first, second)
+
+    monkeypatch.setattr(unpacking, "_launch", counted)
+    return found
+
+
+@with_small_tiles
+@pytest.mark.parametrize(("case", "order"), thinned(PAIRS, [1, -1]))
+def test_one_launch_for_two_stacks(case: str, order: int, launches: list[int]) -> None:
+    name = case.split()[0]
+    stacks = PAIRS[case][::order]
+    there = [tuple(spaced(leaf, 8) for leaf in leaves) for leaves, _ in stacks]
+    rows = torch.tensor(ROWS, device=DEVICE)
+    found = unpack_stacks(name, (), there, rows, [shape for _, shape in stacks], torch.bfloat16)
+    for matrices, (leaves, shape) in zip(found, stacks, strict=True):
+        assert matrices.shape == (len(ROWS), *shape)
+        assert_same_bits(matrices.cpu(), REFERENCES[name](*leaves, torch.bfloat16)[ROWS])
+    assert launches == [2, 1]
+
+
+@interpreted
+@with_small_tiles
+@pytest.mark.parametrize("case", PAIRS)
+def test_only_the_rows_of_two_stacks_are_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = PAIRS[case][:2]
+    there = [tuple(spaced(leaf, 8) for leaf in leaves) for leaves, _ in stacks]
+    rows = torch.tensor([2, 0])
+    outs = [torch.empty(2, *shape, dtype=torch.bfloat16) for _, shape in stacks]
+    seen = Watch([rows, *(leaf[row] for leaves in there for leaf in leaves for row in (2, 0))], outs)
+    monkeypatch.setattr(triton.runtime.interpreter, "_interpreter", seen)
+    unpacking.unpack_stacks_into(case.split()[0], (), there, rows, outs)
+    assert seen.num > sum(out.numel() for out in outs)
+    for out, (leaves, _) in zip(outs, stacks, strict=True):
+        assert_same_bits(out, REFERENCES[case.split()[0]](*leaves, torch.bfloat16)[[2, 0]])
+
+
+UNLIKE = {
+    "scales": (float8(3, 16, 64, (8, 32), torch.float32), float8(3, 16, 64, (8, 32), torch.bfloat16)),
+    "blocks": (float8(3, 16, 64, (8, 32), torch.float32), float8(3, 16, 64, (16, 32), torch.float32)),
+    "groups": (int4(3, 16, 64, 32, torch.bfloat16), int4(3, 16, 64, 64, torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("difference", UNLIKE)
+def test_stacks_that_take_other_kernels_have_launches_of_their_own(difference: str, launches: list[int]) -> None:
+    name = "int4" if difference == "groups" else "float8"
+    there = [tuple(leaf.to(DEVICE) for leaf in leaves) for leaves in UNLIKE[difference]]
+    rows = torch.tensor([2, 0], device=DEVICE)
+    found = unpack_stacks(name, (), there, rows, [(16, 64)] * 2, torch.bfloat16)
+    for matrices, leaves in zip(found, UNLIKE[difference], strict=True):
+        assert_same_bits(matrices.cpu(), REFERENCES[name](*leaves, torch.bfloat16)[[2, 0]])
+    assert launches == [1, 1]
+
+
 # What does not fit
 
 
@@ -360,11 +445,12 @@ CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia",
 
 def compiled(kernel, leaves, constants, capability):
     options = {"num_warps": constants["num_warps"]}
-    pointers = leaves | {"rows": "*i64", "out": "*bf16"}
+    of_stack = leaves | {"out": "*bf16"}
+    pointers = {"rows": "*i64"} | of_stack | {name + "2": kind for name, kind in of_stack.items()}
     names = kernel.arg_names
     kinds = {name: pointers.get(name, "i64" if "stride" in name else "i32") for name in names if name not in constants}
     facts = {(names.index(name),): value for name, value in constants.items() if name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers if "scales" not in name}
     source = ASTSource(kernel, {name: kinds.get(name, "constexpr") for name in names}, facts, aligned)
     asm = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -383,7 +469,11 @@ CASES = {
         {"weight": "*u8", "scales": "*fp32"},
         kernels.UNPACK_SHAPE | {"ALIGN": 16, "NAN": False, "OUTPUTS_PER_SCALE": 128, "PER_SCALE": 128},
     ),
-    "int4": (kernels.unpack_int4, {"packed": "*i32", "scales": "*bf16"}, kernels.UNPACK_SHAPE | {"PER_SCALE": 32}),
+    "int4": (
+        kernels.unpack_int4,
+        {"packed": "*i32", "scales": "*bf16"},
+        kernels.UNPACK_SHAPE | {"ALIGN": 4, "PER_SCALE": 32},
+    ),
 }
 capabilities = [int(each) for each in sys.argv[1:]]
 print(json.dumps([
@@ -393,7 +483,7 @@ print(json.dumps([
 """
 
 COUNTING = f"""{COMPILES_NOTHING}
-from weightstream.codec.unpacking import unpack_rows
+from weightstream.codec.unpacking import unpack_rows, unpack_stacks
 
 bytes_of = lambda *shape: torch.zeros(shape, dtype=torch.uint8)
 for num, apart in ((1, 0), (2, 0), (16, 0), (40, 16), (3, 48)):
@@ -407,6 +497,7 @@ for num, apart in ((1, 0), (2, 0), (16, 0), (40, 16), (3, 48)):
         unpack_rows("float8", (), (weight, scales), rows, (outputs, columns), torch.bfloat16)
         packed, scales = torch.zeros(2, outputs, columns // 8, dtype=torch.int32), scales.bfloat16()
         unpack_rows("int4", (), (packed, scales), rows, (outputs, columns), torch.bfloat16)
+        unpack_stacks("int4", (), [(packed, scales)] * 2, rows, [(outputs, columns)] * 2, torch.bfloat16)
 {PRINTS_COUNTS}"""
 
 

@@ -15,6 +15,7 @@ from packed_rig import CASES, Pair, both, packed_modules
 from stream_rig import NUM_ROWS, host_stacks
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.codec import unpacking
 from weightstream.runtime.devices.cuda import CudaBackend
 from weightstream.runtime.experts.row_stream import RowStream
 
@@ -130,6 +131,37 @@ def test_the_library_unpacks_nothing(name: str, monkeypatch: pytest.MonkeyPatch)
         assert_same(generated(model, prompt(9)), wanted)
         monkeypatch.setattr(PackedFormat, "unpacked", lambda *_: pytest.fail("the library's function ran"))
         assert_same(generated(model, prompt(9)), wanted)
+
+
+@formats
+@pytest.mark.parametrize("form", ["cached", "on the device"])
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_token_takes_one_launch_for_both_stacks(
+    name: str, form: str, is_inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In inference mode only from slots: else ids could be written to in between."""
+    model, plain = pair(name, "batched_mm")
+    launches: list[int] = []
+    launch = unpacking._launch
+
+    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
+        launches.append(1 + (second is not None))
+        launch(rows, first, second)
+
+    room = 4 * model_nbytes(model)
+    with (
+        held(model, "cached", 4, device="cuda")
+        if form == "cached"
+        else weightstream.offload(model, device_budget=room, codec="none"),
+        torch.inference_mode() if is_inference else torch.no_grad(),
+    ):
+        model(prompt(1))  # with trials
+        monkeypatch.setattr(unpacking, "_launch", counted)
+        for length in (1, 2, 1):
+            launches.clear()
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+            is_together = form == "cached" or not is_inference
+            assert launches == ([2] if is_together else [1, 1]) * len(packed_modules(model))
 
 
 @formats

@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from weightstream.cli import app
-from weightstream.codec import coding
+from weightstream.codec import coding, unpacking
 from weightstream.codec.format import ELEMENTS
 from weightstream.measure import bench, profile
-from weightstream.plan.manifest import decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, decode_rate, unpack_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Side
 from weightstream.runtime.devices.cuda import CUDA_PROFILE, CudaBackend
@@ -74,17 +75,53 @@ def test_without_dtypes_nothing_is_compiled(backend: CudaBackend, monkeypatch: p
     monkeypatch.setattr(coding, "prepare", lambda *_: pytest.fail("kernels are asked for"))
     found, is_complete = bench.measure(backend)
     assert is_complete
-    assert {getattr(found, decode_rate(dtype)) for dtype in ELEMENTS} == {bench.NOT_MEASURED}
+    assert {getattr(found, decode_rate(dtype)) for dtype in ELEMENTS} == {NOT_MEASURED}
     assert found.overhead_s > found.fill_s == found.decoding_launch_s == 0
 
 
 def test_decoding_is_measured_for_a_dtype_that_a_stored_profile_lacks(backend: CudaBackend) -> None:
     first = profile.profile_for(backend, ["bfloat16"], anew=True)
     found = profile.profile_for(backend, ["bfloat16", "float16"])
-    assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == bench.NOT_MEASURED
+    assert found.decode_float16_bytes_per_s > 1e11 > first.decode_float16_bytes_per_s == NOT_MEASURED
     assert found.decode_bfloat16_bytes_per_s == first.decode_bfloat16_bytes_per_s > 1e11
     assert found.decoding_launch_s > 0
     assert profile.profile_for(backend, ["float16"]) == found
+
+
+def test_unpacking_is_measured_for_a_kernel_that_a_stored_profile_lacks(backend: CudaBackend) -> None:
+    first = profile.profile_for(backend, anew=True)
+    assert {getattr(first, unpack_rate(kernel)) for kernel in unpacking.FORMATS} == {NOT_MEASURED}
+    profile.with_unpacking(backend, first, unpacking.FORMATS)  # compiles
+    started = time.perf_counter()
+    found = profile.with_unpacking(backend, first, unpacking.FORMATS)
+    assert time.perf_counter() - started < 2
+    for kernel in unpacking.FORMATS:
+        assert 0.1 < getattr(found, unpack_rate(kernel)) / found.device_bytes_per_s < 1, found
+    saved = profile.load_profile(DEVICE)
+    assert saved is not None
+    assert profile.with_unpacking(backend, saved, unpacking.FORMATS) == saved
+
+
+def test_both_stacks_of_the_measured_layers_share_launches(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[bool] = []
+    launch = unpacking._launch
+
+    def counted(*args: Any) -> None:
+        launches.append(args[-1] is not None)
+        launch(*args)
+
+    monkeypatch.setattr(unpacking, "_launch", counted)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    found = bench.measure_unpacking(backend, lambda: None, unpacking.FORMATS)
+    assert len(found) == len(unpacking.FORMATS)
+    assert all(launches)
+    assert torch.cuda.memory_allocated(DEVICE) == before
+    assert torch.cuda.max_memory_allocated(DEVICE) - before < 2 << 30
 
 
 def test_measuring_and_sizes_compile_nothing_more(backend: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from unpack_references import REFERENCES, assert_same_bits
-from weightstream.codec.unpacking import unpack_rows, unpack_rows_into, unpacks_equally
+from weightstream.codec import unpacking
+from weightstream.codec.unpacking import (
+    unpack_rows,
+    unpack_rows_into,
+    unpack_stacks,
+    unpack_stacks_into,
+    unpacks_equally,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -122,6 +131,56 @@ def test_a_graph_unpacks_other_rows(case: str) -> None:
         graph.replay()
         assert_same_bits(found, expected[order])
         assert_same_bits(given, expected[order])
+
+
+# both stacks of a layer; the last ones differ in whether sizes are multiples of 8
+PAIRS = {
+    "gpt-oss": ("gpt-oss", "gpt-oss, down"),
+    "mxfp4, odd": ("gpt-oss, down", "mxfp4, odd"),
+    "DeepSeek": ("DeepSeek", "DeepSeek, down"),
+    "channels": ("channels", "channels, odd"),
+    "Kimi": ("Kimi", "Kimi, down"),
+}
+SECOND = {
+    "DeepSeek, down": ("float8", lambda: float8(3, (7168, 2048), (128, 128), torch.float32), (7168, 2048)),
+    "channels, odd": ("float8", lambda: float8(3, (51, 45), (1, 45), torch.bfloat16), (51, 45)),
+    "Kimi, down": ("int4", lambda: int4(3, (7168, 2048), 32, torch.bfloat16), (7168, 2048)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("is_swapped", [False, True])
+@all_dtypes
+def test_one_launch_for_two_stacks(
+    pair: str, is_swapped: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a graph, of other rows, and from slots."""
+    made = [(CASES | SECOND)[case] for case in PAIRS[pair]][:: -1 if is_swapped else 1]
+    name = made[0][0]
+    stacks = [in_slots(make(), 8) for _, make, _ in made]
+    expected = [REFERENCES[name](*(leaf.contiguous() for leaf in leaves), dtype) for leaves in stacks]
+    launches: list[bool] = []
+    launch = unpacking._launch
+
+    def counted(*args: Any) -> None:
+        launches.append(args[-1] is not None)
+        launch(*args)
+
+    monkeypatch.setattr(unpacking, "_launch", counted)
+    rows = torch.tensor([0, 1, 2], device="cuda")
+    found = unpack_stacks(name, (), stacks, rows, [shape for *_, shape in made], dtype)
+    for matrices, wanted in zip(found, expected, strict=True):
+        assert_same_bits(matrices, wanted[:3])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        unpack_stacks_into(name, (), stacks, rows, found)
+    for order in ([2, 0, 1], [1, 1, 1]):
+        rows.copy_(torch.tensor(order))
+        graph.replay()
+        for matrices, wanted in zip(found, expected, strict=True):
+            assert_same_bits(matrices, wanted[order])
+    assert launches == [True, True]
 
 
 @pytest.mark.alone

@@ -29,7 +29,7 @@ from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, kernels, machine, nvml, profile, progress
 from weightstream.measure.sample_block import SampleBlock
-from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 
@@ -91,7 +91,7 @@ def test_a_cpu_is_measured_and_left_unchanged(backend: CpuBackend, caplog: pytes
         "single_flops_per_s": (1e8, 1e15),
         "attention_flops_per_s": (1e8, 1e15),
         "decode_bfloat16_bytes_per_s": (1e6, 1e13),
-        "decode_float16_bytes_per_s": (bench.NOT_MEASURED, bench.NOT_MEASURED),
+        "decode_float16_bytes_per_s": (NOT_MEASURED, NOT_MEASURED),
         "decode_float8_e4m3fn_bytes_per_s": (1e6, 1e13),
         "copy_latency_s": (0, 1e-2),
         "handover_s": (0, 1e-1),
@@ -636,7 +636,7 @@ def test_missing_rates_of_a_stored_profile_are_measured_for_the_requested_dtypes
 
     monkeypatch.setattr(bench, "measure_decoding", measure_decoding)
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
-    lacks = replace(MEASURED, **dict.fromkeys((decode_rate("float16"), decode_rate("bfloat16")), bench.NOT_MEASURED))
+    lacks = replace(MEASURED, **dict.fromkeys((decode_rate("float16"), decode_rate("bfloat16")), NOT_MEASURED))
     profile.save_profile(GPU, lacks)
     assert profile.profile_for(backend) == lacks
     assert profile.profile_for(backend, ["float8_e4m3fn"]) == lacks
@@ -652,7 +652,7 @@ def test_missing_rates_of_a_stored_profile_are_measured_for_the_requested_dtypes
 
 def test_no_rate_is_measured_if_kernels_do_not_run(trials: list[Future[str | None]]) -> None:
     backend: Any = SimpleNamespace(device=GPU, profile=CPU_PROFILE)
-    lacks = replace(MEASURED, decode_float16_bytes_per_s=bench.NOT_MEASURED)
+    lacks = replace(MEASURED, decode_float16_bytes_per_s=NOT_MEASURED)
     profile.save_profile(GPU, lacks)
     threading.Timer(0.1, lambda: trials[0].set_result("no")).start()
     assert profile.profile_for(backend, ["float16"]) == lacks
@@ -748,14 +748,14 @@ def test_a_cpu_measures_no_decoding_that_no_plan_uses(
     kept = profile.load_profile(CPU)
     assert kept is not None
     assert kept.measured_at > 0
-    assert {getattr(kept, rate) for rate in RATES} == {bench.NOT_MEASURED}
+    assert {getattr(kept, rate) for rate in RATES} == {NOT_MEASURED}
     assert not encoded
 
 
 @pytest.mark.usefixtures("own_profile")
 def test_decoding_is_measured_when_it_is_first_requested(encoded: list[int]) -> None:
     """For all dtypes."""
-    profile.save_profile(CPU, replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED)))
+    profile.save_profile(CPU, replace(MEASURED, **dict.fromkeys(RATES, NOT_MEASURED)))
     for num, dtype in enumerate((torch.bfloat16, torch.float16), 1):
         for _ in range(2):
             with weightstream.offload(linears(dtype), device="cpu", device_budget="64KiB", codec="compressed"):
@@ -765,7 +765,7 @@ def test_decoding_is_measured_when_it_is_first_requested(encoded: list[int]) -> 
         assert encoded == [1] * 2
     kept = profile.load_profile(CPU)
     assert kept is not None
-    assert [getattr(kept, rate) for rate in RATES] == [5e6, 5e6, bench.NOT_MEASURED]
+    assert [getattr(kept, rate) for rate in RATES] == [5e6, 5e6, NOT_MEASURED]
     assert kept.link_bytes_per_s == MEASURED.link_bytes_per_s
     with weightstream.offload(linears(), device="cpu", device_budget="20KiB"):
         assert encoded == [1] * 2
@@ -776,7 +776,7 @@ def test_rates_of_decoding_that_cannot_be_measured_are_assumed(
     backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(bench, "measure_decoding", lambda *_: 1 / 0)
-    lacks = replace(MEASURED, **dict.fromkeys(RATES, bench.NOT_MEASURED))
+    lacks = replace(MEASURED, **dict.fromkeys(RATES, NOT_MEASURED))
     found = profile.with_decoding(backend, lacks, ["float16"])
     assert found == replace(lacks, decode_float16_bytes_per_s=backend.profile.decode_float16_bytes_per_s)
     assert "decoding cannot be measured (division by zero): its speed is assumed" in caplog.text

@@ -18,7 +18,17 @@ from repeats import only
 from weightstream.errors import PlanError
 from weightstream.plan import candidates, cost, search
 from weightstream.plan.check import prove
-from weightstream.plan.manifest import Manifest, Op, Profile, TensorSpec, UnitSpec, Workload, unit_seconds
+from weightstream.plan.manifest import (
+    Manifest,
+    Op,
+    Profile,
+    TensorSpec,
+    UnitSpec,
+    Workload,
+    mean,
+    unit_seconds,
+    unpack_rate,
+)
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Demand, Machine, Planner, Weights
 from weightstream.plan.planner_inputs import PlannerInputs
@@ -66,6 +76,17 @@ def test_an_op_takes_its_least_time_and_its_work() -> None:
     slow = replace(on, stack_s=0.0, stack_share=1.0)
     assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(slow) == pytest.approx(6e-6)
     assert Op(nbytes=100, device_s=1e-3).seconds(on) == 1e-3
+
+
+@pytest.mark.parametrize("kernel", ["mxfp4", "float8", "int4"])
+def test_matrices_are_unpacked_at_the_rate_of_their_kernel(kernel: str) -> None:
+    op = Op(nbytes=4_000_000, picked=0.1, unpacks=kernel)
+    rates = {unpack_rate(each): 1e9 for each in ("mxfp4", "float8", "int4")} | {unpack_rate(kernel): 2e12}
+    assert op.seconds(replace(H200, **rates)) == pytest.approx(H200.op_s + 2e-6)
+    assert op.seconds(H200) == pytest.approx(H200.op_s + 4e6 / (0.4 * H200.device_bytes_per_s)), "not measured"
+    slower = replace(H200, device_bytes_per_s=H200.device_bytes_per_s / 10)
+    assert slower.unpack_bytes_per_s(kernel) == pytest.approx(H200.unpack_bytes_per_s(kernel) / 10)
+    assert mean([[op], [op]])[0].seconds(H200) == op.seconds(H200)
 
 
 # -- decoders in three grains, with the work of a step ------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weightstream.adapters.hf import ranks
+from weightstream.adapters.hf.packed_formats import unpack_kernels_of
 from weightstream.api.drafts import DraftedPlan, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import sketch_striped
 from weightstream.api.self_draft import SELF, plan_self_drafted
@@ -163,7 +164,7 @@ def plan_stripes(
 
     model, checkpoint = described(path_or_repo_id, **options)
     first_settings = config.within(next(iter(config.stripes.values())))
-    machine = _machine(first_settings, device, profile, dtypes_of(model))
+    machine = _machine(first_settings, device, profile, dtypes_of(model), unpack_kernels_of(model))
     return sketch_striped(model, checkpoint, [machine] * len(config.stripes), config)
 
 
@@ -200,7 +201,7 @@ def _plan_self_drafted(
     from weightstream.adapters.hf.load import described
 
     model, checkpoint = described(path_or_repo_id, **options)
-    machine = _machine(config, device, profile, dtypes_of(model))
+    machine = _machine(config, device, profile, dtypes_of(model), unpack_kernels_of(model))
     found = plan_self_drafted(model, checkpoint, config, machine, mode, WIDTHS[-1])
     return DraftedPlan(found.inputs, found.plan, found.bits is not None, found.reason)
 
@@ -244,7 +245,7 @@ def _sketched(
     wanted = tensor_parallel.wanted(options)
     is_sharded = ranks.is_wanted(wanted, config)
     model, checkpoint = described(path_or_repo_id, **options)
-    machine = _machine(config, device, profile, dtypes_of(model))
+    machine = _machine(config, device, profile, dtypes_of(model), unpack_kernels_of(model))
     if wanted is not None and is_sharded:
         config, machine = ranks.alike(config, machine, wanted.tp_size)
     sketch = sketch_of(model, checkpoint, config, machine)
@@ -266,17 +267,18 @@ def _machine(
     device: torch.device | str | None,
     profile: Profile | str | Path | None,
     dtypes: Collection[str],
+    unpacked: Collection[str] = (),
 ) -> Machine:
     """The machine to plan for: that of `profile`, else this machine with its GPU, else one with assumed rates.
 
-    `dtypes` are those of weights that a plan may compress.
+    `dtypes` are those of weights that a plan may compress, `unpacked` the kernels that unpack experts.
     """
     device = config.device_for(device)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
     if profile is None and (device is not None or cuda.is_available()):
         with closing(backend_of(device, config)) as backend:
-            return machine_with_rates(backend, config, dtypes)
+            return machine_with_rates(backend, config, dtypes, unpacked)
     machine = machine_elsewhere(profile or cuda.CUDA_PROFILE)
     budget = config.device_nbytes(machine.total_nbytes or -1)  # -1: a share of an unknown size becomes negative
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):

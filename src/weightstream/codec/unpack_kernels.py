@@ -7,6 +7,9 @@ place of each load. All loads come before all stores, which the compiler must as
 Arithmetic is that of the libraries' functions: products in float32. Floats are decoded and bfloat16 is rounded by
 integers: no GPU older than sm_89 converts float8, and Triton's interpreter does not round to the nearest.
 
+A launch unpacks the same rows of one stack or of two, such as both of a mixture's layer. Programs from `num_first` on
+are for the second stack, whose arguments end in 2; a launch for one stack has none of them.
+
 `ALIGN`: bytes of which the addresses of all rows are multiples. `UNIT`: 8 if lengths that are counted in units are
 multiples of 8, else 1. So what is read and written at once does not depend on how Triton specialises integers, and few
 kernels are compiled.
@@ -14,8 +17,9 @@ kernels are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -70,16 +74,33 @@ def _joined(a, b, c, d, e, f, g, h):
     return tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
 
 
-@triton.jit(do_not_specialize=["blocks_stride", "scales_stride", "outputs", "groups"])
+def _jit(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile once for all sizes, strides and places of scales, of which each thread reads one at a time."""
+    numbers = ("num_first", *sizes)
+    return triton.jit(
+        do_not_specialize=[*numbers, *(f"{name}2" for name in sizes)],
+        do_not_specialize_on_alignment=["scales", "scales2"],
+    )
+
+
+@_jit("blocks_stride", "scales_stride", "groups", "outputs")
 def unpack_mxfp4(
+    rows,
+    num_first,
     blocks,
     scales,
-    rows,
     out,
     blocks_stride: tl.int64,
     scales_stride: tl.int64,
-    outputs,
     groups,
+    outputs,
+    blocks2,
+    scales2,
+    out2,
+    blocks_stride2: tl.int64,
+    scales_stride2: tl.int64,
+    groups2,
+    outputs2,
     ALIGN: tl.constexpr,
     UNIT: tl.constexpr,
     TILES: tl.constexpr,
@@ -90,10 +111,16 @@ def unpack_mxfp4(
     A thread has one group of eight outputs. It reads 16 bytes of each output, and writes 32 times all outputs of an
     input.
     """
+    program = tl.program_id(0)
+    if program >= num_first:
+        program -= num_first
+        blocks, scales, out = blocks2, scales2, out2
+        blocks_stride, scales_stride = blocks_stride2, scales_stride2
+        groups, outputs = groups2, outputs2
     outputs *= UNIT
     output_tiles = tl.cdiv(outputs, 8 * TILES)
     tiles = output_tiles * tl.cdiv(groups, GROUPS)
-    nth, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    nth, tile = (program // tiles).to(tl.int64), program % tiles
     row = tl.load(rows + nth)
     blocks = _place(blocks, row, blocks_stride, ALIGN).to(tl.pointer_type(tl.uint32))
     scales += row * scales_stride
@@ -140,11 +167,11 @@ def _e4m3(byte):
 
 
 @triton.jit
-def _tile(outputs, columns, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr):
+def _tile(program, outputs, columns, ROWS: tl.constexpr, WORDS: tl.constexpr, STEPS: tl.constexpr):
     """Of a program: the place in the rows to unpack, the first outputs of a step, the first columns of eight."""
     column_tiles = tl.cdiv(columns, 8 * WORDS)
     tiles = column_tiles * tl.cdiv(outputs, ROWS * STEPS)
-    nth, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    nth, tile = (program // tiles).to(tl.int64), program % tiles
     thread = tl.arange(0, ROWS * WORDS)[:, None]
     output = tile // column_tiles * (ROWS * STEPS) + thread // WORDS
     return nth, output, tile % column_tiles * (8 * WORDS) + thread % WORDS * 8
@@ -162,17 +189,26 @@ def _scale_column(eight, column, PER_SCALE: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["weight_stride", "scales_stride", "outputs", "columns", "scale_columns"])
+@_jit("weight_stride", "scales_stride", "outputs", "scale_columns", "columns")
 def unpack_float8(
+    rows,
+    num_first,
     weight,
     scales,
-    rows,
     out,
     weight_stride: tl.int64,
     scales_stride: tl.int64,
     outputs,
-    columns,
     scale_columns,
+    columns,
+    weight2,
+    scales2,
+    out2,
+    weight_stride2: tl.int64,
+    scales_stride2: tl.int64,
+    outputs2,
+    scale_columns2,
+    columns2,
     NAN: tl.constexpr,
     OUTPUTS_PER_SCALE: tl.constexpr,
     PER_SCALE: tl.constexpr,
@@ -186,8 +222,14 @@ def unpack_float8(
 
     Scales are floats, or bytes: exponents of two, of which 255 is NaN or infinity.
     """
+    program = tl.program_id(0)
+    if program >= num_first:
+        program -= num_first
+        weight, scales, out = weight2, scales2, out2
+        weight_stride, scales_stride = weight_stride2, scales_stride2
+        outputs, scale_columns, columns = outputs2, scale_columns2, columns2
     columns *= UNIT
-    nth, output, eight = _tile(outputs, columns, ROWS, WORDS, STEPS)
+    nth, output, eight = _tile(program, outputs, columns, ROWS, WORDS, STEPS)
     row = tl.load(rows + nth)
     weight, scales = _place(weight, row, weight_stride, ALIGN), scales + row * scales_stride
     column = eight + tl.arange(0, 8)[None, :]
@@ -208,28 +250,44 @@ def unpack_float8(
         tl.store((out + step * ROWS * columns) + at, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["packed_stride", "scales_stride", "outputs", "columns", "scale_columns"])
+@_jit("packed_stride", "scales_stride", "outputs", "scale_columns", "columns")
 def unpack_int4(
+    rows,
+    num_first,
     packed,
     scales,
-    rows,
     out,
     packed_stride: tl.int64,
     scales_stride: tl.int64,
     outputs,
-    columns,
     scale_columns,
+    columns,
+    packed2,
+    scales2,
+    out2,
+    packed_stride2: tl.int64,
+    scales_stride2: tl.int64,
+    outputs2,
+    scale_columns2,
+    columns2,
     PER_SCALE: tl.constexpr,
+    ALIGN: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """Unpack ROWS * STEPS outputs of 8 * WORDS columns. `columns` are counted in units; strides are elements."""
+    program = tl.program_id(0)
+    if program >= num_first:
+        program -= num_first
+        packed, scales, out = packed2, scales2, out2
+        packed_stride, scales_stride = packed_stride2, scales_stride2
+        outputs, scale_columns, columns = outputs2, scale_columns2, columns2
     columns *= UNIT
-    nth, output, eight = _tile(outputs, columns, ROWS, WORDS, STEPS)
+    nth, output, eight = _tile(program, outputs, columns, ROWS, WORDS, STEPS)
     row = tl.load(rows + nth)
-    packed, scales = packed + row * packed_stride, scales + row * scales_stride
+    packed, scales = _place(packed, row, packed_stride, ALIGN), scales + row * scales_stride
     nibble = tl.arange(0, 8)[None, :]
     column = eight + nibble
     word_at, at = output * tl.cdiv(columns, 8) + eight // 8, output * columns + column

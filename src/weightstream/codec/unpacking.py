@@ -1,4 +1,4 @@
-"""Packed matrices: pick some rows of a stack and unpack them, in one kernel. Knows no library, no module and no cache.
+"""Packed matrices: pick some rows of stacks and unpack them, in one kernel. Knows no library, no module and no cache.
 
 A stack of matrices is held as some tensors, its *leaves*. The first dimension of each counts rows: a row is a matrix.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def has_kernel(name: str, dtype: torch.dtype) -> bool:
     """Whether a kernel unpacks this format to this dtype."""
-    return name in _LAUNCHES and dtype in _DTYPES
+    return name in _WORK and dtype in _DTYPES
 
 
 def unpack_rows(
@@ -62,24 +62,53 @@ def unpack_rows(
     Raises:
         InvariantError: if leaves, matrices and format do not fit together.
     """
-    out = torch.empty(len(rows), *shape, dtype=dtype, device=rows.device)
-    unpack_rows_into(name, settings, leaves, rows, out)
-    return out
+    return unpack_stacks(name, settings, [leaves], rows, [shape], dtype)[0]
+
+
+def unpack_stacks(
+    name: str,
+    settings: tuple[Any, ...],
+    stacks: Sequence[Leaves],
+    rows: torch.Tensor,
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+) -> list[torch.Tensor]:
+    """As `unpack_rows`, the same rows of several stacks: in one launch for two, where one kernel fits both.
+
+    The last stack is unpacked last: the device's caches hold more of its matrices than of the others.
+    """
+    outs = [torch.empty(len(rows), *shape, dtype=dtype, device=rows.device) for shape in shapes]
+    unpack_stacks_into(name, settings, stacks, rows, outs)
+    return outs
 
 
 def unpack_rows_into(
     name: str, settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     """As `unpack_rows`, into contiguous memory that is given."""
-    if not has_kernel(name, out.dtype):
-        raise InvariantError(f"no kernel unpacks {name} to {out.dtype}; formats are {', '.join(_LAUNCHES)}")
+    unpack_stacks_into(name, settings, [leaves], rows, [out])
+
+
+def unpack_stacks_into(
+    name: str, settings: tuple[Any, ...], stacks: Sequence[Leaves], rows: torch.Tensor, outs: Sequence[torch.Tensor]
+) -> None:
+    """As `unpack_stacks`, into contiguous memory that is given."""
     _check("rows are int64, in one dimension", (rows.dtype, rows.dim()) == (torch.int64, 1), rows)
-    _check("the matrices are contiguous, one for each row", out.is_contiguous() and len(out) == len(rows), out, rows)
-    for leaf in leaves:
-        _check("each row of a leaf is contiguous", leaf[0].is_contiguous(), leaf)
-    if out.numel():
-        with on(out.device):
-            _LAUNCHES[name](settings, leaves, rows, out)
+    work: list[_Work] = []
+    for leaves, out in zip(stacks, outs, strict=True):
+        if not has_kernel(name, out.dtype):
+            raise InvariantError(f"no kernel unpacks {name} to {out.dtype}; formats are {', '.join(_WORK)}")
+        fits = out.is_contiguous() and len(out) == len(rows)
+        _check("the matrices are contiguous, one for each row", fits, out, rows)
+        for leaf in leaves:
+            _check("each row of a leaf is contiguous", leaf[0].is_contiguous(), leaf)
+        if out.numel():
+            work.append(_WORK[name](settings, leaves, out))
+    while work:
+        first, *work = work
+        second = work.pop(0) if work and work[0].is_like(first) else None
+        with on(rows.device):
+            _launch(rows, first, second)
 
 
 def unpacks_equally(
@@ -126,18 +155,60 @@ def _check(fact: str, holds: bool, *tensors: torch.Tensor) -> None:
 # Launches
 
 
+class _Work(NamedTuple):
+    """The part of a launch for one stack.
+
+    Attributes:
+        kernel: its name in unpack_kernels.py.
+        tensors: the leaves and the matrices.
+        numbers: the other arguments, without the last one.
+        length: the last argument, which the kernel takes in units.
+        tiles: the programs for each row.
+        align: bytes of which the addresses of all rows are multiples.
+        constants: of the kernel, besides.
+    """
+
+    kernel: str
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    length: int
+    tiles: int
+    align: int
+    constants: dict[str, Any]
+
+    def is_like(self, other: _Work) -> bool:
+        """Whether one kernel can do both."""
+        dtypes, others = ([tensor.dtype for tensor in work.tensors] for work in (self, other))
+        return (self.kernel, self.constants, dtypes) == (other.kernel, other.constants, others)
+
+    def arguments(self, unit: int) -> tuple[Any, ...]:
+        return *self.tensors, *self.numbers, self.length // unit
+
+
+def _launch(rows: torch.Tensor, first: _Work, second: _Work | None) -> None:
+    from weightstream.codec import unpack_kernels
+
+    both = (first,) if second is None else (first, second)
+    unit = math.gcd(8, *(work.length for work in both))
+    unit = unit if unit == 8 else 1
+    num_first, *rest = (work.tiles * len(rows) for work in both)
+    getattr(unpack_kernels, first.kernel)[(num_first + sum(rest),)](
+        rows,
+        num_first,
+        *first.arguments(unit),
+        *both[-1].arguments(unit),  # not used if there is one
+        ALIGN=math.gcd(*(work.align for work in both)),
+        UNIT=unit,
+        **first.constants,
+    )
+
+
 def _alignment(leaf: torch.Tensor) -> int:
     """Bytes of which the address of each row is a multiple."""
     return math.gcd(_MOST_ALIGNED, leaf.data_ptr(), leaf.stride(0) * leaf.element_size())
 
 
-def _in_units(length: int) -> tuple[int, int]:
-    """A length in units, and the unit."""
-    unit = 8 if length % 8 == 0 else 1
-    return length // unit, unit
-
-
-def _launch_mxfp4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _work_of_mxfp4(settings: tuple[Any, ...], leaves: Leaves, out: torch.Tensor) -> _Work:
     from weightstream.codec import unpack_kernels
 
     blocks, scales = leaves
@@ -148,20 +219,14 @@ def _launch_mxfp4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor,
     align = _alignment(blocks)
     _check("blocks are read in words of 4 bytes", align % 4 == 0, blocks)
     shape = unpack_kernels.MXFP4_SHAPE
-    length, unit = _in_units(outputs)
-    tiles = math.ceil(outputs / (8 * shape["TILES"])) * math.ceil(groups / shape["GROUPS"])
-    unpack_kernels.unpack_mxfp4[(tiles * len(rows),)](
-        blocks,
-        scales,
-        rows,
-        out,
-        blocks.stride(0),
-        scales.stride(0),
-        length,
-        groups,
-        ALIGN=align,
-        UNIT=unit,
-        **shape,
+    return _Work(
+        kernel="unpack_mxfp4",
+        tensors=(blocks, scales, out),
+        numbers=(blocks.stride(0), scales.stride(0), groups),
+        length=outputs,
+        tiles=math.ceil(outputs / (8 * shape["TILES"])) * math.ceil(groups / shape["GROUPS"]),
+        align=align,
+        constants=dict(shape),
     )
 
 
@@ -185,7 +250,7 @@ def _tiles(shape: Mapping[str, int], matrix: Sequence[int]) -> int:
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
-def _launch_float8(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _work_of_float8(settings: tuple[Any, ...], leaves: Leaves, out: torch.Tensor) -> _Work:
     from weightstream.codec import unpack_kernels
 
     weight, scales = leaves[0], _in_a_grid(leaves[1])
@@ -193,28 +258,24 @@ def _launch_float8(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor
     _check("scales are floats or exponents of two", scales.dtype in _DTYPES + _EXPONENTS, scales)
     _check("the weight gives a matrix of its shape", weight.shape[1:] == out.shape[1:], weight, out)
     outputs_per_scale, per_scale = _block(settings, weight.shape[1:], scales.shape[1:])
-    columns, unit = _in_units(weight.shape[2])
     shape = unpack_kernels.UNPACK_SHAPE
-    unpack_kernels.unpack_float8[(_tiles(shape, weight.shape[1:]) * len(rows),)](
-        weight.view(torch.uint8),
-        scales.view(torch.uint8) if scales.dtype in _EXPONENTS else scales,
-        rows,
-        out,
-        weight.stride(0),
-        scales.stride(0),
-        weight.shape[1],
-        columns,
-        scales.shape[2],
-        NAN=scales.dtype == torch.float8_e8m0fnu,
-        OUTPUTS_PER_SCALE=outputs_per_scale,
-        PER_SCALE=0 if scales.shape[2] == 1 else per_scale,
-        ALIGN=_alignment(weight),
-        UNIT=unit,
-        **shape,
+    constants = {
+        "NAN": scales.dtype == torch.float8_e8m0fnu,
+        "OUTPUTS_PER_SCALE": outputs_per_scale,
+        "PER_SCALE": 0 if scales.shape[2] == 1 else per_scale,
+    }
+    return _Work(
+        kernel="unpack_float8",
+        tensors=(weight.view(torch.uint8), scales.view(torch.uint8) if scales.dtype in _EXPONENTS else scales, out),
+        numbers=(weight.stride(0), scales.stride(0), weight.shape[1], scales.shape[2]),
+        length=weight.shape[2],
+        tiles=_tiles(shape, weight.shape[1:]),
+        align=_alignment(weight),
+        constants=constants | dict(shape),
     )
 
 
-def _launch_int4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, out: torch.Tensor) -> None:
+def _work_of_int4(settings: tuple[Any, ...], leaves: Leaves, out: torch.Tensor) -> _Work:
     from weightstream.codec import unpack_kernels
 
     packed, scales = leaves[0], _in_a_grid(leaves[1])
@@ -224,27 +285,22 @@ def _launch_int4(settings: tuple[Any, ...], leaves: Leaves, rows: torch.Tensor, 
     _check("a word holds 8 columns", packed.shape[1:] == (outputs, math.ceil(columns / 8)), packed, out)
     rows_of_block, per_scale = _block((), out.shape[1:], scales.shape[1:])
     _check("each output has its scales", rows_of_block == 1, scales, out)
-    length, unit = _in_units(columns)
     shape = unpack_kernels.UNPACK_SHAPE
-    unpack_kernels.unpack_int4[(_tiles(shape, out.shape[1:]) * len(rows),)](
-        packed,
-        scales,
-        rows,
-        out,
-        packed.stride(0),
-        scales.stride(0),
-        outputs,
-        length,
-        scales.shape[2],
-        PER_SCALE=0 if scales.shape[2] == 1 else per_scale,
-        UNIT=unit,
-        **shape,
+    return _Work(
+        kernel="unpack_int4",
+        tensors=(packed, scales, out),
+        numbers=(packed.stride(0), scales.stride(0), outputs, scales.shape[2]),
+        length=columns,
+        tiles=_tiles(shape, out.shape[1:]),
+        align=packed.element_size(),  # a thread reads a word
+        constants={"PER_SCALE": 0 if scales.shape[2] == 1 else per_scale, **shape},
     )
 
 
-_LAUNCHES: Mapping[str, Callable[[tuple[Any, ...], Leaves, torch.Tensor, torch.Tensor], None]] = MappingProxyType(
-    {"mxfp4": _launch_mxfp4, "float8": _launch_float8, "int4": _launch_int4}
+_WORK: Mapping[str, Callable[[tuple[Any, ...], Leaves, torch.Tensor], _Work]] = MappingProxyType(
+    {"mxfp4": _work_of_mxfp4, "float8": _work_of_float8, "int4": _work_of_int4}
 )
+FORMATS = tuple(_WORK)
 
 
 # Trials: settings, leaves with every byte under every scale, and the shape of their matrices

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weightstream.adapters.hf.packed_formats import unpack_kernels_of
 from weightstream.adapters.modules.moe import why_whole
 from weightstream.adapters.modules.partition import GRAINS, Grain, find_units, row_tables
 from weightstream.adapters.tracing import op_timing
@@ -23,7 +24,7 @@ from weightstream.adapters.tracing.footprint import Footprint, follow, observe, 
 from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
-from weightstream.inputs.machine import can_decompress, compressible_dtypes, with_decode_rates
+from weightstream.inputs.machine import can_decompress, compressible_dtypes, with_decode_rates, with_unpack_rates
 from weightstream.measure import bench
 from weightstream.plan.coding import Sizes
 from weightstream.plan.manifest import Manifest, Op, Rate, Workload
@@ -208,6 +209,7 @@ class Gatherer:
             sizes = sizes_of(self.by_alias, homes.layouts, homes.in_parts, weights.by_row)
             machine = with_decode_rates(machine, backend, dtypes, loaded.progress)
             weights = replace(weights, codes=sizes)
+        machine = with_unpack_rates(machine, backend, unpack_kernels_of(self.model), loaded.progress)
         if machine.disk_bytes_per_s is None and inputs.may_use_disk:
             machine = replace(machine, disk_bytes_per_s=bench.rate_of_files(homes.files))
         return replace(inputs, machine=machine, weights=weights)

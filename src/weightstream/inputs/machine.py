@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weightstream.codec.format import ELEMENTS
-from weightstream.measure.profile import kernels_run, prepare_decoding, profile_for, with_decoding
+from weightstream.measure.profile import kernels_run, prepare_decoding, profile_for, with_decoding, with_unpacking
 from weightstream.plan.manifest import Profile, decode_rate
 from weightstream.plan.planner import Machine
 from weightstream.runtime.devices import cpu, cuda
@@ -101,10 +101,20 @@ def with_decode_rates(
     return replace(machine, can_decode=True, profile=replace(machine.profile, **rates))
 
 
-def machine_with_rates(backend: Backend, config: OffloadConfig, dtypes: Collection[str]) -> Machine:
-    """This machine with its rates of decompressing these dtypes, if it can. Kernels compile while it is measured."""
+def with_unpack_rates(
+    machine: Machine, backend: Backend, kernels: Collection[str], progress: bool | None = None
+) -> Machine:
+    """The machine with the measured rates of these kernels, which unpack packed experts."""
+    return replace(machine, profile=with_unpacking(backend, machine.profile, kernels, progress=progress))
+
+
+def machine_with_rates(
+    backend: Backend, config: OffloadConfig, dtypes: Collection[str], unpacked: Collection[str] = ()
+) -> Machine:
+    """This machine with its rates of decompressing these dtypes, if it can, and of the kernels that unpack experts.
+    Kernels compile while it is measured."""
     dtypes = dtypes if config.uses_codes else ()
-    machine = machine_of(backend, config, dtypes=dtypes)
+    machine = with_unpack_rates(machine_of(backend, config, dtypes=dtypes), backend, unpacked)
     if not dtypes or not can_decompress(backend, config, dtypes):
         return machine
     return with_decode_rates(machine, backend, dtypes)

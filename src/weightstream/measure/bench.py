@@ -28,9 +28,9 @@ from weightstream.codec import coding
 from weightstream.codec.format import ELEMENTS
 from weightstream.codec.reference import CodedPart
 from weightstream.errors import StoreError
-from weightstream.measure import kernels, machine, unit_overhead
+from weightstream.measure import kernels, machine, unit_overhead, unpack_rates
 from weightstream.measure.sample_block import SampleBlock
-from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate
 from weightstream.runtime.devices import cpu, cuda
 from weightstream.runtime.devices.backend import Backend, Copy, Side
 from weightstream.runtime.devices.host_stream import staging
@@ -74,7 +74,6 @@ _HOST_SAMPLE_S = 0.015  # of Python code: shorter samples vary by 10 % and more 
 # encoder of Whisper.
 _FRAMEWORK = 1.25
 _TENSOR_OPS = 2  # kernels that the host launches per weight: a decoder layer has 16 kernels and 9 weights, rounded up
-NOT_MEASURED = 1.0  # decoded bytes per second if nothing decodes: so slow that no plan compresses
 
 
 class Measurement(NamedTuple):
@@ -141,6 +140,13 @@ def measure_decoding(backend: Backend, advance: Callable[[], object], dtypes: Co
         return bench.measure_parts((bench.decoding, *bench.on_gpu), advance, bench.seconds).fields
 
 
+def measure_unpacking(backend: Backend, advance: Callable[[], object], kernels: Collection[str]) -> dict[str, Any]:
+    """The fields of a profile about these kernels, which unpack matrices, as far as they can be measured."""
+    with closing(private_backend(backend.device)) as private, left_as_found(private.device), torch.no_grad():
+        bench = _Bench(private, unpacked=kernels)
+        return bench.measure_parts((bench.unpacking,), advance, bench.seconds).fields
+
+
 @contextmanager
 def left_as_found(device: torch.device) -> Iterator[None]:
     """On exit, return to the driver the memory that PyTorch's allocator caches because of the measurements inside."""
@@ -156,12 +162,14 @@ def left_as_found(device: torch.device) -> Iterator[None]:
 
 
 class _Bench:
-    """Measurements on a backend, with weights and activations of their own; decoding is measured for `dtypes`."""
+    """Measurements on a backend, with weights and activations of their own; decoding is measured for `dtypes`, and the
+    kernels in `unpacked` unpack."""
 
-    def __init__(self, backend: Backend, dtypes: Collection[str] = ()) -> None:
+    def __init__(self, backend: Backend, dtypes: Collection[str] = (), unpacked: Collection[str] = ()) -> None:
         self._backend = backend
         self._device = backend.device
         self._dtypes = sorted(dtypes)
+        self._unpacked = sorted(unpacked)
         self._on_gpu = self._device.type == "cuda"
         self._sizes = _GPU if self._on_gpu else _CPU
         self._random = torch.Generator(self._device).manual_seed(0)  # not the user's
@@ -356,6 +364,13 @@ class _Bench:
         best = yield works
         seconds = {dtype: [best[f"{dtype}, {n}"] for n in nbytes] for dtype, nbytes in sizes.items()}
         yield decoding_parts(seconds, sizes) if sizes else {}
+
+    def unpacking(self) -> _Measuring:
+        """Unpacked bytes per second of each kernel."""
+        layers = unpack_rates.LAYERS
+        works = unpack_rates.unpack_works(self._backend, self._unpacked, layers, self._random)
+        best = yield {name: _TimedWork(work, _SAMPLE_S) for name, work in works.items()}
+        yield unpack_rates.unpack_fields(best, layers, self._backend.profile.op_s)
 
     def _rounds(self, copies: Sequence[_Work]) -> None:
         """Kernel, copy, kernel, copy, ...: each waits for the previous one."""

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from weightstream.codec import coding
+from weightstream.codec import coding, unpacking
 from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import machine, multi_gpu_links, nvml
 from weightstream.measure.bench import copies_s, disk_bytes_per_s, host_memory, private_backend
-from weightstream.measure.profile import QUIET, profile_for
+from weightstream.measure.profile import QUIET, profile_for, with_unpacking
 from weightstream.plan.manifest import Profile
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.devices import cuda
@@ -120,7 +120,8 @@ def examine(device: str | None, folder: Path, *, anew: bool) -> Examination:
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu")
     is_on_gpu = wanted != "cpu" and cuda.is_available()
     with closing(private_backend(torch.device(wanted if is_on_gpu else "cpu"))) as backend:
-        backend.profile = profile_for(backend, ELEMENTS.keys(), anew=anew)
+        found = profile_for(backend, ELEMENTS.keys(), anew=anew)
+        backend.profile = with_unpacking(backend, found, unpacking.FORMATS)
         gpus = [backend.device] * is_on_gpu
         if is_on_gpu and wanted == "cuda":
             gpus = [torch.device("cuda", index) for index in range(torch.accelerator.device_count())]
@@ -317,6 +318,14 @@ def compressed(system: CheckedSystem) -> Iterator[Finding]:
         yield Finding(label, f"{text}, plus {milliseconds(profile.decoding_s)} per launch", value=rates)
 
 
+def packed(system: CheckedSystem) -> Iterator[Finding]:
+    """On a CPU functions of the libraries unpack, whose rates are not known."""
+    if system.backend.device.type != "cpu":
+        rates = {kernel: system.backend.profile.unpack_bytes_per_s(kernel) for kernel in unpacking.FORMATS}
+        text = ", ".join(f"{per_second(rate)} ({kernel})" for kernel, rate in rates.items())
+        yield Finding("packed experts", f"unpacked at {text}", value=rates)
+
+
 def reads(system: CheckedSystem) -> Iterator[Finding]:
     folder = system.folder
     try:
@@ -380,7 +389,7 @@ SECTIONS = (
     Section("link", 1, (link, numa_node, pinning)),
     Section("several", 2, (links_at_once, hops, numa_nodes)),
     Section("host", 0, (processor, waiting, pinning_limits)),
-    Section("speed", 0, (measured, speeds, compressed)),
+    Section("speed", 0, (measured, speeds, compressed, packed)),
     Section("disk", 0, (reads,)),
     Section("software", 0, (installed, quantised)),
 )

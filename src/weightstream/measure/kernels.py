@@ -54,7 +54,7 @@ def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str,
     works: dict[str, _Work] = {"norms": norms, "products": products, "read": partial(read_products, weights)}
     if backend.device.type == "cuda":
         works |= picked_products(weights[0], weights[-1])
-        works = {name: _replayed(backend, work) for name, work in works.items()}
+        works = {name: replayed(backend, work) for name, work in works.items()}
     return works
 
 
@@ -117,7 +117,8 @@ def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int
     return fields | {"product_s": seconds["products"] / NUM_PRODUCTS}
 
 
-def _replayed(backend: Backend, work: _Work) -> _Work:
+def replayed(backend: Backend, work: _Work) -> _Work:
+    """The work in a graph."""
     work()  # loads kernels
     graph = cuda.new_graph()
     with backend.capture(graph):

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -20,7 +21,7 @@ from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
 from weightstream.measure.progress import announce, reporting, say
-from weightstream.plan.manifest import Profile, decode_rate
+from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate, unpack_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.store.atomic import replacing
@@ -73,7 +74,7 @@ def with_decoding(
 ) -> Profile:
     """Return the profile with the decode rates of those `dtypes` whose kernels run. Missing rates are measured and
     saved. Never raises, as `profile_for`."""
-    lacking = [dtype for dtype in dtypes if profile.decode_bytes_per_s(dtype) <= bench.NOT_MEASURED]
+    lacking = [dtype for dtype in dtypes if profile.decode_bytes_per_s(dtype) <= NOT_MEASURED]
     if backend.device.type == "cuda":
         lacking = [dtype for dtype in lacking if kernels_run(backend.device, [dtype], progress=progress)]
     if not lacking:
@@ -87,6 +88,28 @@ def with_decoding(
         return replace(profile, **(assumed | rates))
     except Exception as error:  # as above
         logger.warning("%s: decoding cannot be measured (%s): its speed is assumed.", backend.device, error)
+        return replace(profile, **assumed)
+
+
+def with_unpacking(
+    backend: Backend, profile: Profile, kernels: Collection[str], *, progress: bool | None = None
+) -> Profile:
+    """Return the profile with the rates of these kernels, which unpack matrices. Missing rates are measured and saved.
+    On a CPU they are assumed, as functions of the libraries unpack there. Never raises, as `profile_for`."""
+    lacking = [kernel for kernel in kernels if getattr(profile, unpack_rate(kernel)) <= NOT_MEASURED]
+    on_cpu = backend.device.type == "cpu"
+    like = backend.profile if on_cpu else profile
+    assumed: dict[str, Any] = {unpack_rate(kernel): like.unpack_bytes_per_s(kernel) for kernel in lacking}
+    if on_cpu or not lacking:
+        return replace(profile, **assumed)
+    try:
+        with reporting(f"measuring unpacking on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
+            rates = bench.measure_unpacking(backend, advance, lacking)
+        if rates and (saved := load_profile(backend.device)) is not None:
+            save_profile(backend.device, replace(saved, **rates))
+        return replace(profile, **(assumed | rates))
+    except Exception as error:  # as above
+        logger.warning("%s: unpacking cannot be measured (%s): its speed is assumed.", backend.device, error)
         return replace(profile, **assumed)
 
 

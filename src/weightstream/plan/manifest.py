@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
 Rate = Literal["half", "single", "attention", "none", "ranks"]
+NOT_MEASURED = 1.0  # bytes per second of kernels that were not measured
+_UNPACK_SHARE = 0.4  # of the bandwidth of device memory, in unpacked bytes [H200: mxfp4 0.38, float8 0.50]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +209,11 @@ def decode_rate(dtype: str) -> str:
     return f"decode_{dtype}_bytes_per_s"
 
 
+def unpack_rate(kernel: str) -> str:
+    """The name of the profile's field with the rate of the kernel that unpacks matrices of this format."""
+    return f"unpack_{kernel}_bytes_per_s"
+
+
 class Seconds(NamedTuple):
     """Seconds of the device, and of the host, which runs ahead of it."""
 
@@ -219,7 +226,7 @@ class Picked(NamedTuple):
 
     Attributes:
         share: the share of the matrices of a stack; 0.0: the unit picks none.
-        copy_s: seconds on the device to copy them.
+        copy_s: seconds on the device to copy them; without those of packed matrices, which are unpacked instead.
     """
 
     share: float
@@ -282,6 +289,11 @@ class Profile:
         decoding_s: fixed seconds on the device for each dtype in a unit that is decompressed; the time for its bytes
             comes on top. [bench.measure_decoding]
 
+    Packed experts:
+        unpack_mxfp4_bytes_per_s, unpack_float8_bytes_per_s, unpack_int4_bytes_per_s: unpacked bytes per second of
+            matrices that are picked out of packed stacks, by the format of these; 1.0: not measured, so a share of
+            `device_bytes_per_s` is assumed. [bench.measure_unpacking, GPU; assumed, CPU]
+
     The units of one model, each a tuple with a value per unit of the manifest:
         unit_s: seconds on the device at one position: compute, and decompression. [Planner.profile: work of the unit
             over the rates above, or measured steps; fetches of experts: expert_cache.profile_with_cache]
@@ -321,6 +333,9 @@ class Profile:
     decode_float16_bytes_per_s: float = 1.05e12
     decode_float8_e4m3fn_bytes_per_s: float = 0.75e12
     decoding_s: float = 0.0
+    unpack_mxfp4_bytes_per_s: float = NOT_MEASURED
+    unpack_float8_bytes_per_s: float = NOT_MEASURED
+    unpack_int4_bytes_per_s: float = NOT_MEASURED
     ranks_bytes_per_s: float = 200e9
     workspace_nbytes: int = 0
     device_nbytes: int = 0
@@ -377,6 +392,11 @@ class Profile:
         rate: float = getattr(self, decode_rate(dtype))
         return rate
 
+    def unpack_bytes_per_s(self, kernel: str) -> float:
+        """Unpacked bytes per second of the kernel for this format: measured, or assumed."""
+        rate: float = getattr(self, unpack_rate(kernel))
+        return rate if rate > NOT_MEASURED else _UNPACK_SHARE * self.device_bytes_per_s
+
     def decoding(self, manifest: Manifest) -> Profile:
         """The profile for a partly compressed manifest, from one whose `unit_s` are those of uncompressed units."""
         if not self.unit_s or not manifest.codes:
@@ -425,6 +445,8 @@ class Op:
         after: it runs after the release of the unit, before the next unit opens.
         device_s: measured seconds on the device, which replace the estimate; 0.0: not measured.
         picked: the share of the matrices of a stack that it copies; 0.0: it copies none.
+        unpacks: the kernel that unpacks the matrices that it picks, whose rate then limits it; its `nbytes` are those
+            that it writes. "": it unpacks none.
         stacked: it multiplies each matrix of a stack by a row of its own.
         least: it takes at least as long as this many small kernels.
     """
@@ -435,6 +457,7 @@ class Op:
     after: bool = False
     device_s: float = 0.0
     picked: float = 0.0
+    unpacks: str = ""
     stacked: bool = False
     least: float = 1.0
 
@@ -444,6 +467,8 @@ class Op:
 
     def work_s(self, profile: Profile) -> float:
         """Seconds of its arithmetic or of its bytes, without the fixed cost of a kernel."""
+        if self.unpacks:
+            return self.nbytes / profile.unpack_bytes_per_s(self.unpacks)
         rates = {"half": profile.half_flops_per_s, "single": profile.single_flops_per_s}
         rates["attention"] = profile.attention_flops_per_s
         share = profile.gather_share if self.picked else 1.0
@@ -489,6 +514,7 @@ def mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             nbytes=sum(op.nbytes for op in ops) // len(calls),
             after=any(op.after for op in ops),
             device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
+            unpacks=ops[0].unpacks if len({op.unpacks for op in ops}) == 1 else "",
             stacked=all(op.stacked for op in ops),
             least=max(op.least for op in ops),
         )

@@ -264,9 +264,9 @@ class Planner:
             device_s, host_s, after_share = unit_seconds(ops, profile)
             captured_ops = (self.demand.captured or work).get(unit.name, ())
             captured_s = unit_seconds(captured_ops, profile).device_s - device_s
-            copies = [op for op in ops if unit.stacks and op.picked]
-            share = max((op.picked for op in copies), default=0.0)
-            picked.append(Picked(share, sum(op.seconds(profile) for op in copies)))
+            picks = [op for op in ops if unit.stacks and op.picked]
+            share = max((op.picked for op in picks), default=0.0)
+            picked.append(Picked(share, sum(op.seconds(profile) for op in picks if not op.unpacks)))
             if unit.name in self.unit_s:
                 device_s = self.unit_s[unit.name]
             elif unit.name not in work:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from packed_rig import CASES
+from repeats import thinned
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedStack
-from weightstream.adapters.hf.packed_matrices import PackedMatrices
+from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices
+from weightstream.codec import unpack_kernels, unpacking
 
 pytest.importorskip("transformers.integrations.moe")  # it registers an operator
 
@@ -122,3 +126,179 @@ def test_a_wave_is_tried_with_any_number_of_rows(num_rows: int, num: int) -> Non
 
     assert packed._is_equal(product, rows, num)
     assert not packed._is_equal(depends_on_groups, rows, num)
+
+
+# -- one launch for both stacks of a layer -----------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """Substitutes for two stacks of a call, the unpacked stacks, and the number of stacks of each launch so far."""
+
+    packed: list[PackedMatrices]
+    plain: list[torch.Tensor]
+    launches: list[int]
+
+
+Rows = list[tuple[int, torch.Tensor, list[int]]]  # a stack, the result of an index of it, the rows that it should have
+
+
+def ids_of(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+def other_ids(first: Any, second: Any) -> Rows:
+    return [(0, first[ids_of(3, 1)], [3, 1]), (1, second[ids_of(3, 1)], [3, 1])]
+
+
+def the_same_ids(first: Any, second: Any) -> Rows:
+    ids = ids_of(3, 1, 3)
+    return [(0, first[ids], [3, 1, 3]), (1, second[ids], [3, 1, 3])]
+
+
+def one_id(first: Any, second: Any) -> Rows:
+    ids = ids_of(6)
+    return [(0, first[ids], [6]), (1, second[ids], [6])]
+
+
+def the_second_stack_first(first: Any, second: Any) -> Rows:
+    ids = ids_of(0, 7)
+    return [(1, second[ids], [0, 7]), (0, first[ids], [0, 7])]
+
+
+def int32_ids(first: Any, second: Any) -> Rows:
+    ids = ids_of(0, 7).int()
+    return [(0, first[ids], [0, 7]), (1, second[ids], [0, 7])]
+
+
+def ids_that_are_written_to(first: Any, second: Any) -> Rows:
+    found: Rows = [(0, first[ids := ids_of(3, 1)], [3, 1])]
+    ids.add_(1)
+    return [*found, (1, second[ids], [4, 2])]
+
+
+def ids_that_a_view_writes_to(first: Any, second: Any) -> Rows:
+    found: Rows = [(0, first[ids := ids_of(3, 1)], [3, 1])]
+    ids[:1].fill_(7)
+    return [*found, (1, second[ids], [7, 1])]
+
+
+def ids_in_inference(first: Any, second: Any) -> Rows:
+    """Writes to these are not counted."""
+    with torch.inference_mode():
+        found: Rows = [(0, first[ids := ids_of(3, 1)], [3, 1])]
+        ids.add_(1)
+        return [*found, (1, second[ids], [4, 2])]
+
+
+def the_first_stack_twice(first: Any, second: Any) -> Rows:
+    ids = ids_of(3, 1)
+    return [(0, first[ids], [3, 1]), (0, first[ids], [3, 1]), (1, second[ids], [3, 1])]
+
+
+def several_calls(first: Any, second: Any) -> Rows:
+    ids, others = ids_of(3, 1), ids_of(2)
+    found: Rows = [(0, first[ids], [3, 1]), (0, first[others], [2]), (1, second[others], [2]), (1, second[ids], [3, 1])]
+    return found
+
+
+def one_after_the_other(first: Any, second: Any) -> Rows:
+    """As a loop over experts does, which does not hold matrices of two stacks at a time."""
+    return [(k, stack[ids_of(2, 5)[1]], [5]) for k, stack in enumerate((first, second))]
+
+
+def only_one_stack(first: Any, second: Any) -> Rows:
+    return [(1, second[ids_of(3)], [3])]
+
+
+LAUNCHES: dict[Callable[[Any, Any], Rows], list[int]] = {
+    the_same_ids: [2],
+    one_id: [2],
+    the_second_stack_first: [2],
+    int32_ids: [2],
+    other_ids: [2, 1],
+    ids_that_are_written_to: [2, 1],
+    ids_that_a_view_writes_to: [2, 1],
+    ids_in_inference: [1, 1],
+    the_first_stack_twice: [2, 1],
+    several_calls: [2, 1, 1, 1],
+    one_after_the_other: [1, 1],
+    only_one_stack: [2],
+}
+
+
+@pytest.fixture
+def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
+    """Of the format that is the parameter. Kernels run in Triton's interpreter, in few programs."""
+    launches: list[int] = []
+    launch = unpacking._launch
+
+    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
+        launches.append(1 + (second is not None))
+        launch(rows, first, second)
+
+    monkeypatch.setattr(unpacking, "_launch", counted)
+    monkeypatch.setattr(unpacking, "unpacks_equally", lambda *_: True)
+    monkeypatch.setattr(packed_matrices, "KERNELS_ON", "cpu")
+    monkeypatch.setattr(packed_matrices, "_EQUAL", {})
+    monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 16, "GROUPS": 4, "num_warps": 2})
+    monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 32, "WORDS": 16, "STEPS": 4, "num_warps": 4})
+    pairs = [made(request.param, shape) for shape in ((NUM, 64, 96), (NUM, 32, 64))]
+    together = PackedLayer()
+    packed = [PackedMatrices(each._stack, each._held, layer=together) for each, _ in pairs]
+    return Layer(packed, [plain for _, plain in pairs], launches)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize(
+    ("layer", "use"),
+    thinned(CASES, LAUNCHES, every=len(CASES)),
+    indirect=["layer"],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_the_first_index_unpacks_both_stacks(layer: Layer, use: Callable[[Any, Any], Rows]) -> None:
+    """The second index takes these only for the same ids."""
+    for stack, found, rows in use(*layer.packed):
+        assert torch.equal(found.view(-1, *layer.plain[stack].shape[1:]), layer.plain[stack][rows])
+    assert layer.launches == LAUNCHES[use]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("layer", ["int4"], indirect=True)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_fixed_rows_are_unpacked_together_if_they_are_the_same(layer: Layer, is_shared: bool) -> None:
+    """As those in slots of a cache: whatever an index names, also in inference mode."""
+    together, slots = PackedLayer(), ids_of(5, 0)
+    rows = [slots, slots if is_shared else slots.clone()]
+    first, second = (
+        PackedMatrices(each._stack, each._held, own, layer=together)
+        for each, own in zip(layer.packed, rows, strict=True)
+    )
+    with torch.inference_mode():
+        found = first[ids_of(3, 1)], second[ids_of(1, 3)]
+    for matrices, plain in zip(found, layer.plain, strict=True):
+        assert torch.equal(matrices, plain[[5, 0]])
+    assert layer.launches == ([2] if is_shared else [1, 1])
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("layer", ["block float8"], indirect=True)
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_matrices_that_were_unpacked_early_are_not_kept(layer: Layer, is_taken: bool) -> None:
+    """Once they were taken, or the call is over: without garbage collection."""
+    first, second = layer.packed
+    layer.packed.clear()
+    ids = ids_of(3, 1)
+    gc.disable()
+    try:
+        first[ids]
+        (early,) = first._layer._early.values()
+        kept = weakref.ref(early.matrices)
+        del early
+        assert kept() is not None
+        if is_taken:
+            second[ids]
+        else:
+            del first, second
+        assert kept() is None
+    finally:
+        gc.enable()

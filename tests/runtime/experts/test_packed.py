@@ -17,7 +17,7 @@ from packed_rig import CASES, both, packed_modules
 from streaming import striped
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
-from weightstream.codec import unpacking
+from weightstream.codec import unpack_kernels, unpacking
 from weightstream.plan.plan import Plan
 from weightstream.runtime.experts.row_stream import RowStream
 from weightstream.runtime.ring import opening
@@ -88,22 +88,41 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
-@pytest.mark.stress
+@pytest.mark.few(1)
 @formats
-def test_rows_are_unpacked_by_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From slots, and in waves. Its trial is tested with the kernels."""
+@pytest.mark.parametrize("form", ["cached", "on the device"])
+def test_rows_are_unpacked_by_a_kernel(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From slots, and in waves. A token's rows of both stacks take one launch. Trials are tested with the kernels."""
     model, plain = both(name)
     trials: list[str] = []
+    launches: list[int] = []
+    launch = unpacking._launch
+
+    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
+        launches.append(1 + (second is not None))
+        launch(rows, first, second)
+
+    monkeypatch.setattr(unpacking, "_launch", counted)
     monkeypatch.setattr(packed_matrices, "KERNELS_ON", "cpu")
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})
     monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 5 * 8192)
+    monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 16, "GROUPS": 4, "num_warps": 2})
+    monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 32, "WORDS": 16, "STEPS": 4, "num_warps": 4})
     monkeypatch.setattr(unpacking, "unpacks_equally", lambda kernel, *_: trials.append(kernel) or True)
     monkeypatch.setattr(PackedFormat, "unpacked", lambda *_: pytest.fail("the library's function ran"))
-    with held(model, "cached"):
-        for implementation, length in (("batched_mm", 1), ("grouped_mm", 1)):
+    room = 4 * model_nbytes(model)
+    with (
+        held(model, "cached")
+        if form == "cached"
+        else weightstream.offload(model, device="cpu", device_budget=room, codec="none")
+    ):
+        for implementation in ("batched_mm", "grouped_mm"):
             for each in (model, plain):
                 each.set_experts_implementation(implementation)
-            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+            launches.clear()
+            assert torch.equal(model(prompt(1)).logits, plain(prompt(1)).logits)
+            if implementation == "batched_mm":
+                assert launches == [2] * len(packed_modules(model))
     assert set(trials) == {CASES[name].format.kernel}
     assert len(trials) == 2, "one for each stack"
 

@@ -64,6 +64,12 @@ def packed_stacks(module: torch.nn.Module) -> Mapping[str, PackedStack]:
     return found
 
 
+def unpack_kernels_of(model: torch.nn.Module) -> frozenset[str]:
+    """The kernels that unpack stacks of a model."""
+    kernels = {stack.format.kernel for module in model.modules() for stack in packed_stacks(module).values()}
+    return frozenset(kernel for kernel in kernels if kernel is not None)
+
+
 def packed_leaves(module: torch.nn.Module, stack: PackedStack) -> list[torch.Tensor]:
     """The tensors of the module that hold this stack.
 

@@ -9,10 +9,19 @@ runs in waves: a few matrices are unpacked, and multiplied by their rows. Kernel
 of groups. So all waves of a call have equal shapes: as many rows as the call, of which those after the last group are
 not read, and as many groups, of which the last may be empty. A trial compares a wave with the whole call, for each
 shape. It uses one matrix for all groups, so it needs no memory for a stack. Where bits differ, there is one wave only.
+
+[Note: one launch]
+batched_mm indexes both stacks of a layer with the same ids: one before the first product, the other one before the
+second. A launch takes a GPU some microseconds, and its last programs leave most of it idle. So the first index unpacks
+the rows of both stacks, those of the other one early. The other index takes them only if it names the same rows: with
+the same tensor, to which nothing was written in between, by the counter that autograd trusts; or if both stacks have
+fixed rows. Any other index unpacks for itself. No more memory is needed: batched_mm holds the first matrices until it
+has the second ones. A loop over experts would need more, so matrices that are picked one by one are not unpacked early.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
@@ -70,6 +79,38 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(tuple(parts))
 
 
+class _Early(NamedTuple):
+    """Matrices that were unpacked before their index, and the ids that it has to have: a tensor, and its writes."""
+
+    ids: torch.Tensor
+    num_writes: int
+    matrices: torch.Tensor
+
+
+class PackedLayer:
+    """The packed stacks that a call of a module indexes: [Note: one launch]."""
+
+    def __init__(self) -> None:
+        # Stacks that were not indexed yet. Weak, as they refer to this: in a cycle, matrices would stay until garbage
+        # is collected
+        self._early = weakref.WeakKeyDictionary[PackedMatrices, _Early | None]()
+
+    def add(self, stack: PackedMatrices) -> None:
+        self._early[stack] = None
+
+    def unpacked(self, stack: PackedMatrices, ids: torch.Tensor, num_writes: int, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a stack that are named by ids, to which so many writes were counted, as matrices."""
+        early = self._early.pop(stack, None)
+        if early is not None and early.ids is ids and early.num_writes == num_writes:
+            return early.matrices
+        for other, present in self._early.items():
+            if present is None and stack.goes_with(other):
+                matrices, found = stack.unpacked_with(other, rows)
+                self._early[other] = _Early(ids, num_writes, matrices)
+                return found
+        return stack.unpacked(rows)
+
+
 class PackedMatrices:
     """Stands in for a stack of shape (E, ...) that is held packed.
 
@@ -77,6 +118,7 @@ class PackedMatrices:
         stack: how it is held.
         held: the tensors that hold it, whose first dimension has an entry for each row; or where rows come from.
         rows: the rows of these tensors that every index reads, such as slots of a cache; None: those that it names.
+        layer: the stacks that the same call reads.
     """
 
     def __init__(
@@ -85,12 +127,16 @@ class PackedMatrices:
         held: Sequence[torch.Tensor] | RowWaves,
         rows: torch.Tensor | None = None,
         *,
+        layer: PackedLayer | None = None,
         is_transposed: bool = False,
     ) -> None:
         self._stack = stack
         self._held = held
         self._rows = rows
+        self._layer = layer
         self._is_transposed = is_transposed
+        if layer is not None:
+            layer.add(self)
         self.dtype = stack.dtype
         self.device: torch.device = held[0].device if isinstance(held, Sequence) else held.device
         num, *matrix = stack.shape
@@ -120,18 +166,37 @@ class PackedMatrices:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._rows is not None:
-            return self._unpacked(self._rows)
+            return self._with_others(self._rows, 0, self._rows)
         if isinstance(index, int) and not isinstance(index, bool):
             if not -len(self) <= index < len(self):  # also ends an iteration
                 raise IndexError(f"index {index} is out of bounds for a stack of {len(self)} matrices")
             index = torch.tensor(index % len(self), device=self.device)
         if not isinstance(index, torch.Tensor) or index.dtype in (torch.bool, torch.uint8):
             return self.whole()[index]
-        return self._unpacked(index.reshape(-1).to(self.device)).view(*index.shape, *self.shape[1:])
+        rows = index.reshape(-1).to(self.device)
+        is_counted = index.is_meta or not index.is_inference()
+        if index.dim() == 1 and is_counted:
+            return self._with_others(index, 0 if index.is_meta else index._version, rows)
+        return self.unpacked(rows).view(*index.shape, *self.shape[1:])
+
+    def _with_others(self, ids: torch.Tensor, num_writes: int, rows: torch.Tensor) -> torch.Tensor:
+        layer = self._layer
+        return self.unpacked(rows) if layer is None else layer.unpacked(self, ids, num_writes, rows)
+
+    def goes_with(self, other: PackedMatrices) -> bool:
+        """Whether one kernel unpacks both stacks; fixed rows have to be the same ones."""
+        ours, theirs = ((s._stack.format.kernel, s.dtype, s.device, id(s._rows)) for s in (self, other))
+        are_like = self is not other and ours == theirs
+        return are_like and all(isinstance(s._held, Sequence) and s._has_kernel(s._held) for s in (self, other))
+
+    def unpacked_with(self, other: PackedMatrices, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The same rows of the other stack and of this one, as matrices. One launch unpacks them, these last."""
+        both = [(each._stack, each._held) for each in (other, self) if isinstance(each._held, Sequence)]
+        return _by_kernel(both, rows)
 
     def whole(self) -> torch.Tensor:
         """The unpacked stack."""
-        return self._unpacked(torch.arange(len(self), device=self.device))
+        return self.unpacked(torch.arange(len(self), device=self.device))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -150,7 +215,7 @@ class PackedMatrices:
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+    def unpacked(self, rows: torch.Tensor) -> torch.Tensor:
         """These rows as matrices, of shape (rows, ...)."""
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
@@ -164,13 +229,11 @@ class PackedMatrices:
         packing, matrix = self._stack.format, self._stack.shape[1:]
         if not len(rows):  # functions of some libraries take no empty tensors
             found = torch.empty(0, *matrix, dtype=self.dtype, device=self.device)
-        elif packing.kernel is not None and self._has_kernel(leaves):
-            found = unpacking.unpack_rows(
-                packing.kernel, (), leaves, rows.to(torch.int64).contiguous(), matrix, self.dtype
-            )
+        elif self._has_kernel(leaves):
+            (found,) = _by_kernel([(self._stack, leaves)], rows)
         else:
             picked = tuple(leaf[rows] for leaf in leaves)
-            if self.device.type == "meta":  # one pass over the result, as by a kernel
+            if self.device.type == "meta":  # one pass over the result
                 found = torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
             else:
                 with _without_autocast(self.device):
@@ -180,15 +243,17 @@ class PackedMatrices:
     def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether a kernel unpacks the stack to the bits of the library's function: a trial shows it, once."""
         packing, matrix = self._stack.format, self._stack.shape[1:]
-        if self.device.type != KERNELS_ON:
+        if packing.kernel is None or self.device.type not in (KERNELS_ON, "meta"):
             return False
+        if self.device.type == "meta":  # no bits
+            return unpacking.has_kernel(packing.kernel, self.dtype)
         dtypes = tuple(leaf.dtype for leaf in leaves)
         case = _Unpacking(packing, self.device, self.dtype, dtypes, (*matrix, *leaves[-1].shape[1:]))
         if case not in _EQUAL and not cuda.is_capturing():
             with _disable_current_modes(), torch.no_grad():  # they would see operators that are not the model's
                 try:
                     _EQUAL[case] = unpacking.unpacks_equally(
-                        str(packing.kernel), (), leaves, matrix, self.dtype, partial(_by_library, packing)
+                        packing.kernel, (), leaves, matrix, self.dtype, partial(_by_library, packing)
                     )
                 except WeightstreamError:  # sizes that the kernel does not know
                     _EQUAL[case] = False
@@ -256,7 +321,7 @@ class PackedMatrices:
         num_waves = -(-len(self) // num)
         parts = rows.tensor_split(num_waves)
         return torch.cat(
-            [func(part, self._unpacked(offs.new_empty(num, dtype=torch.int64)), offs=offs[:num]) for part in parts]
+            [func(part, self.unpacked(offs.new_empty(num, dtype=torch.int64)), offs=offs[:num]) for part in parts]
         )
 
     def _is_equal(self, func: Any, rows: torch.Tensor, num: int) -> bool:
@@ -277,6 +342,38 @@ class PackedMatrices:
         return end > 0 and torch.equal(whole[:end].view(torch.uint8), wave[:end].view(torch.uint8))
 
 
+def _by_kernel(stacks: Sequence[tuple[PackedStack, Sequence[torch.Tensor]]], rows: torch.Tensor) -> list[torch.Tensor]:
+    """The same rows of stacks in one format, as matrices."""
+    (first, *_), shapes = stacks[0], [stack.shape[1:] for stack, _ in stacks]
+    kernel, held = str(first.format.kernel), [leaves for _, leaves in stacks]
+    if rows.is_meta:
+        sizes = [size for shape in shapes for size in shape]
+        every = [leaf for leaves in held for leaf in leaves]
+        found: list[torch.Tensor] = UNPACK(every, rows, len(stacks), sizes, first.dtype, kernel)
+        return found
+    return unpacking.unpack_stacks(kernel, (), held, rows.to(torch.int64).contiguous(), shapes, first.dtype)
+
+
+def _unpack_on_meta(
+    leaves: list[torch.Tensor], rows: torch.Tensor, num: int, sizes: list[int], dtype: torch.dtype, kernel: str
+) -> list[torch.Tensor]:
+    """New matrices of shapes (rows, ...) of `num` stacks, whose shapes follow each other in `sizes`."""
+    length = len(sizes) // num
+    shapes = [sizes[begin : begin + length] for begin in range(0, len(sizes), length)]
+    return [rows.new_empty(len(rows), *shape, dtype=dtype) for shape in shapes]
+
+
+# On meta the work of the kernels is one operator, so that its cost is known (adapters/tracing/op_cost.py)
+_LIBRARY = torch.library.Library("weightstream", "FRAGMENT")
+_LIBRARY.define("unpack(Tensor[] leaves, Tensor rows, int num, int[] sizes, ScalarType dtype, str kernel) -> Tensor[]")
+_LIBRARY.impl("unpack", _unpack_on_meta, "Meta")
+UNPACK = torch.ops.weightstream.unpack
+
+
 def packed_matrices(module: torch.nn.Module) -> dict[str, PackedMatrices]:
     """Substitutes for the packed stacks of a module, over all of their leaves; empty for any other module."""
-    return {name: PackedMatrices(stack, packed_leaves(module, stack)) for name, stack in packed_stacks(module).items()}
+    layer = PackedLayer()
+    return {
+        name: PackedMatrices(stack, packed_leaves(module, stack), layer=layer)
+        for name, stack in packed_stacks(module).items()
+    }

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
-from weightstream.adapters.hf.packed_matrices import PackedMatrices, packed_matrices
+from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices, packed_matrices
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 
@@ -157,10 +157,11 @@ class ExpertForward:
         selected = rows.select(inputs.ids)
         self._look_ahead(rows, inputs)
         packed, others = packed_stacks(self._module), dict[str, Any]()
+        unpacked = _Unpacked(inputs.ids)
         for name, leaves in self._names.items():
             parameters = [self._module._parameters[leaf] for leaf in leaves]
             found = [selected.get(id(parameter), parameter) for parameter in parameters]
-            others[name] = _unpacked(packed[name], found, inputs.ids) if name in packed else found[0]
+            others[name] = unpacked.stack(packed[name], found) if name in packed else found[0]
         return self._of_class(_StandIn(self._module, others), *args, **kwargs)
 
     def _stream(self, rows: RowProvider, *args: Any, **kwargs: Any) -> Any:
@@ -264,15 +265,27 @@ def _is_equal(batched: Callable[..., Any], grouped: Callable[..., Any], inputs: 
     return True
 
 
-def _unpacked(stack: PackedStack, leaves: Sequence[Any], ids: torch.Tensor) -> PackedMatrices:
-    """A substitute for a packed stack, of whose leaves these rows are selected. A leaf on the device is whole."""
-    if all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return PackedMatrices(stack, leaves)
-    memories = [leaf.memory for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf.memory is not None]
-    if len(memories) == len(leaves):
-        return PackedMatrices(stack, memories, leaves[0].slots)
-    rows = [leaf[ids.flatten()] for leaf in leaves]
-    return PackedMatrices(stack, rows, torch.arange(ids.numel(), device=ids.device))
+class _Unpacked:
+    """Makes substitutes for the packed stacks of a module, of which rows are selected by ids."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._ids = ids.flatten()
+        self._layer = PackedLayer()
+
+    @cached_property
+    def _in_order(self) -> torch.Tensor:
+        return torch.arange(len(self._ids), device=self._ids.device)
+
+    def stack(self, stack: PackedStack, leaves: Sequence[Any]) -> PackedMatrices:
+        """The substitute for a stack that is held as these leaves. A leaf on the device is whole."""
+        held, rows = leaves, None
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            memories = [None if isinstance(leaf, torch.Tensor) else leaf.memory for leaf in leaves]
+            if all(memory is not None for memory in memories):
+                held, rows = memories, leaves[0].slots
+            else:
+                held, rows = [leaf[self._ids] for leaf in leaves], self._in_order
+        return PackedMatrices(stack, held, rows, layer=self._layer)
 
 
 def _as_is(states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

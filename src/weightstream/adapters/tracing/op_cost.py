@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from weightstream.adapters.hf import private
+from weightstream.adapters.hf.packed_matrices import UNPACK
 from weightstream.plan.manifest import Op, Rate
 from weightstream.runtime.tensors.pytree import tensors_in
 
@@ -60,7 +61,7 @@ class Launch:
     """
 
     __slots__ = (
-        *("_args", "_func", "_kwargs", "_results"),
+        *("_args", "_func", "_is_list", "_kwargs", "_results"),
         *("alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes"),
     )
 
@@ -69,7 +70,8 @@ class Launch:
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
         changes: bool = func._schema.is_mutable
-        parts = output if isinstance(output, tuple) else (output,)
+        self._is_list = isinstance(output, list)
+        parts = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
         self.is_in_place = func.overloadpacket in _IN_PLACE and output is inputs[0]
         self._func = func
@@ -102,7 +104,7 @@ class Launch:
         if self.is_in_place:
             return args[0]
         made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
-        return made if len(made) > 1 else made[0]
+        return list(made) if self._is_list else made if len(made) > 1 else made[0]
 
 
 class CountedLaunch(NamedTuple):
@@ -181,6 +183,10 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         return Op(rate=rate, flops=flops, nbytes=nbytes, stacked=packet is _aten.bmm and 1 in output.shape[1:])
     if packet is _aten.index and args[0].dim() > 2 and len(args[1]) == 1:
         return Op(nbytes=2 * (nbytes - nbytes_read), picked=output.shape[0] / args[0].shape[0])
+    if packet is UNPACK:
+        leaves, rows, *_, kernel = args
+        nbytes_written = nbytes - nbytes_read
+        return Op(nbytes=nbytes_written, picked=len(rows) / len(leaves[0]), unpacks=kernel)
     if packet in _BY_ROW:
         others = nbytes_read - touched_nbytes(args[0])
         return Op(nbytes=2 * others if func._schema.is_mutable else 2 * (nbytes - nbytes_read) + others)
