@@ -46,6 +46,20 @@ def channel_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[
     return float8(shape, generator), scales.to(torch.bfloat16)
 
 
+def matrix_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """As many scales as matrices were merged: a row of them has 4 or 2 bytes."""
+    experts, height, width = shape
+    scales = torch.rand((experts, max(1, height // width)), generator=generator) * 0.1
+    return float8(shape, generator), scales.to(torch.bfloat16)
+
+
+def exponent_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Scales of large blocks as exponents: a row of them has 2 bytes or 1."""
+    experts, height, width = shape
+    scales = torch.randint(122, 126, (experts, height // 64, width // 64), dtype=torch.uint8, generator=generator)
+    return float8(shape, generator), scales.view(torch.float8_e8m0fnu)
+
+
 def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     experts, height, width = shape
     words = torch.randint(-(2**31), 2**31, (experts, height, width // 8), generator=generator).to(torch.int32)
@@ -60,9 +74,12 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "block float8": Case("qwen3_moe", private.FP8_BLOCKS, block_leaves),
         "block float8, DeepSeek": Case("deepseek_v3", private.FP8_BLOCKS, block_leaves),
         "float8 by channel": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
+        "float8 by matrix": Case("qwen3_moe", private.COMPRESSED_FLOAT8, matrix_leaves),
+        "block float8, exponents": Case("deepseek_v3", private.FP8_BLOCKS, exponent_leaves),
         "int4": Case("qwen3_moe", INT4, int4_leaves),
     }
 )
+ODD = ("float8 by matrix", "block float8, exponents")  # rows of scales that are no whole words
 
 
 class Pair(NamedTuple):

@@ -13,10 +13,10 @@ import torch
 import weightstream
 from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
 from models import model_nbytes
-from packed_rig import CASES, both, packed_modules
+from packed_rig import CASES, ODD, both, packed_modules
 from streaming import striped
 from weightstream.adapters.hf import packed_matrices
-from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.adapters.hf.packed_formats import PackedFormat, packed_stacks
 from weightstream.codec import unpacking
 from weightstream.plan.plan import Plan
 from weightstream.runtime.experts.row_stream import RowStream
@@ -152,21 +152,44 @@ def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytes
             assert counts(streamer) == found
 
 
+def update(model: Any, plain: Any, name: str, part: int) -> None:
+    """Reverse the order of rows of a leaf of each layer, by an update in place."""
+    for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
+        packed_format = CASES[name].format
+        leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
+        with torch.no_grad():
+            leaves[part].view(torch.uint8).copy_(leaves[part].view(torch.uint8).flip(0))
+        theirs.down_proj.data = packed_format.unpacked(tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16)
+
+
 @pytest.mark.few(2)
 @formats
-def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_update_of_a_leaf_reaches_the_slots(name: str, part: int) -> None:
     model, plain = both(name)
     with held(model, "cached", 8):
         assert_equal(model, plain, 3)
-        for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
-            packed_format = CASES[name].format
-            leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
-            with torch.no_grad():
-                leaves[0].copy_(leaves[0].flip(0))
-            theirs.down_proj.data = packed_format.unpacked(
-                tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16
-            )
+        update(model, plain, name, part)
         assert_equal(model, plain, 3)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_rows_of_scales_that_are_no_whole_words(name: str) -> None:
+    """They have slots as all others, in steps and prompts, before and after an update, and without offloading."""
+    model, plain = both(name)
+    with held(model, "cached") as streamer:
+        num_leaves = sum(
+            len(stack.leaves) for module in packed_modules(model) for stack in packed_stacks(module).values()
+        )
+        assert len(streamer.plan.cached) == num_leaves
+        for implementation in ("batched_mm", "grouped_mm"):
+            for each in (model, plain):
+                each.set_experts_implementation(implementation)
+            assert_equal(model, plain, 3, 40)
+        assert counts(streamer)[1] > 0
+        update(model, plain, name, 1)
+        assert_equal(model, plain, 3, 40)
+    assert_equal(model, plain, 3, 40)
 
 
 @pytest.mark.few(2)
