@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import float8_mixture
 
 import weightstream
-from expert_rig import caches, counts, experts_of, held
+from expert_rig import caches, counts, experts_of, held, plan_of
 from models import model_nbytes
 from packed_rig import CASES, Pair, both, packed_modules
 from stream_rig import NUM_ROWS, host_stacks
@@ -145,6 +147,32 @@ def test_updates_reach_the_slots(name: str) -> None:
             now = tuple(leaf.detach().clone().cpu() for leaf in leaves)
             theirs.down_proj.data = packing.unpacked(now, torch.bfloat16).cuda()
         assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))
+
+
+@pytest.mark.parametrize("skipped", [2, 3])
+def test_rows_are_fetched_from_any_address_of_a_file(skipped: int, tmp_path: Path) -> None:
+    """Other libraries write files in which weights follow scales of 1 or 2 bytes, or a header of any length."""
+    float8_mixture("qwen3", "ue8m0", tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].rstrip()
+    header += b" " * (-(len(header) - skipped) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    options = {"experts_implementation": "grouped_mm"}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), device_map="cuda", **options
+    )
+    model = weightstream.from_pretrained(tmp_path, device_budget=4 * len(data) + (1 << 20), codec="none", **options)
+    streamer = model.weightstream
+    streamer.switch(plan_of(streamer, "cached", 4))
+    for cache in caches(streamer):
+        pieces = [piece for stack in cache._stacks for piece in stack.pieces]
+        assert any(row.data_ptr() % 8 for piece in pieces for row in piece.rows)
+    for length in (5, 40):
+        assert_same(generated(model, prompt(length)), generated(plain, prompt(length)))
+    assert min(counts(streamer)) > 0
+    streamer.remove()
 
 
 def test_a_stream_of_rows_orders_copies_and_readers() -> None:
