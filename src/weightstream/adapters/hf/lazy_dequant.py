@@ -40,6 +40,7 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
     has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # a call may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
+            private.refuse_swizzled(module)
             _without_kernels(module, device, has_kernels)
             for found in (
                 _whole_model(module),

@@ -503,6 +503,15 @@ class _Load:
         info = reading.info
         if info is None:  # the class reads its files itself
             return model
+        method = private.only_linear(model)
+        mismatched = [key for key, *_ in info.mismatched_keys]
+        # torchao quantises any parameters by their names
+        if method not in (None, "torchao") and any(".experts." in name for name in (*mismatched, *info.missing_keys)):
+            raise UnsupportedError(
+                f"{self._where}: transformers loads no experts in {method}: it quantises linear layers only with it, "
+                "and the checkpoint has other tensors than those of plain experts. Take one in mxfp4, float8 or "
+                "compressed-tensors"
+            )
         if info.mismatched_keys and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info.mismatched_keys)]
             raise CheckpointError(
@@ -514,12 +523,6 @@ class _Load:
         if missing := sorted(info.missing_keys):
             names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
-            method = private.only_linear(model)
-            if method is not None and any(".experts." in name for name in missing):
-                raise UnsupportedError(
-                    f"{text}; transformers loads no experts in {method}: it quantises linear layers only with it. Take "
-                    "a checkpoint in mxfp4, float8 or compressed-tensors"
-                )
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
                 buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))

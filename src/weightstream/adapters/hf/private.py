@@ -35,6 +35,7 @@ GROUPED_MM = "transformers::grouped_mm_fallback"  # an operator
 WINDOW_COUNT = "cumulative_length"  # of a cache's layer: the positions that it has seen; a tensor if it is static
 STATIC_WINDOW_COUNT = "cumulative_length_int"  # the same number: all that a static layer keeps in Python
 FP8 = "transformers.integrations.finegrained_fp8"
+MXFP4_MODULE = "transformers.integrations.mxfp4"
 BY_POSITION = ("keys", "values", "indexer_keys")  # of a cache's layer: tensors that grow with the positions
 
 
@@ -660,6 +661,19 @@ def fp8_use(module: Any) -> Fp8Use:
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__ == FP8}
     is_linear = "FP8Linear" in names and module.weight.element_size() == 1
     return Fp8Use(is_linear=is_linear, are_experts="FP8Experts" in names)
+
+
+def refuse_swizzled(module: Any) -> None:
+    """Raise `UnsupportedError` for experts in mxfp4 that transformers has brought into the order of its kernels."""
+    kind = type(module)
+    is_mxfp4 = (kind.__module__, kind.__name__) == (MXFP4_MODULE, "Mxfp4GptOssExperts")
+    if is_mxfp4 and "down_proj" not in module._parameters:
+        raise UnsupportedError(
+            f"{kind.__name__} holds its weights in the order of hub kernels, in objects that are no parameters, so "
+            "they cannot be moved: load the checkpoint with weightstream.from_pretrained(), which keeps mxfp4 packed, "
+            "with the outputs of the dequantised model; or dequantise it at load, by "
+            "quantization_config=Mxfp4Config(dequantize=True)"
+        )
 
 
 def has_fp8_kernels(device: torch.device) -> bool:
