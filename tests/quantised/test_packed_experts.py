@@ -379,21 +379,24 @@ def test_experts_in_words_are_refused_by_name(method: str, tmp_path: Path) -> No
             )
 
 
-def test_experts_in_4_bits_of_bitsandbytes_are_refused_by_name(tmp_path: Path) -> None:
-    """Also with `ignore_mismatched_sizes`, which would give them random values."""
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_in_bits_of_bitsandbytes_are_refused_by_name(bits: int, tmp_path: Path) -> None:
+    """Also with `ignore_mismatched_sizes`. transformers would give them random values, or integers without scales."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model, tensors = mixture("qwen3"), Tensors()
     for stack, whole in model.state_dict().items():
         for name, matrix in matrices(stack, whole).items():
             tensors[name] = matrix
-            if name != stack:
+            if name != stack and bits == 4:
                 tensors[name], state = bitsandbytes.functional.quantize_4bit(matrix, quant_type="nf4")
                 tensors |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
+            elif name != stack:
+                scale = matrix.float().abs().amax(1, keepdim=True) / 127
+                tensors[name] = (matrix.float() / scale).round().to(torch.int8)
+                tensors[name.removesuffix("weight") + "SCB"] = scale[:, 0] * 127
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate", "lm_head"]
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True} | {
-        "bnb_4bit_quant_type": "nf4",
-        "llm_int8_skip_modules": linear,
-    }
+    about = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, "llm_int8_skip_modules": linear}
+    model.config.quantization_config = about | ({"bnb_4bit_quant_type": "nf4"} if bits == 4 else {})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

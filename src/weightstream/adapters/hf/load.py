@@ -504,9 +504,10 @@ class _Load:
         if info is None:  # the class reads its files itself
             return model
         method = private.only_linear(model)
-        mismatched = [key for key, *_ in info.mismatched_keys]
+        others = [*info.missing_keys, *(key for key, *_ in info.mismatched_keys)]
+        others += [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
         # torchao quantises any parameters by their names
-        if method not in (None, "torchao") and any(".experts." in name for name in (*mismatched, *info.missing_keys)):
+        if method not in (None, "torchao") and any(".experts." in name for name in others):
             raise UnsupportedError(
                 f"{self._where}: transformers loads no experts in {method}: it quantises linear layers only with it, "
                 "and the checkpoint has other tensors than those of plain experts. Take one in mxfp4, float8 or "
