@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -294,6 +294,71 @@ def test_a_part_of_the_leaves_is_cached(name: str, implementation: str, left: st
         for length in (1, 2, 5, 40):
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
         assert counts(streamer)[1] > 0
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# what the compiler itself says of code that it was told to leave out
+compiled = pytest.mark.filterwarnings("ignore:.*(functools.lru_cache|skipping cudagraphs).*:UserWarning")
+
+
+@compiled
+@pytest.mark.few(1)
+@pytest.mark.usefixtures("_compiler")
+@formats
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.stress), "blocks"])
+@pytest.mark.parametrize("form", ["whole", "cached"])
+def test_compiled(name: str, scope: Any, form: str) -> None:
+    """Experts run eager inside of compiled code, and cached ones read single rows."""
+    model, plain = both(name)
+    half = model_nbytes(model) // 2
+    with (
+        held(model, "cached", 8)
+        if form == "cached"
+        else weightstream.offload(model, device="cpu", device_budget=half, codec="none")
+    ) as streamer:
+        model(prompt(5))
+        streamer.compile(scope, backend="aot_eager", dynamic=False)
+        for length in (1, 1):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+        assert form == "whole" or counts(streamer)[0] > 0
+
+
+@compiled
+@pytest.mark.stress
+@pytest.mark.usefixtures("_compiler")
+@formats
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("form", ["resident", "cached"])
+def test_compiled_by_inductor(name: str, scope: Any, form: str) -> None:
+    """As the plain model whose experts are left out of the compiled code. Elsewhere fused kernels round less often than
+    eager ones, so bits depend on where the compiled code is cut."""
+    model, plain = both(name)
+    for experts in experts_of(plain):
+        experts.forward = torch.compiler.disable(experts.forward)
+    run: Any = torch.compile(plain, dynamic=False) if scope == "model" else plain
+    for block in plain.model.layers if scope == "blocks" else ():
+        block.compile(dynamic=False)
+    with torch.no_grad():
+        wanted = [run(prompt(length)).logits for length in (5, 1, 1)]
+    room = 4 * model_nbytes(model)
+    with (
+        (
+            held(model, "cached", 8)
+            if form == "cached"
+            else weightstream.offload(model, device="cpu", device_budget=room, codec="none")
+        ) as streamer,
+        torch.no_grad(),
+    ):
+        model(prompt(5))
+        streamer.compile(scope, dynamic=False)
+        for length, logits in zip((5, 1, 1), wanted, strict=True):
+            assert torch.equal(model(prompt(length)).logits, logits), length
 
 
 class Twice(torch.nn.Module):

@@ -117,7 +117,10 @@ def _unpacking(module: nn.Module, unpacked: Unpacked) -> Restore:
 
 
 class UnpackingForward:
-    """The forward of a module that the library cannot run packed. Copies and pickles of the module have it, too."""
+    """The forward of a module that the library cannot run packed. Copies and pickles of the module have it, too.
+
+    Compilers do not trace it: the library's functions, or kernels, unpack to the bits of eager code.
+    """
 
     __name__ = _UNPACKS
 
@@ -133,6 +136,11 @@ class UnpackingForward:
         return self._module is module and self._replaced is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _eager(self._run, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._module
         with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
             if self._replaced is not None:
@@ -145,6 +153,11 @@ class UnpackingForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnpackingForward, (self._module, self._unpacked, self._replaced)
+
+
+@forward_patch.untraced("this module unpacks its weights in its forward. It runs eager: leave out fullgraph=True")
+def _eager(run: Callable[..., Any], *args: Any) -> Any:
+    return torch.compiler.disable(run)(*args)
 
 
 class _Unbound:
