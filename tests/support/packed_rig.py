@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from expert_rig import built, experts_of
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
 
 Leaves = Callable[[tuple[int, ...], torch.Generator], tuple[torch.Tensor, ...]]
@@ -67,15 +67,15 @@ def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[tor
     return words, scales.to(torch.bfloat16)
 
 
-INT4 = replace(private.COMPRESSED_INT, settings=(4, 32), kernel="int4")
+INT4 = replace(private_quantised.COMPRESSED_INT, settings=(4, 32), kernel="int4")
 CASES: Mapping[str, Case] = MappingProxyType(
     {
-        "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),
-        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, block_leaves),
-        "block float8, DeepSeek": Case("deepseek_v3", private.FP8_BLOCKS, block_leaves),
-        "float8 by channel": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
-        "float8 by matrix": Case("qwen3_moe", private.COMPRESSED_FLOAT8, matrix_leaves),
-        "block float8, exponents": Case("deepseek_v3", private.FP8_BLOCKS, exponent_leaves),
+        "mxfp4": Case("gpt_oss", private_quantised.MXFP4, mxfp4_leaves),
+        "block float8": Case("qwen3_moe", private_quantised.FP8_BLOCKS, block_leaves),
+        "block float8, DeepSeek": Case("deepseek_v3", private_quantised.FP8_BLOCKS, block_leaves),
+        "float8 by channel": Case("qwen3_moe", private_quantised.COMPRESSED_FLOAT8, channel_leaves),
+        "float8 by matrix": Case("qwen3_moe", private_quantised.COMPRESSED_FLOAT8, matrix_leaves),
+        "block float8, exponents": Case("deepseek_v3", private_quantised.FP8_BLOCKS, exponent_leaves),
         "int4": Case("qwen3_moe", INT4, int4_leaves),
     }
 )

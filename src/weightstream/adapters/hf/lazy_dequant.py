@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.hf import gptq, private
+from weightstream.adapters.hf import gptq, private_quantised
 from weightstream.adapters.hf.packed_matrices import packed_matrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -37,10 +37,10 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
     Returns a function that undoes it.
     """
     gptq.refuse_kernels(model, device)
-    has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # a call may ask the hub
+    has_kernels = functools.cache(lambda: private_quantised.has_fp8_kernels(device))  # a call may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
-            private.refuse_swizzled(module)
+            private_quantised.refuse_swizzled(module)
             _without_kernels(module, device, has_kernels)
             for found in (
                 _whole_model(module),
@@ -180,7 +180,7 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     if packed_matrices(module) and not is_done:  # raises an error if leaves are missing
         module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return
-    if is_done or not private.fp8_use(module).is_linear or has_kernels():
+    if is_done or not private_quantised.fp8_use(module).is_linear or has_kernels():
         return
     module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
@@ -190,7 +190,7 @@ def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {"weight": private.fp8_unpacked(module, x.dtype)}
+    return {"weight": private_quantised.fp8_unpacked(module, x.dtype)}
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------

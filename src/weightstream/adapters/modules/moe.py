@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedMatrices, packed_matrices
@@ -345,7 +345,7 @@ def _why_whole(module: nn.Module) -> str | None:
             ". weightstream.from_pretrained() reads single experts of such a checkpoint, with the outputs of the "
             "dequantised model"
         )
-        is_known = private.fp8_use(module).are_experts
+        is_known = private_quantised.fp8_use(module).are_experts
         return f"{kind} gives its kernels whole stacks of {' and '.join(packed)}{remedy * is_known}"
     wrapped = sorted({type(p).__name__ for p in module.parameters() if is_traceable_wrapper_subclass(p)})
     if wrapped:
