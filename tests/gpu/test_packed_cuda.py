@@ -149,6 +149,28 @@ def test_updates_reach_the_slots(name: str) -> None:
         assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))
 
 
+@formats
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*functools.lru_cache:UserWarning")
+def test_compiled_code_reads_rows_from_slots(name: str, scope: Any) -> None:
+    """As the plain model whose experts are left out of the compiled code."""
+    model, plain = pair(name, "batched_mm")
+    for experts in experts_of(plain):
+        experts.forward = torch.compiler.disable(experts.forward)
+    torch._dynamo.reset()
+    run: Any = torch.compile(plain, dynamic=False) if scope == "model" else plain
+    for block in plain.model.layers if scope == "blocks" else ():
+        block.compile(dynamic=False)
+    with torch.no_grad(), held(model, "cached", 4, device="cuda") as streamer:
+        wanted = [run(prompt(length)).logits for length in (5, 1, 1)]
+        model(prompt(5))
+        streamer.compile(scope, dynamic=False)
+        for length, logits in zip((5, 1, 1), wanted, strict=True):
+            assert torch.equal(model(prompt(length)).logits, logits), length
+        assert min(counts(streamer)) > 0
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("skipped", [2, 3])
 def test_rows_are_fetched_from_any_address_of_a_file(skipped: int, tmp_path: Path) -> None:
     """Other libraries write files in which weights follow scales of 1 or 2 bytes, or a header of any length."""

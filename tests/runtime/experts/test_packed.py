@@ -330,6 +330,7 @@ def test_compiled(name: str, scope: Any, form: str) -> None:
 
 
 @compiled
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.stress
 @pytest.mark.usefixtures("_compiler")
 @formats
