@@ -23,11 +23,9 @@ from weightstream.codec import coding
 from weightstream.codec.format import TILE
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.slot_cache import RowPiece, put_rows
+from weightstream.runtime.experts.slot_cache import WORD, RowPiece, put_rows
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import Mapped, PageWindow, Pinned
-
-WORD = 8  # bytes: compressed rows are read in whole words
 
 
 class RowReader(NamedTuple):
@@ -116,8 +114,6 @@ class Stack:
         """
         source = self.home.source
         extents = source.extents if isinstance(source, Mapped) else ()
-        if self.home.layout is not None and any(number % WORD for _, *span in extents for number in span):
-            return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
         if any(extent.pitch for extent in extents):
             return "it is columns of tensors in files"
         if not waits and isinstance(source, PageWindow) and not source.is_refused:
@@ -139,7 +135,7 @@ class Stack:
         words = RowPiece(rows=data[: self.num_rows * stride].split(stride), at=0)  # the tiles
         starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
         spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
-        # whole words around the escapes of each row, and at least one word, as the kernel copies whole words
+        # whole words around the escapes of each row, so that these keep their place in a word; and at least one
         words_around = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
         escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in words_around)
         return [words, RowPiece(rows=escapes, at=stride)]
@@ -155,7 +151,7 @@ class Stack:
             parts = [source.shown(k) for k in range(len(source.extents))]
         else:
             parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
-        word = 1 if self.home.layout is None else WORD
+        word = 1 if self.home.layout is None else WORD  # compressed rows are read in place, too
         readable = [part for part in parts if part is not None and not part.data_ptr() % word]
         return readable if len(readable) == len(parts) else None
 
