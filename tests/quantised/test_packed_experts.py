@@ -226,8 +226,10 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_kernels, "get_kernel", ask)
     monkeypatch.setattr(finegrained_fp8, "lazy_load_kernel", ask)
     gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), empty_cache=lambda: None)
-    monkeypatch.setattr(quantizer_mxfp4, "torch", SimpleNamespace(cuda=gpu, xpu=torch.xpu, device=torch.device))
-    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    on_gpu = SimpleNamespace(current_accelerator=lambda: torch.device("cuda"))  # up to 5.17
+    fake = SimpleNamespace(cuda=gpu, xpu=torch.xpu, device=torch.device, accelerator=on_gpu)
+    monkeypatch.setattr(quantizer_mxfp4, "torch", fake)
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"), raising=False)
     monkeypatch.setattr(quantizer_mxfp4, "is_triton_available", lambda version: True)
     quantizer = transformers.quantizers.quantizer_finegrained_fp8
     monkeypatch.setattr(quantizer, "torch", SimpleNamespace(cuda=gpu, nn=torch.nn, uint8=torch.uint8))
@@ -263,7 +265,7 @@ def test_experts_in_the_order_of_hub_kernels_are_refused_by_name(monkeypatch: py
     config = transformers.GptOssConfig(**sizes, vocab_size=64, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.GptOssForCausalLM(config)
     experts = mxfp4.Mxfp4GptOssExperts(config)
-    model.model.layers[0].mlp = mxfp4.Mxfp4GptOssMLP(model.model.layers[0].mlp.router, experts)
+    model.model.layers[0].mlp.experts = experts
     matmul = SimpleNamespace(PrecisionConfig=SimpleNamespace, FlexCtx=SimpleNamespace, InFlexData=SimpleNamespace)
     for stack, height in (("gate_up_proj", 128), ("down_proj", 64)):
         blocks, scales = torch.zeros(4, height, 2, 16, dtype=torch.uint8), torch.zeros(4, height, 2, dtype=torch.uint8)
