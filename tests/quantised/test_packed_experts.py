@@ -17,6 +17,7 @@ from checkpoints import (
     CHECKPOINTS,
     GPTQ,
     MIXTURES,
+    NF4,
     compressed_mixture,
     float8_mixture,
     matrices,
@@ -179,6 +180,23 @@ def test_experts_that_transformers_leaves_unquantised_are_named(kind: str, tmp_p
     line = f"linear layers only with {method}: model.layers.0.mlp.experts and 2 more stay as they are"
     assert any(record.getMessage().endswith(line) for record in caplog.records)
     assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
+    model.weightstream.remove()
+
+
+def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
+    """A list of modules, and no stacks."""
+    pytest.importorskip("bitsandbytes")
+    sizes = dict.fromkeys(("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 128)
+    sizes |= {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "sparse_step")}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes, **heads, num_experts=4))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["classifier", "lm_head"])
+    options = {"quantization_config": config}
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget="400KiB", model_class=type(model), **options
+    )
+    assert model.model.encoder.layers[0].ffn.experts["expert_0"].fc1.weight.dtype == torch.uint8
     model.weightstream.remove()
 
 

@@ -504,8 +504,8 @@ class _Load:
         if info is None:  # the class reads its files itself
             return model
         method = private_quantised.only_linear(model)
-        others = [*info.missing_keys, *(key for key, *_ in info.mismatched_keys)]
-        others += [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+        others = [*info.missing_keys, *(key for key, _, shape in info.mismatched_keys if len(shape) == 3)]
+        others += [name for name, p in model.named_parameters() if p.ndim == 3 and not p.is_floating_point()]
         # torchao quantises any parameters by their names
         if method not in (None, "torchao") and any(".experts." in name for name in others):
             raise UnsupportedError(
