@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_leaves, packed_stacks
 from weightstream.adapters.modules.moe import ExpertForward
 from weightstream.plan.hit_curves import CURVES, HitCurve
@@ -207,8 +207,8 @@ def _float8(shape: Sequence[int], generator: torch.Generator) -> tuple[torch.Ten
 
 # for each format: random leaves for a stack of a shape
 PACKED: Mapping[str, tuple[PackedFormat, Callable[..., tuple[torch.Tensor, ...]]]] = {
-    "mxfp4": (private.MXFP4, _mxfp4),
-    "float8": (private.FP8_BLOCKS, _float8),
+    "mxfp4": (private_quantised.MXFP4, _mxfp4),
+    "float8": (private_quantised.FP8_BLOCKS, _float8),
 }
 
 

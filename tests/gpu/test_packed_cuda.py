@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import float8_mixture
 
 import weightstream
-from expert_rig import caches, counts, experts_of, held
+from expert_rig import caches, counts, experts_of, held, plan_of
 from models import model_nbytes
 from packed_rig import CASES, Pair, both, packed_modules
 from stream_rig import NUM_ROWS, host_stacks
@@ -177,6 +179,54 @@ def test_updates_reach_the_slots(name: str) -> None:
             now = tuple(leaf.detach().clone().cpu() for leaf in leaves)
             theirs.down_proj.data = packing.unpacked(now, torch.bfloat16).cuda()
         assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))
+
+
+@formats
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*functools.lru_cache:UserWarning")
+def test_compiled_code_reads_rows_from_slots(name: str, scope: Any) -> None:
+    """As the plain model whose experts are left out of the compiled code."""
+    model, plain = pair(name, "batched_mm")
+    for experts in experts_of(plain):
+        experts.forward = torch.compiler.disable(experts.forward)
+    torch._dynamo.reset()
+    run: Any = torch.compile(plain, dynamic=False) if scope == "model" else plain
+    for block in plain.model.layers if scope == "blocks" else ():
+        block.compile(dynamic=False)
+    with torch.no_grad(), held(model, "cached", 4, device="cuda") as streamer:
+        wanted = [run(prompt(length)).logits for length in (5, 1, 1)]
+        model(prompt(5))
+        streamer.compile(scope, dynamic=False)
+        for length, logits in zip((5, 1, 1), wanted, strict=True):
+            assert torch.equal(model(prompt(length)).logits, logits), length
+        assert min(counts(streamer)) > 0
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("skipped", [2, 3])
+def test_rows_are_fetched_from_any_address_of_a_file(skipped: int, tmp_path: Path) -> None:
+    """Other libraries write files in which weights follow scales of 1 or 2 bytes, or a header of any length."""
+    float8_mixture("qwen3", "ue8m0", tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].rstrip()
+    header += b" " * (-(len(header) - skipped) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    options = {"experts_implementation": "grouped_mm"}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), device_map="cuda", **options
+    )
+    model = weightstream.from_pretrained(tmp_path, device_budget=4 * len(data) + (1 << 20), codec="none", **options)
+    streamer = model.weightstream
+    streamer.switch(plan_of(streamer, "cached", 4))
+    for cache in caches(streamer):
+        pieces = [piece for stack in cache._stacks for piece in stack.pieces]
+        assert any(row.data_ptr() % 8 for piece in pieces for row in piece.rows)
+    for length in (5, 40):
+        assert_same(generated(model, prompt(length)), generated(plain, prompt(length)))
+    assert min(counts(streamer)) > 0
+    streamer.remove()
 
 
 def test_a_stream_of_rows_orders_copies_and_readers() -> None:

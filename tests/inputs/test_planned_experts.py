@@ -27,7 +27,7 @@ from weightstream.settings.config import OffloadConfig
 pytest.importorskip("transformers")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shared", [False, True])
 def test_packed_rows_get_slots(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,7 @@ def _words(method: str, settings: dict[str, Any], folder: Path) -> None:
     words_of(llama().half(), method, settings, folder)
 
 
+GPTQ = {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "backend": "gptq_torch"}
 AWQ = {"version": "gemm", "zero_point": True, "modules_to_not_convert": ["lm_head"], "backend": "torch_awq"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 
@@ -295,9 +296,7 @@ CHECKPOINTS: dict[str, tuple[str, Make]] = {
     "fp8 glm4": ("transformers", functools.partial(float8_mixture, "glm4", "ue8m0")),
     "gptq": (
         "gptqmodel",
-        functools.partial(
-            _words, "gptq", {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "backend": "gptq_torch"}
-        ),
+        functools.partial(_words, "gptq", GPTQ),
     ),
     "awq": ("gptqmodel", functools.partial(_words, "awq", AWQ)),
     "compressed w4a16": (

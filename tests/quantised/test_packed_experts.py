@@ -7,11 +7,24 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import AWQ, CHECKPOINTS, MIXTURES, compressed_mixture, float8_mixture, mixture, on_the_fly, words_of
+from checkpoints import (
+    AWQ,
+    CHECKPOINTS,
+    GPTQ,
+    MIXTURES,
+    NF4,
+    compressed_mixture,
+    float8_mixture,
+    matrices,
+    mixture,
+    on_the_fly,
+    words_of,
+)
 from formats import FP8, INT4, INT8, TOKEN
 from safetensors.torch import load_file, save_file
 
@@ -170,6 +183,116 @@ def test_experts_that_transformers_leaves_unquantised_are_named(kind: str, tmp_p
     model.weightstream.remove()
 
 
+def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
+    """A list of modules, and no stacks."""
+    pytest.importorskip("bitsandbytes")
+    sizes = dict.fromkeys(("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 128)
+    sizes |= {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "sparse_step")}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes, **heads, num_experts=4))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["classifier", "lm_head"])
+    options = {"quantization_config": config}
+    model = weightstream.from_pretrained(
+        tmp_path, device="cpu", device_budget="400KiB", model_class=type(model), **options
+    )
+    assert model.model.encoder.layers[0].ffn.experts["expert_0"].fc1.weight.dtype == torch.uint8
+    model.weightstream.remove()
+
+
+@pytest.mark.parametrize("kind", ["Int8", "Float8"])
+def test_experts_that_torchao_quantises_by_name_stream_whole(kind: str, tmp_path: Path, caplog: Any) -> None:
+    """In the implementations that torchao has: none that copies single matrices."""
+    quantization = pytest.importorskip("torchao.quantization")
+    mixture("qwen3").save_pretrained(tmp_path)
+    each = quantization.Int8WeightOnlyConfig(version=2) if kind == "Int8" else quantization.Float8WeightOnlyConfig()
+    named = quantization.FqnToConfig({"re:.*experts.(gate_up_proj|down_proj)": each})
+    options = {"quantization_config": transformers.TorchAoConfig(named), "experts_implementation": "eager"}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, **options)
+    model = weightstream.from_pretrained(tmp_path, device="cpu", device_budget="500KiB", **options)
+    assert any(f"holds its stacks as {kind}Tensor" in record.getMessage() for record in caplog.records)
+    assert model.weightstream.plan.step_nbytes > 0
+    for implementation in ("eager",) if kind == "Int8" else ("eager", "grouped_mm"):
+        for each in (model, plain):
+            each.set_experts_implementation(implementation)
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    for each in (model, plain):
+        each.set_experts_implementation("batched_mm")
+        with pytest.raises(NotImplementedError):
+            each(IDS)
+    model.weightstream.remove()
+
+
+# -- where hub kernels are installed -----------------------------------------------------------------------------------
+
+
+class AskedHub(Exception):
+    """transformers asked the hub for a kernel."""
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that the package `kernels`, and a GPU that its kernels run on, are there."""
+    from transformers.integrations import finegrained_fp8, hub_kernels
+    from transformers.quantizers import quantizer_mxfp4
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        raise AskedHub
+
+    for module in (finegrained_fp8, quantizer_mxfp4):
+        monkeypatch.setattr(module, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", ask)
+    monkeypatch.setattr(finegrained_fp8, "lazy_load_kernel", ask)
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), empty_cache=lambda: None)
+    on_gpu = SimpleNamespace(current_accelerator=lambda: torch.device("cuda"))  # up to 5.17
+    fake = SimpleNamespace(cuda=gpu, xpu=torch.xpu, device=torch.device, accelerator=on_gpu)
+    monkeypatch.setattr(quantizer_mxfp4, "torch", fake)
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"), raising=False)
+    monkeypatch.setattr(quantizer_mxfp4, "is_triton_available", lambda version: True)
+    quantizer = transformers.quantizers.quantizer_finegrained_fp8
+    monkeypatch.setattr(quantizer, "torch", SimpleNamespace(cuda=gpu, nn=torch.nn, uint8=torch.uint8))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", ["mxfp4", "fp8 qwen3"])
+def test_hub_kernels_are_not_used_for_experts(folder: Any, name: str) -> None:
+    """transformers alone would run other code, in packed form: outputs are those of the dequantised model."""
+    path = folder(name)
+    with pytest.raises(AskedHub):
+        loaded(path)(IDS)
+    kind = transformers.Mxfp4Config if name == "mxfp4" else transformers.FineGrainedFP8Config
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        path, device_map={"": "cpu"}, quantization_config=kind(dequantize=True)
+    )
+    model = offloaded(path)
+    assert packed_stacks(model.model.layers[1].mlp.experts)
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    model.weightstream.remove()
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+
+
+def test_experts_in_the_order_of_hub_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in objects of the kernels, so nothing of them could be moved."""
+    from transformers.integrations import mxfp4
+
+    def swizzle(blocks: torch.Tensor, scales: torch.Tensor, kernels: Any) -> tuple[Any, torch.Tensor]:
+        return SimpleNamespace(data=blocks), scales
+
+    monkeypatch.setattr(mxfp4, "swizzle_mxfp4", swizzle)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_hidden_layers": 1}
+    config = transformers.GptOssConfig(**sizes, vocab_size=64, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.GptOssForCausalLM(config)
+    experts = mxfp4.Mxfp4GptOssExperts(config)
+    model.model.layers[0].mlp.experts = experts
+    matmul = SimpleNamespace(PrecisionConfig=SimpleNamespace, FlexCtx=SimpleNamespace, InFlexData=SimpleNamespace)
+    for stack, height in (("gate_up_proj", 128), ("down_proj", 64)):
+        blocks, scales = torch.zeros(4, height, 2, 16, dtype=torch.uint8), torch.zeros(4, height, 2, dtype=torch.uint8)
+        kernels = SimpleNamespace(matmul_ogs=matmul)
+        mxfp4.swizzle_mxfp4_convertops(blocks, scales, experts, stack, torch.device("cpu"), kernels)
+    with pytest.raises(weightstream.UnsupportedError, match=r"Mxfp4GptOssExperts holds .* order of hub kernels"):
+        weightstream.offload(model, device="cpu", device_budget="1MiB")
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,12 +387,53 @@ def test_unlike_dtypes_of_scales_are_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_experts_in_awq_are_refused_by_name(tmp_path: Path) -> None:
-    """Also with `allow_missing`, which would give them random values."""
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_experts_in_words_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    """Also with `allow_missing`, which would give them random values, as transformers does."""
     pytest.importorskip("gptqmodel")
-    words_of(mixture("qwen3").half(), "awq", AWQ, tmp_path)
+    words_of(mixture("qwen3").half(), method, AWQ if method == "awq" else GPTQ, tmp_path)
     for allow_missing in (False, True):
-        with pytest.raises(weightstream.UnsupportedError, match="transformers loads no experts in awq"):
+        with pytest.raises(weightstream.UnsupportedError, match=f"transformers loads no experts in {method}"):
             weightstream.from_pretrained(
                 tmp_path, device="cpu", device_budget="900KiB", dtype="float16", allow_missing=allow_missing
             )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_in_bits_of_bitsandbytes_are_refused_by_name(bits: int, tmp_path: Path) -> None:
+    """Also with `ignore_mismatched_sizes`. transformers would give them random values, or integers without scales."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model, tensors = mixture("qwen3"), Tensors()
+    for stack, whole in model.state_dict().items():
+        for name, matrix in matrices(stack, whole).items():
+            tensors[name] = matrix
+            if name != stack and bits == 4:
+                tensors[name], state = bitsandbytes.functional.quantize_4bit(matrix, quant_type="nf4")
+                tensors |= {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
+            elif name != stack:
+                scale = matrix.float().abs().amax(1, keepdim=True) / 127
+                tensors[name] = (matrix.float() / scale).round().to(torch.int8)
+                tensors[name.removesuffix("weight") + "SCB"] = scale[:, 0] * 127
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate", "lm_head"]
+    about = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, "llm_int8_skip_modules": linear}
+    model.config.quantization_config = about | ({"bnb_4bit_quant_type": "nf4"} if bits == 4 else {})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for ignores in (False, True):
+        with pytest.raises(weightstream.UnsupportedError, match="transformers loads no experts in bitsandbytes"):
+            weightstream.from_pretrained(
+                tmp_path, device="cpu", device_budget="900KiB", ignore_mismatched_sizes=ignores
+            )
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_nvfp4_of_transformers_is_refused_by_name(is_quantised: bool, tmp_path: Path) -> None:
+    """transformers quantises linear layers on the fly, on one GPU, and loads no checkpoint of it."""
+    mixture("qwen3").save_pretrained(tmp_path)
+    options = {} if is_quantised else {"quantization_config": transformers.NVFP4Config()}
+    if is_quantised:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "nvfp4"}}))
+    with pytest.raises(weightstream.UnsupportedError, match="quantised with nvfp4, which is not supported"):
+        weightstream.from_pretrained(tmp_path, device="cpu", device_budget="900KiB", **options)

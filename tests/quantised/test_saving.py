@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 import weightstream
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.runtime.tensors.leaves import storage_of
 
 # optimum reads it on all models
@@ -206,7 +206,7 @@ def test_a_checkpoint_is_saved_as_the_plain_one(
 ) -> None:
     path = folder(checkpoint)
     kept = checkpoint == "fp8" and source == "file"  # as with kernels
-    with private.keeping_quantised({}) if kept else contextlib.nullcontext():
+    with private_quantised.keeping_quantised({}) if kept else contextlib.nullcontext():
         plain = loaded(path)
     ours = offloaded(path, source)
     if checkpoint in UNPACKED and source == "file":

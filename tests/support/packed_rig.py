@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from expert_rig import built, experts_of
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.packed_formats import PackedFormat, hold_packed, packed_stacks
 
 Leaves = Callable[[tuple[int, ...], torch.Generator], tuple[torch.Tensor, ...]]
@@ -46,6 +46,20 @@ def channel_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[
     return float8(shape, generator), scales.to(torch.bfloat16)
 
 
+def matrix_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """As many scales as matrices were merged: a row of them has 4 or 2 bytes."""
+    experts, height, width = shape
+    scales = torch.rand((experts, max(1, height // width)), generator=generator) * 0.1
+    return float8(shape, generator), scales.to(torch.bfloat16)
+
+
+def exponent_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Scales of large blocks as exponents: a row of them has 2 bytes or 1."""
+    experts, height, width = shape
+    scales = torch.randint(122, 126, (experts, height // 64, width // 64), dtype=torch.uint8, generator=generator)
+    return float8(shape, generator), scales.view(torch.float8_e8m0fnu)
+
+
 def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[torch.Tensor, ...]:
     experts, height, width = shape
     words = torch.randint(-(2**31), 2**31, (experts, height, width // 8), generator=generator).to(torch.int32)
@@ -53,16 +67,19 @@ def int4_leaves(shape: tuple[int, ...], generator: torch.Generator) -> tuple[tor
     return words, scales.to(torch.bfloat16)
 
 
-INT4 = replace(private.COMPRESSED_INT, settings=(4, 32), kernel="int4")
+INT4 = replace(private_quantised.COMPRESSED_INT, settings=(4, 32), kernel="int4")
 CASES: Mapping[str, Case] = MappingProxyType(
     {
-        "mxfp4": Case("gpt_oss", private.MXFP4, mxfp4_leaves),
-        "block float8": Case("qwen3_moe", private.FP8_BLOCKS, block_leaves),
-        "block float8, DeepSeek": Case("deepseek_v3", private.FP8_BLOCKS, block_leaves),
-        "float8 by channel": Case("qwen3_moe", private.COMPRESSED_FLOAT8, channel_leaves),
+        "mxfp4": Case("gpt_oss", private_quantised.MXFP4, mxfp4_leaves),
+        "block float8": Case("qwen3_moe", private_quantised.FP8_BLOCKS, block_leaves),
+        "block float8, DeepSeek": Case("deepseek_v3", private_quantised.FP8_BLOCKS, block_leaves),
+        "float8 by channel": Case("qwen3_moe", private_quantised.COMPRESSED_FLOAT8, channel_leaves),
+        "float8 by matrix": Case("qwen3_moe", private_quantised.COMPRESSED_FLOAT8, matrix_leaves),
+        "block float8, exponents": Case("deepseek_v3", private_quantised.FP8_BLOCKS, exponent_leaves),
         "int4": Case("qwen3_moe", INT4, int4_leaves),
     }
 )
+ODD = ("float8 by matrix", "block float8, exponents")  # rows of scales that are no whole words
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private, private_quantised
 from weightstream.adapters.hf.hub import ADAPTER, find, is_quantised, names_pipeline
 from weightstream.adapters.hf.load import LoadedModel, load_pretrained
 from weightstream.adapters.modules.partition import find_units
@@ -195,7 +195,7 @@ def streaming_order(loaded: LoadedModel) -> list[dict[str, torch.Tensor]]:
     the first one of tied weights. Of a quantised checkpoint each tensor is kept, whatever modules its library makes.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
-    as_it_is = private.is_loaded_quantised(model)
+    as_it_is = private_quantised.is_loaded_quantised(model)
     state = {name: checkpoint.tensor(name) for name in checkpoint.entries} if as_it_is else model.state_dict()
     names = _names(checkpoint, state)
     remaining = {names[_key(tensor)] if tensor.numel() else name: tensor for name, tensor in state.items()}

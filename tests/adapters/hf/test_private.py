@@ -24,7 +24,7 @@ from transformers.generation import candidate_generator  # noqa: E402
 
 from models import TEXT  # noqa: E402
 from weightstream.adapters.generation import deferred_stop, drafts  # noqa: E402
-from weightstream.adapters.hf import private  # noqa: E402
+from weightstream.adapters.hf import private, private_quantised  # noqa: E402
 from weightstream.adapters.hf.packed_formats import packed_stacks  # noqa: E402
 from weightstream.adapters.steps import croppable_cache, static_cache  # noqa: E402
 
@@ -36,7 +36,7 @@ class Strict(transformers.LlamaForCausalLM):
 
 
 def lost(name: str) -> str:
-    return f"transformers {transformers.__version__} has no {name}, or uses it otherwise: mend adapters/hf/private.py"
+    return f"transformers {transformers.__version__} has no {name}, or uses it otherwise: mend adapters/hf/private*.py"
 
 
 @contextlib.contextmanager
@@ -174,17 +174,17 @@ def test_matrices_of_experts_and_their_scales_have_a_converter_each() -> None:
         tensors[weight] = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
         tensors[f"{weight}_scale_inv"] = torch.empty(rows // 8, columns // 8, device="meta")
     with needs("AutoHfQuantizer.from_config, validate_environment"):
-        quantizer = private.packing_quantizer(about)
+        quantizer = private_quantised.packing_quantizer(about)
     with needs("update_weight_conversions, MergeModulelist, _original_source_patterns, add_tensor"):
-        experts = private.packed_experts(model, quantizer, tensors)
+        experts = private_quantised.packed_experts(model, quantizer, tensors)
     leaves = {name: stack.leaves for name, stack in experts["model.layers.1.mlp.experts"].items()}
     assert len(experts) == 1
     assert leaves["gate_up_proj"]["gate_up_proj"].shape == (2, twice, hidden), lost("update_weight_conversions")
     assert leaves["gate_up_proj"]["gate_up_proj_scale_inv"].shape == (2, twice // 8, hidden // 8)
     assert leaves["down_proj"]["down_proj"].dtype is torch.float8_e4m3fn
     kinds = [type(layer.mlp.experts) for layer in model.model.layers]
-    with needs("_process_model_before_weight_loading"), private.keeping_quantised({}, experts):
-        private.use_quantizer(model, quantizer, torch.bfloat16)
+    with needs("_process_model_before_weight_loading"), private_quantised.keeping_quantised({}, experts):
+        private_quantised.use_quantizer(model, quantizer, torch.bfloat16)
     assert [type(layer.mlp.experts) for layer in model.model.layers] == kinds, lost(
         "_process_model_before_weight_loading"
     )
@@ -195,7 +195,7 @@ def test_names_of_quantizers_are_restored() -> None:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     before = dict(vars(FineGrainedFP8HfQuantizer))
-    with private.keeping_quantised({}, {}):
+    with private_quantised.keeping_quantised({}, {}):
         assert dict(vars(FineGrainedFP8HfQuantizer)) != before
     assert dict(vars(FineGrainedFP8HfQuantizer)) == before
 

@@ -19,7 +19,7 @@ import weightstream
 from expert_rig import built, experts_of, generated, prompt, same
 from models import model_nbytes
 from repeats import thinned
-from weightstream.adapters.hf import private
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.modules.moe import picks_of, why_whole
 from weightstream.plan.check import prove
 from weightstream.plan.plan import Plan
@@ -55,7 +55,7 @@ def matmul(x: torch.Tensor, weight: Any, scale: Any, block_size: Any, dtype: Any
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul)
     monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: kernels)
-    monkeypatch.setattr(private, "has_fp8_kernels", lambda device: True)
+    monkeypatch.setattr(private_quantised, "has_fp8_kernels", lambda device: True)
     monkeypatch.setattr(finegrained, "is_deepgemm_loadable", lambda: False)
 
 

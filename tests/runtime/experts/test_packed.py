@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import weightstream
 from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
 from models import model_nbytes
-from packed_rig import CASES, both, packed_modules
+from packed_rig import CASES, ODD, both, packed_modules
 from streaming import striped
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
@@ -171,21 +171,42 @@ def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytes
             assert counts(streamer) == found
 
 
+def update(model: Any, plain: Any, name: str, part: int) -> None:
+    """Reverse the order of rows of a leaf of each layer, by an update in place."""
+    for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
+        packed_format = CASES[name].format
+        leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
+        with torch.no_grad():
+            leaves[part].view(torch.uint8).copy_(leaves[part].view(torch.uint8).flip(0))
+        theirs.down_proj.data = packed_format.unpacked(tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16)
+
+
 @pytest.mark.few(2)
 @formats
-def test_an_update_of_a_leaf_reaches_the_slots(name: str) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_an_update_of_a_leaf_reaches_the_slots(name: str, part: int) -> None:
     model, plain = both(name)
     with held(model, "cached", 8):
         assert_equal(model, plain, 3)
-        for ours, theirs in zip(packed_modules(model), experts_of(plain), strict=True):
-            packed_format = CASES[name].format
-            leaves = [getattr(ours, "down_proj" + suffix) for suffix in packed_format.suffixes]
-            with torch.no_grad():
-                leaves[0].copy_(leaves[0].flip(0))
-            theirs.down_proj.data = packed_format.unpacked(
-                tuple(leaf.detach().clone() for leaf in leaves), torch.bfloat16
-            )
+        update(model, plain, name, part)
         assert_equal(model, plain, 3)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_rows_of_scales_that_are_no_whole_words(name: str) -> None:
+    """They have slots as all others, in steps and prompts, before and after an update, and without offloading."""
+    model, plain = both(name)
+    with held(model, "cached") as streamer:
+        num_leaves = sum(len(list(module.parameters(recurse=False))) for module in packed_modules(model))
+        assert len(streamer.plan.cached) == num_leaves
+        for implementation in ("batched_mm", "grouped_mm"):
+            for each in (model, plain):
+                each.set_experts_implementation(implementation)
+            assert_equal(model, plain, 3, 40)
+        assert counts(streamer)[1] > 0
+        update(model, plain, name, 1)
+        assert_equal(model, plain, 3, 40)
+    assert_equal(model, plain, 3, 40)
 
 
 @pytest.mark.few(2)
@@ -290,6 +311,72 @@ def test_a_part_of_the_leaves_is_cached(name: str, implementation: str, left: st
         for length in (1, 2, 5, 40):
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
         assert counts(streamer)[1] > 0
+
+
+@pytest.fixture
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# what the compiler itself says of code that it was told to leave out
+compiled = pytest.mark.filterwarnings("ignore:.*(functools.lru_cache|skipping cudagraphs).*:UserWarning")
+
+
+@compiled
+@pytest.mark.few(1)
+@pytest.mark.usefixtures("_compiler")
+@formats
+@pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.stress), "blocks"])
+@pytest.mark.parametrize("form", ["whole", "cached"])
+def test_compiled(name: str, scope: Any, form: str) -> None:
+    """Experts run eager inside of compiled code, and cached ones read single rows."""
+    model, plain = both(name)
+    half = model_nbytes(model) // 2
+    with (
+        held(model, "cached", 8)
+        if form == "cached"
+        else weightstream.offload(model, device="cpu", device_budget=half, codec="none")
+    ) as streamer:
+        model(prompt(5))
+        streamer.compile(scope, backend="aot_eager", dynamic=False)
+        for length in (1, 1):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)
+        assert form == "whole" or counts(streamer)[0] > 0
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.stress
+@pytest.mark.usefixtures("_compiler")
+@formats
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("form", ["resident", "cached"])
+def test_compiled_by_inductor(name: str, scope: Any, form: str) -> None:
+    """As the plain model whose experts are left out of the compiled code. Elsewhere fused kernels round less often than
+    eager ones, so bits depend on where the compiled code is cut."""
+    model, plain = both(name)
+    for experts in experts_of(plain):
+        experts.forward = torch.compiler.disable(experts.forward)
+    run: Any = torch.compile(plain, dynamic=False) if scope == "model" else plain
+    for block in plain.model.layers if scope == "blocks" else ():
+        block.compile(dynamic=False)
+    with torch.no_grad():
+        wanted = [run(prompt(length)).logits for length in (5, 1, 1)]
+    room = 4 * model_nbytes(model)
+    with (
+        (
+            held(model, "cached", 8)
+            if form == "cached"
+            else weightstream.offload(model, device="cpu", device_budget=room, codec="none")
+        ) as streamer,
+        torch.no_grad(),
+    ):
+        model(prompt(5))
+        streamer.compile(scope, dynamic=False)
+        for length, logits in zip((5, 1, 1), wanted, strict=True):
+            assert torch.equal(model(prompt(length)).logits, logits), length
 
 
 class Twice(torch.nn.Module):

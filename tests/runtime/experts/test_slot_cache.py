@@ -243,24 +243,27 @@ def test_forgotten_rows_are_fetched_again() -> None:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-LENGTHS = [0, 8, 64, 8184, 8192, 8200, 2 * 8192, 20_000]
+LENGTHS = [0, 1, 8, 61, 8184, 8191, 8192, 8197, 2 * 8192, 20_000]
 
 
 class Rig:
     """Two stacks: one of two parts, the second of which has rows of different lengths, and one of a single part.
 
-    Memory is poisoned, including before, between and after the parts.
+    Most parts begin and end inside of words, in host memory and in slots. Memory is poisoned, including before, between
+    and after the parts.
     """
 
     def __init__(self, num_rows: int, num_slots: int, seed: int = 0) -> None:
         chance, rng = torch.Generator().manual_seed(seed), random.Random(seed)
 
         def row(nbytes: int) -> torch.Tensor:
-            return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=chance).to(DEVICE)
+            skipped = rng.choice((0, 0, 1, 2, 6, 7))
+            data = torch.randint(0, 256, (skipped + nbytes + 8,), dtype=torch.uint8, generator=chance)
+            return data.to(DEVICE)[skipped : skipped + nbytes]
 
         first = RowPiece(rows=tuple(row(8192 + 8) for _ in range(num_rows)), at=0)
-        second = RowPiece(rows=tuple(row(rng.choice(LENGTHS)) for _ in range(num_rows)), at=8192 + 64)
-        alone = RowPiece(rows=tuple(row(1024) for _ in range(num_rows)), at=128)
+        second = RowPiece(rows=tuple(row(rng.choice(LENGTHS)) for _ in range(num_rows)), at=8192 + 61)
+        alone = RowPiece(rows=tuple(row(3) for _ in range(num_rows)), at=128)
         self.whole = torch.full((num_slots * 64 * 1024,), POISON, dtype=torch.uint8, device=DEVICE)
         parts = self.whole.view(2, num_slots, 32 * 1024)
         self.stacks = [SlotStack(parts[0], [first, second]), SlotStack(parts[1, :, : 2 * 1024], [alone])]
@@ -406,18 +409,19 @@ def test_an_invalid_id_has_no_access_outside() -> None:
     assert slots.counts() == (1, 3, 0, 0)
 
 
-@pytest.mark.parametrize("nbytes", [8, 8192, 70_000])
+@pytest.mark.parametrize("nbytes", [2, 8, 12, 8192, 70_000, 70_006])
 @pytest.mark.parametrize("kernels", [False, True], ids=["slices", "kernels"])
 def test_rows_are_copied_to_their_place_in_the_stack(kernels: bool, nbytes: int) -> None:
-    stride, found, places = nbytes + 64, on_device([2, -1, 0, -1, 2]), on_device([4, 0, 0, -1, 2])
-    whole = torch.full((7, nbytes // 4), POISON, dtype=torch.int32, device=DEVICE)
+    stride = -(-nbytes // 8) * 8 + 64
+    found, places = on_device([2, -1, 0, -1, 2]), on_device([4, 0, 0, -1, 2])
+    whole = torch.full((7, nbytes // 2), POISON, dtype=torch.int16, device=DEVICE)
     slots, target = (
         torch.randint(0, 256, (3, stride), dtype=torch.uint8, device=DEVICE),
-        whole[1:6].unflatten(1, (2, -1)),
+        whole[1:6].unflatten(1, (-1, 1)),
     )
     wanted = whole.clone()
     for row, slot in ((4, 2), (0, 0), (2, 2)):
-        wanted[1 + row] = slots[slot, :nbytes].view(torch.int32)
+        wanted[1 + row] = slots[slot, :nbytes].view(torch.int16)
     if kernels:
         grid, rows = (5, -(-nbytes // 65536)), target.flatten(1).view(torch.uint8)
         slot_kernels.copy_row_chunk[grid](slots, stride, rows, nbytes, found, places, CHUNK=65536)

@@ -88,8 +88,8 @@ class Homing:
                 Shell(shell).follow()
 
     def take_all(self, module: torch.nn.Module) -> None:
-        """As `take`, for the parameters and buffers of a module itself, without its children."""
+        """As `take`, for the loaded parameters and buffers of a module itself, without its children."""
         for named in (module._parameters, module._buffers):
             for name, tensor in named.items():
-                if tensor is not None:
+                if tensor is not None and not tensor.is_meta:
                     self.take(name, tensor)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.hf import gptq, private
+from weightstream.adapters.hf import gptq, private_quantised
 from weightstream.adapters.hf.packed_matrices import packed_matrices
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -37,9 +37,10 @@ def unpack_late(model: nn.Module, device: torch.device) -> Restore:
     Returns a function that undoes it.
     """
     gptq.refuse_kernels(model, device)
-    has_kernels = functools.cache(lambda: private.has_fp8_kernels(device))  # a call may ask the hub
+    has_kernels = functools.cache(lambda: private_quantised.has_fp8_kernels(device))  # a call may ask the hub
     with ExitStack() as undo:
         for module in model.modules():
+            private_quantised.refuse_swizzled(module)
             _without_kernels(module, device, has_kernels)
             for found in (
                 _whole_model(module),
@@ -116,7 +117,10 @@ def _unpacking(module: nn.Module, unpacked: Unpacked) -> Restore:
 
 
 class UnpackingForward:
-    """The forward of a module that the library cannot run packed. Copies and pickles of the module have it, too."""
+    """The forward of a module that the library cannot run packed. Copies and pickles of the module have it, too.
+
+    Compilers do not trace it: the library's functions, or kernels, unpack to the bits of eager code.
+    """
 
     __name__ = _UNPACKS
 
@@ -132,6 +136,11 @@ class UnpackingForward:
         return self._module is module and self._replaced is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _eager(self._run, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         module = self._module
         with self._lock, _showing(module, self._unpacked(module, next(tensors_in((args, kwargs))))):
             if self._replaced is not None:
@@ -144,6 +153,11 @@ class UnpackingForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnpackingForward, (self._module, self._unpacked, self._replaced)
+
+
+@forward_patch.untraced("this module unpacks its weights in its forward. It runs eager: leave out fullgraph=True")
+def _eager(run: Callable[..., Any], *args: Any) -> Any:
+    return torch.compiler.disable(run)(*args)
 
 
 class _Unbound:
@@ -166,7 +180,7 @@ def _without_kernels(module: nn.Module, device: torch.device, has_kernels: Calla
     if packed_matrices(module) and not is_done:  # raises an error if leaves are missing
         module.__dict__["forward"] = UnpackingForward(module, _packed_matrices, forward)
         return
-    if is_done or not private.fp8_use(module).is_linear or has_kernels():
+    if is_done or not private_quantised.fp8_use(module).is_linear or has_kernels():
         return
     module.__dict__["forward"] = UnpackingForward(module, _fp8_unpacked, forward)
 
@@ -176,7 +190,7 @@ def _packed_matrices(module: nn.Module, x: torch.Tensor) -> Mapping[str, Any]:
 
 
 def _fp8_unpacked(module: nn.Module, x: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    return {"weight": private.fp8_unpacked(module, x.dtype)}
+    return {"weight": private_quantised.fp8_unpacked(module, x.dtype)}
 
 
 # -- layerwise casting of diffusers ------------------------------------------------------------------------------------

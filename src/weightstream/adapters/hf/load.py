@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from weightstream.adapters.hf import private, surplus, tensor_parallel
+from weightstream.adapters.hf import private, private_quantised, surplus, tensor_parallel
 from weightstream.adapters.hf.checkpoint_ranges import Decoded, GatheredTensors, as_they_are, gather
 from weightstream.adapters.hf.file_backing import Homing
 from weightstream.adapters.hf.hub import (
@@ -264,7 +264,7 @@ class _ReadEarly(Exception):
 class _PackedTensors(NamedTuple):
     """Experts that stay packed, tensors that transformers joins for them and for others, and its conversions."""
 
-    experts: private.PackedExperts | None
+    experts: private_quantised.PackedExperts | None
     gathered: GatheredTensors
     conversions: list[Any]
 
@@ -399,9 +399,9 @@ class _Load:
         take_tensors = self._homing.take_all if self._homing.may_write else lambda module: None
         with (
             register_module_parameter_registration_hook(self._on_parameter),
-            private.keeping_quantised(self._checkpoint.metadata, packed.experts),
-            private.quantising_on(device, take_tensors),
-            private.kernels_for(device, take_tensors),
+            private_quantised.keeping_quantised(self._checkpoint.metadata, packed.experts),
+            private_quantised.quantising_on(device, take_tensors),
+            private_quantised.kernels_for(device, take_tensors),
         ):
             sources |= {name: tensor[...] for name, tensor in packed.gathered.tensors.items()}
             model = self._build(sources)
@@ -413,7 +413,7 @@ class _Load:
                 "process only; save_pretrained keeps them",
                 *(num, human(self._folder.nbytes), self._folder.path),
             )
-        method, experts = private.only_linear(model), private.plain_experts(model)
+        method, experts = private_quantised.only_linear(model), private_quantised.plain_experts(model)
         if method is not None and experts:
             _LOGGER.warning(
                 "%s: transformers quantises linear layers only with %s: %s%s stay as they are",
@@ -425,14 +425,14 @@ class _Load:
         """As `gather`, for the experts of a checkpoint that stay packed: single matrices in the file, and scales."""
         config, entries = copy.deepcopy(self._options["config"]), self._checkpoint.entries
         requantises = self._options.get("quantization_config")
-        if requantises or (quantizer := private.packing_quantizer(config.quantization_config)) is None:
+        if requantises or (quantizer := private_quantised.packing_quantizer(config.quantization_config)) is None:
             return _PackedTensors(None, GatheredTensors({}, set()), [])
         skeleton = build(self._cls, config, self._options["dtype"])
         mapping = self._options.get("key_mapping")
         shown = {e.name: torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta") for e in entries.values()}
-        experts = private.packed_experts(skeleton, quantizer, shown, mapping)
-        with private.keeping_quantised(self._checkpoint.metadata, experts):
-            private.use_quantizer(skeleton, quantizer, skeleton.dtype)
+        experts = private_quantised.packed_experts(skeleton, quantizer, shown, mapping)
+        with private_quantised.keeping_quantised(self._checkpoint.metadata, experts):
+            private_quantised.use_quantizer(skeleton, quantizer, skeleton.dtype)
             targets = private.places(skeleton, entries, mapping)
             return _PackedTensors(experts, self._gather(skeleton, targets.by_name), targets.conversions)
 
@@ -503,6 +503,16 @@ class _Load:
         info = reading.info
         if info is None:  # the class reads its files itself
             return model
+        method = private_quantised.only_linear(model)
+        others = [*info.missing_keys, *(key for key, _, shape in info.mismatched_keys if len(shape) == 3)]
+        others += [name for name, p in model.named_parameters() if p.ndim == 3 and not p.is_floating_point()]
+        # torchao quantises any parameters by their names
+        if method not in (None, "torchao") and any(".experts." in name for name in others):
+            raise UnsupportedError(
+                f"{self._where}: transformers loads no experts in {method}: it quantises linear layers only with it, "
+                "and the checkpoint has other tensors than those of plain experts. Take one in mxfp4, float8 or "
+                "compressed-tensors"
+            )
         if info.mismatched_keys and not allowed:
             shapes = [f"{key}: file {tuple(a)}, model {tuple(b)}" for key, a, b in sorted(info.mismatched_keys)]
             raise CheckpointError(
@@ -514,12 +524,6 @@ class _Load:
         if missing := sorted(info.missing_keys):
             names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
-            method = private.only_linear(model)
-            if method is not None and any(".experts." in name for name in missing):
-                raise UnsupportedError(
-                    f"{text}; transformers loads no experts in {method}: it quantises linear layers only with it. Take "
-                    "a checkpoint in mxfp4, float8 or compressed-tensors"
-                )
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
                 buffers, is_mapped = {*dict(model.named_buffers())}, bool(self._options.get("key_mapping"))

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices, packed_matrices
@@ -296,7 +297,8 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
     """How a module of experts reads single matrices; None for any other module. `block` holds the experts and the
     router.
 
-    None also for stacks of one byte a weight (`FP8Experts`): they go to a kernel, which takes no substitute.
+    None also for stacks of one byte a weight (`FP8Experts`): they go to a kernel, which takes no substitute. And for
+    stacks that are wrappers around other tensors (torchao).
     """
     num, config = getattr(module, "num_experts", None), getattr(module, "config", None)
     is_known = isinstance(num, int) and hasattr(type(module), "_apply_gate")
@@ -309,8 +311,13 @@ def picks_of(module: nn.Module, block: nn.Module | None = None) -> ExpertForward
     }
     shapes = [packed[name].shape if name in packed else parameters[name].shape for name in stacks]  # type: ignore[union-attr]
     is_stacked = len(stacks) == 2 and all(len(shape) == 3 and shape[0] == num for shape in shapes)
-    is_indexed = all(name in packed or parameters[name].dtype.itemsize > 1 for name in stacks)  # type: ignore[union-attr]
+    is_indexed = all(name in packed or _is_indexed(parameters[name]) for name in stacks)
     return ExpertForward(module, stacks, block) if is_stacked and is_indexed else None
+
+
+def _is_indexed(stack: torch.Tensor | None) -> bool:
+    """Whether batched_mm of transformers indexes this stack."""
+    return stack is not None and stack.dtype.itemsize > 1 and not is_traceable_wrapper_subclass(stack)
 
 
 def why_whole(model: nn.Module) -> str | None:
@@ -347,5 +354,13 @@ def _why_whole(module: nn.Module) -> str | None:
         return f"kernels of vLLM take whole stacks from {kind}, inside of its operator: none are cached yet"
     packed = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.dtype.itemsize == 1})
     if packed:
-        return f"{kind} gives its kernels whole stacks of {' and '.join(packed)}"
+        remedy = (
+            ". weightstream.from_pretrained() reads single experts of such a checkpoint, with the outputs of the "
+            "dequantised model"
+        )
+        is_known = private_quantised.fp8_use(module).are_experts
+        return f"{kind} gives its kernels whole stacks of {' and '.join(packed)}{remedy * is_known}"
+    wrapped = sorted({type(p).__name__ for p in module.parameters() if is_traceable_wrapper_subclass(p)})
+    if wrapped:
+        return f"{kind} holds its stacks as {' and '.join(wrapped)}"
     return f"{kind} does not take rows of stacks by ids, as {_BY_ROW} of transformers does"

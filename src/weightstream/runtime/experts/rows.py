@@ -24,8 +24,8 @@ import torch
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, Stage
-from weightstream.runtime.experts.slot_cache import SlotCache, SlotStack
-from weightstream.runtime.experts.stacks import WORD, RowReader, Stack
+from weightstream.runtime.experts.slot_cache import WORD, SlotCache, SlotStack
+from weightstream.runtime.experts.stacks import RowReader, Stack
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
 
 

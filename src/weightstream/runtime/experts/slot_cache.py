@@ -27,6 +27,7 @@ from weightstream.codec.device import on
 from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.schedule import aligned
 
+WORD = 8  # bytes that the kernels read and write at once
 _CHUNK = 8192  # bytes that a program of the kernel fetches at a time
 _PROGRAMS = 64  # enough to fill the link, and few enough to leave most of the GPU to kernels of other streams
 _WARPS, _MOST_WARPS = 4, 16
@@ -390,8 +391,9 @@ def put_rows(
 
 
 def _chunks(pieces: Sequence[RowPiece]) -> torch.Tensor:
-    """The chunks that any row may have, as pairs: the index of the piece, and the byte in it where the chunk begins."""
-    longest = [max(data.numel() for data in piece.rows) for piece in pieces]
+    """The chunks that any row may have, as pairs: the index of the piece, and the byte where the chunk begins, from the
+    word in which the piece begins."""
+    longest = [max(data.data_ptr() % WORD + data.numel() for data in piece.rows) for piece in pieces]
     parts = [torch.arange(0, nbytes, _CHUNK, dtype=torch.int64, device="cpu") for nbytes in longest]
     return torch.cat([torch.stack((torch.full_like(part, index), part), 1) for index, part in enumerate(parts)])
 

@@ -184,7 +184,8 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
 
     `sources` and `lengths` hold, for each row, the address and the bytes of each piece; `targets`, for each piece, its
     address in slot 0 and the bytes from one slot to the next; `chunks`, for each chunk of a row, its piece and the byte
-    where the chunk begins in it. Addresses and lengths are multiples of 8 bytes, and a chunk is 8192 bytes.
+    where the chunk begins. A chunk is 8192 bytes, counted from the word in which the piece begins: pieces may begin and
+    end inside of words, but host memory is read in whole ones, each once.
     """
     total = tl.load(count).to(tl.int32) * CHUNKS
     word = tl.arange(0, 1024)
@@ -193,24 +194,41 @@ def fetch(sources, lengths, targets, chunks, missed, count, PIECES: tl.constexpr
         row, slot = tl.load(missed + 2 * miss), tl.load(missed + 2 * miss + 1)
         piece, begin = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
         at = row * PIECES + piece
-        num_words = ((tl.load(lengths + at) - begin) // 8).to(tl.int32)
-        source = (tl.load(sources + at) + begin).to(tl.pointer_type(tl.int64))
+        source = tl.load(sources + at)
+        skipped = source & 7  # bytes of the first word that are not of the piece
+        end = (skipped + tl.load(lengths + at) - begin).to(tl.int32)
+        words = tl.load((source - skipped + begin).to(tl.pointer_type(tl.int64)) + word, mask=8 * word < end)
         stride = tl.load(targets + 2 * piece + 1)
-        target = (tl.load(targets + 2 * piece) + slot.to(tl.int64) * stride + begin).to(tl.pointer_type(tl.int64))
-        tl.store(target + word, tl.load(source + word, mask=word < num_words), mask=word < num_words)
+        target = tl.load(targets + 2 * piece) + slot.to(tl.int64) * stride + begin - skipped
+        _store_bytes(target, words, word, (skipped - begin).to(tl.int32), end)
+
+
+@triton.jit
+def _store_bytes(target, words, word, begin, end):
+    """Store the bytes [begin, end) of `words` at the address `target` + their place; other bytes stay as they are."""
+    first = 8 * word
+    end_of_words = tl.where(target % 8 == 0, end, 0)
+    is_whole = (first >= begin) & (first + 8 <= end_of_words)
+    tl.store(target.to(tl.pointer_type(tl.int64)) + word, words, mask=is_whole)
+    if (begin > 0) | (end_of_words // 8 * 8 < tl.minimum(end, 8192)):
+        for k in tl.static_range(8):
+            rest = (is_whole == 0) & (first + k >= begin) & (first + k < end)
+            byte = (words >> (8 * k)).to(tl.uint8)
+            tl.store((target + k).to(tl.pointer_type(tl.uint8)) + first, byte, mask=rest)
 
 
 @triton.jit
 def copy_row_chunk(slots, stride, target, nbytes, found, places, CHUNK: tl.constexpr):
     """Copy a chunk of a row from its slot to its place in the whole stack; nothing where the slot is negative.
 
-    Slots are `stride` bytes apart, rows of the stack `nbytes`; both are multiples of 8.
+    Slots are `stride` bytes apart, a multiple of 8, and rows of the stack `nbytes`.
     """
     index, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(found + index)
     if slot >= 0:
         source = (slots + slot * stride).to(tl.pointer_type(tl.int64))
-        place = (target + tl.load(places + index) * nbytes).to(tl.pointer_type(tl.int64))
-        for begin in range(chunk * CHUNK // 8, min((chunk + 1) * CHUNK, nbytes) // 8, 1024):
-            word = begin + tl.arange(0, 1024)
-            tl.store(place + word, tl.load(source + word, mask=word < nbytes // 8), mask=word < nbytes // 8)
+        place = target.to(tl.int64) + tl.load(places + index) * nbytes
+        word = tl.arange(0, 1024)
+        for begin in range(chunk * CHUNK, min((chunk + 1) * CHUNK, nbytes), 8192):
+            words = tl.load(source + begin // 8 + word, mask=8 * word < nbytes - begin)
+            _store_bytes(place + begin, words, word, 0, nbytes - begin)

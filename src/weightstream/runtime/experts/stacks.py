@@ -23,11 +23,9 @@ from weightstream.codec import coding
 from weightstream.codec.format import TILE
 from weightstream.errors import InvariantError, OffloadError
 from weightstream.runtime.devices.backend import Backend
-from weightstream.runtime.experts.slot_cache import RowPiece, put_rows
+from weightstream.runtime.experts.slot_cache import WORD, RowPiece, put_rows
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.sources import Mapped, PageWindow, Pinned
-
-WORD = 8  # bytes: the fetch kernel copies whole words
 
 
 class RowReader(NamedTuple):
@@ -56,7 +54,7 @@ class Stack:
         """The group as a stack; None unless it is one contiguous tensor, and its rows whole tiles if compressed."""
         (member, *others) = home.group.members
         shape, dtype = member.spec.shape, getattr(torch, member.spec.dtype)
-        is_flat = len(shape) > 1 and member.view(home.group.home, 0).is_contiguous() and not others
+        is_flat = len(shape) > 0 and member.view(home.group.home, 0).is_contiguous() and not others
         is_cut = home.layout is not None and prod(shape[1:]) % TILE > 0
         if not is_flat or is_cut or home.group.nbytes != prod(shape) * dtype.itemsize:
             return None
@@ -85,7 +83,7 @@ class Stack:
         """A reader of rows from slots, which hold rows in the home's form, compressed or not."""
         layout, target = self.home.layout, self._target()
         if layout is None:
-            memory = slots[:, : self.nbytes].view(self.dtype).unflatten(1, self.shape[1:])
+            memory = slots[:, : self.nbytes].view(self.dtype).view(len(slots), *self.shape[1:])
             return RowReader(put=partial(put_rows, slots, target), read=lambda _, found: memory[found], memory=memory)
         put = coding.picking(self.heads().to(slots.device), layout, self.out, self.num_rows, slots)
         return RowReader(put=put, read=partial(_put_first, put, target))
@@ -116,10 +114,6 @@ class Stack:
         """
         source = self.home.source
         extents = source.extents if isinstance(source, Mapped) else ()
-        if self.home.layout is None and self.nbytes % WORD:
-            return f"they have {self.nbytes} bytes, which is no multiple of {WORD}"
-        if any(number % WORD for _, *span in extents for number in span):
-            return f"in {extents[0].mapping.path} it does not begin and end at multiples of {WORD} bytes"
         if any(extent.pitch for extent in extents):
             return "it is columns of tensors in files"
         if not waits and isinstance(source, PageWindow) and not source.is_refused:
@@ -141,7 +135,7 @@ class Stack:
         words = RowPiece(rows=data[: self.num_rows * stride].split(stride), at=0)  # the tiles
         starts = self._data()[layout.starts_at : layout.bases_at].view(torch.int32)[::tiles].tolist()
         spans = list(pairwise(layout.escapes_at + max(0, min(start, layout.num_escapes)) for start in starts))
-        # whole words around the escapes of each row, and at least one word, as the kernel copies whole words
+        # whole words around the escapes of each row, so that these keep their place in a word; and at least one
         words_around = [(begin // WORD * WORD, -(-max(begin + 1, end) // WORD) * WORD) for begin, end in spans]
         escapes = tuple(data[min(begin, data.numel() - WORD) : end] for begin, end in words_around)
         return [words, RowPiece(rows=escapes, at=stride)]
@@ -157,7 +151,8 @@ class Stack:
             parts = [source.shown(k) for k in range(len(source.extents))]
         else:
             parts = [backend.device_view(source.data) if isinstance(source, Pinned) else None]
-        readable = [part for part in parts if part is not None and not part.data_ptr() % WORD]
+        word = 1 if self.home.layout is None else WORD  # compressed rows are read in place, too
+        readable = [part for part in parts if part is not None and not part.data_ptr() % word]
         return readable if len(readable) == len(parts) else None
 
 
@@ -207,8 +202,7 @@ def unread(aliases: Collection[str], homes: Mapping[str, Home], backend: Backend
 
 
 def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int) -> list[RowPiece]:
-    """The pieces of rows of `nbytes` bytes that follow each other in these segments; empty if a segment ends inside a
-    word.
+    """The pieces of rows of `nbytes` bytes that follow each other in these segments.
 
     Segments may end anywhere. Where one ends inside a row, all rows are cut there, so that a piece has one place in all
     slots. There are few such places, as files usually end between matrices.
@@ -217,8 +211,6 @@ def pieces_of_rows(segments: Sequence[torch.Tensor], num_rows: int, nbytes: int)
     if ends[-1] != num_rows * nbytes:
         raise InvariantError(f"{num_rows} rows of {nbytes} bytes are not the {ends[-1]} bytes of their segments")
     cuts = sorted({0, nbytes} | {end % nbytes for end in ends})
-    if any(cut % WORD for cut in cuts):
-        return []
     # one segment per row, as in files with a tensor for each expert
     if ends == list(range(nbytes, (num_rows + 1) * nbytes, nbytes)):
         return [RowPiece(rows=tuple(segments), at=0)]

@@ -72,6 +72,8 @@ class Attachment:
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
                 self._undo.add(forward_patch.surround(module, run, self.session, index, opens_early=whole))
+            if plan.cached & plan.manifest.units[index].aliases().keys():
+                self.hide(index)  # compiled code would read whole stacks
         self._undo.add(forward_patch.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)

@@ -138,7 +138,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _untraced(reason: str) -> Callable[[_Callable], _Callable]:
+def untraced(reason: str) -> Callable[[_Callable], _Callable]:
     """Mark a function that compilers do not trace. torch.compiler.disable would import the compiler, for a second."""
 
     def mark(function: _Callable) -> _Callable:
@@ -148,7 +148,7 @@ def _untraced(reason: str) -> Callable[[_Callable], _Callable]:
     return mark
 
 
-@_untraced(
+@untraced(
     "the weights of an offloaded model have no fixed address outside of `with model.weightstream.step():`. Call the "
     "compiled model inside of it, or let model.weightstream.compile() do both."
 )
@@ -156,9 +156,10 @@ def _outside(run: Callable[..., Any], *args: Any) -> Any:
     return torch.compiler.disable(run)(*args)
 
 
-@_untraced(
+@untraced(
     "this module of an offloaded model computes with its weights alone, or returns a view of them: compiled, that may "
-    "come before they are there. It runs eager: leave out fullgraph=True, or keep its weights resident."
+    "come before they are there; or it reads single rows from a cache. It runs eager: leave out fullgraph=True, or "
+    "keep its weights resident."
 )
 def _hidden(run: Callable[..., Any], *args: Any) -> Any:
     return torch.compiler.disable(run)(*args)
