@@ -122,6 +122,7 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.stress
 def test_a_model_drafts_for_itself(rounded: Path, profile: Path) -> None:
     flags = ("--device-budget", "300KiB", "--context", 64, "--profile", profile)
     shown = call("plan", rounded, *flags, "--draft", "self")

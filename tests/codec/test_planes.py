@@ -121,8 +121,7 @@ def test_parts_joined_are_the_matrix(name: str, bits: int) -> None:
     assert_same_bits(out, weight)
 
 
-@pytest.mark.few(5)
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @all_bits
 @all_weights
 def test_the_kernel_joins(name: str, bits: int) -> None:

@@ -327,7 +327,7 @@ def updates() -> None:
     updated(streamed("llama", device_budget="200KiB", codec="none"), plain("llama"))
 
 
-@check
+@check  # slow: settings, updates
 def updates_of_codes() -> None:
     updated(streamed("llama", device_budget="200KiB", codec="compressed"), plain("llama"))
 
