@@ -183,21 +183,42 @@ def test_experts_that_transformers_leaves_unquantised_are_named(kind: str, tmp_p
     model.weightstream.remove()
 
 
-def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
-    """A list of modules, and no stacks."""
-    pytest.importorskip("bitsandbytes")
+def linear_experts(path: Path) -> Any:
+    """Save a mixture whose experts are a list of modules, and no stacks. Returns its class."""
     sizes = dict.fromkeys(("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 128)
     sizes |= {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "sparse_step")}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     model = transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes, **heads, num_experts=4))
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return type(model)
+
+
+def in_nf4(path: Path, kind: Any = None, **options: Any) -> Any:
+    """The model in a folder, quantised by bitsandbytes while it is loaded."""
     config = transformers.BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["classifier", "lm_head"])
-    options = {"quantization_config": config}
-    model = weightstream.from_pretrained(
-        tmp_path, device="cpu", device_budget="400KiB", model_class=type(model), **options
+    return weightstream.from_pretrained(
+        path, device="cpu", device_budget="900KiB", model_class=kind, quantization_config=config, **options
     )
+
+
+def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = in_nf4(tmp_path, linear_experts(tmp_path))
     assert model.model.encoder.layers[0].ffn.experts["expert_0"].fc1.weight.dtype == torch.uint8
     model.weightstream.remove()
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_experts_that_a_checkpoint_lacks_are_named(is_linear: bool, tmp_path: Path) -> None:
+    """It holds plain ones, so the method that quantises it while it is loaded is not the reason."""
+    pytest.importorskip("bitsandbytes")
+    kind = linear_experts(tmp_path) if is_linear else mixture("qwen3").save_pretrained(tmp_path)
+    lacking = "encoder.layers.0.ffn.experts.expert_0.fc1.weight" if is_linear else "layers.1.mlp.experts."
+    path = tmp_path / "model.safetensors"
+    save_file({key: t for key, t in load_file(path).items() if lacking not in key}, path, {"format": "pt"})
+    with pytest.raises(weightstream.CheckpointError, match=f"the checkpoint lacks .*{lacking}"):
+        in_nf4(tmp_path, kind)
+    in_nf4(tmp_path, kind, allow_missing=True).weightstream.remove()
 
 
 @pytest.mark.parametrize("kind", ["Int8", "Float8"])

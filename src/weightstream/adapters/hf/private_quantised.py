@@ -189,6 +189,11 @@ def only_linear(model: Any) -> str | None:
     return method if method in ("awq", "bitsandbytes", "gptq", "torchao") else None
 
 
+def only_linear_in_checkpoint(model: Any) -> str | None:
+    """As `only_linear`; None for a model that was quantised while it was loaded."""
+    return only_linear(model) if is_loaded_quantised(model) and model.hf_quantizer.pre_quantized else None
+
+
 def plain_experts(model: torch.nn.Module) -> list[str]:
     """The paths of experts whose stacks of matrices are not quantised."""
     return [
