@@ -29,7 +29,7 @@ from formats import FP8, INT4, INT8, TOKEN
 from safetensors.torch import load_file, save_file
 
 import weightstream
-from weightstream.adapters.hf.packed_formats import packed_stacks
+from weightstream.adapters.hf.packed_formats import packed_stacks, unpack_kernels_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -126,6 +126,36 @@ def test_other_formats_that_transformers_unpacks(tmp_path: Path) -> None:
         model = offloaded(path)
         assert_same(path, model)
         model.weightstream.remove()
+
+
+def in_float4(tensors: Tensors) -> Tensors:
+    """Experts with two weights in a byte, and a scale for 32 of them, as those of DeepSeek-V4."""
+    chance, found = torch.Generator().manual_seed(3), dict(tensors)
+    for name in [key for key in tensors if ".experts." in key and key.endswith(".weight")]:
+        rows, columns = tensors[name].shape
+        found[name] = torch.randint(-128, 128, (rows, columns // 2), generator=chance).to(torch.int8)
+        exponents = torch.randint(120, 123, (rows, columns // 32), generator=chance).to(torch.uint8)
+        found[f"{name}_scale_inv"] = exponents.view(torch.float8_e8m0fnu)
+    return found
+
+
+def in_e5m2(tensors: Tensors) -> Tensors:
+    return {k: t.float().to(torch.float8_e5m2) if t.dtype == torch.float8_e4m3fn else t for k, t in tensors.items()}
+
+
+@pytest.mark.parametrize("change", [in_float4, in_e5m2])
+def test_other_floats_in_blocks(change: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
+    """The function of transformers unpacks them, and no kernel, whose speed and memory a plan would assume."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if change is in_float4 and not hasattr(fp8.Fp8Dequantize, "_unpack_fp4"):
+        pytest.skip("this transformers unpacks no float4 in blocks")
+    float8_mixture("qwen3", "ue8m0", tmp_path)
+    changed(tmp_path, change, **({"expert_dtype": "fp4"} if change is in_float4 else {}))
+    model = offloaded(tmp_path, 0.8)
+    assert packed_stacks(model.model.layers[1].mlp.experts)
+    assert unpack_kernels_of(model) == set()
+    assert_same(tmp_path, model)
+    model.weightstream.remove()
 
 
 def test_a_plan_of_a_model_whose_weights_are_cast(tmp_path: Path) -> None:
