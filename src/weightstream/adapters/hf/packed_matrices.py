@@ -13,10 +13,11 @@ shape. It uses one matrix for all groups, so it needs no memory for a stack. Whe
 [Note: one launch]
 batched_mm indexes both stacks of a layer with the same ids: one before the first product, the other one before the
 second. A launch takes a GPU some microseconds, and its last programs leave most of it idle. So the first index unpacks
-the rows of both stacks, those of the other one early. The other index takes them only if it names the same rows: with
-the same tensor, to which nothing was written in between, by the counter that autograd trusts; or if both stacks have
-fixed rows. Any other index unpacks for itself. No more memory is needed: batched_mm holds the first matrices until it
-has the second ones. A loop over experts would need more, so matrices that are picked one by one are not unpacked early.
+the rows of both stacks, those of the other one early. The other index uses them if it names the same rows: by the same
+tensor, whose version counter shows no write in between; or if the rows of both stacks are fixed. Otherwise it unpacks
+its rows itself. The counter misses writes through `ids.data`, as it does for autograd. The peak of memory is the same:
+batched_mm holds the first matrices until it has the second ones. A loop over experts does not, so matrices that are
+picked one by one are not unpacked early.
 """
 
 from __future__ import annotations
