@@ -242,7 +242,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> La
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})
     monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 16, "GROUPS": 4, "num_warps": 2})
     monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 32, "WORDS": 16, "STEPS": 4, "num_warps": 4})
-    pairs = [made(request.param, shape) for shape in ((NUM, 64, 96), (NUM, 32, 64))]
+    pairs = [made(request.param, shape) for shape in ((NUM, 64, 96), (NUM, 64, 64))]
     together = PackedLayer()
     packed = [PackedMatrices(each._stack, each._held, layer=together) for each, _ in pairs]
     return Layer(packed, [plain for _, plain in pairs], launches)
