@@ -14,7 +14,7 @@ import torch
 from packed_rig import CASES
 from repeats import thinned
 from weightstream.adapters.hf import packed_matrices
-from weightstream.adapters.hf.packed_formats import PackedStack
+from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices
 from weightstream.codec import unpack_kernels, unpacking
 
@@ -126,6 +126,26 @@ def test_a_wave_is_tried_with_any_number_of_rows(num_rows: int, num: int) -> Non
 
     assert packed._is_equal(product, rows, num)
     assert not packed._is_equal(depends_on_groups, rows, num)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("use", ["ids", "a number", "a slice", "a function", "transposed"])
+def test_functions_of_libraries_unpack_some_matrices_at_a_time(
+    pair: tuple[PackedMatrices, torch.Tensor], use: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need several times the memory of their result."""
+    packed, plain = pair
+    numbers: list[int] = []
+
+    def counted(self: PackedFormat, rows: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        numbers.append(len(rows[0]))
+        return unpacked(self, rows, dtype)
+
+    unpacked = PackedFormat.unpacked
+    monkeypatch.setattr(PackedFormat, "unpacked", counted)
+    monkeypatch.setattr(packed_matrices, "PART_NBYTES", most * plain[0].nbytes + 1)
+    assert torch.equal(USES[use](packed), USES[use](plain))
+    assert max(numbers) <= most
 
 
 # -- one launch for both stacks of a layer -----------------------------------------------------------------------------
