@@ -175,6 +175,11 @@ def the_same_ids(first: Any, second: Any) -> Rows:
     return [(0, first[ids], [3, 1, 3]), (1, second[ids], [3, 1, 3])]
 
 
+def ids_from_the_end(first: Any, second: Any) -> Rows:
+    ids = ids_of(-1, 2, -NUM)
+    return [(0, first[ids], [NUM - 1, 2, 0]), (1, second[ids], [NUM - 1, 2, 0])]
+
+
 def one_id(first: Any, second: Any) -> Rows:
     ids = ids_of(6)
     return [(0, first[ids], [6]), (1, second[ids], [6])]
@@ -232,6 +237,7 @@ def only_one_stack(first: Any, second: Any) -> Rows:
 
 LAUNCHES: dict[Callable[[Any, Any], Rows], list[int]] = {
     the_same_ids: [2],
+    ids_from_the_end: [2],
     one_id: [2],
     the_second_stack_first: [2],
     int32_ids: [2],
