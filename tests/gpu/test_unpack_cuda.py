@@ -142,6 +142,7 @@ PAIRS = {
     "Kimi": ("Kimi", "Kimi, down"),
 }
 SECOND = {
+    "mxfp4, odd": ("mxfp4", lambda: mxfp4(6, 37, 96), (96, 37)),
     "DeepSeek, down": ("float8", lambda: float8(3, (7168, 2048), (128, 128), torch.float32), (7168, 2048)),
     "channels, odd": ("float8", lambda: float8(3, (51, 45), (1, 45), torch.bfloat16), (51, 45)),
     "Kimi, down": ("int4", lambda: int4(3, (7168, 2048), 32, torch.bfloat16), (7168, 2048)),
@@ -175,7 +176,7 @@ def test_one_launch_for_two_stacks(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         unpack_stacks_into(name, (), stacks, rows, found)
-    for order in ([2, 0, 1], [1, 1, 1]):
+    for order in ([2, 0, 1], [1, 1, 1], [-1, 0, -2]):
         rows.copy_(torch.tensor(order))
         graph.replay()
         for matrices, wanted in zip(found, expected, strict=True):

@@ -29,7 +29,7 @@ from formats import FP8, INT4, INT8, TOKEN
 from safetensors.torch import load_file, save_file
 
 import weightstream
-from weightstream.adapters.hf.packed_formats import packed_stacks
+from weightstream.adapters.hf.packed_formats import packed_stacks, unpack_kernels_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -128,6 +128,36 @@ def test_other_formats_that_transformers_unpacks(tmp_path: Path) -> None:
         model.weightstream.remove()
 
 
+def in_float4(tensors: Tensors) -> Tensors:
+    """Experts with two weights in a byte, and a scale for 32 of them, as those of DeepSeek-V4."""
+    chance, found = torch.Generator().manual_seed(3), dict(tensors)
+    for name in [key for key in tensors if ".experts." in key and key.endswith(".weight")]:
+        rows, columns = tensors[name].shape
+        found[name] = torch.randint(-128, 128, (rows, columns // 2), generator=chance).to(torch.int8)
+        exponents = torch.randint(120, 123, (rows, columns // 32), generator=chance).to(torch.uint8)
+        found[f"{name}_scale_inv"] = exponents.view(torch.float8_e8m0fnu)
+    return found
+
+
+def in_e5m2(tensors: Tensors) -> Tensors:
+    return {k: t.float().to(torch.float8_e5m2) if t.dtype == torch.float8_e4m3fn else t for k, t in tensors.items()}
+
+
+@pytest.mark.parametrize("change", [in_float4, in_e5m2])
+def test_other_floats_in_blocks(change: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
+    """The function of transformers unpacks them, and no kernel, whose speed and memory a plan would assume."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if change is in_float4 and not hasattr(fp8.Fp8Dequantize, "_unpack_fp4"):
+        pytest.skip("this transformers unpacks no float4 in blocks")
+    float8_mixture("qwen3", "ue8m0", tmp_path)
+    changed(tmp_path, change, **({"expert_dtype": "fp4"} if change is in_float4 else {}))
+    model = offloaded(tmp_path, 0.8)
+    assert packed_stacks(model.model.layers[1].mlp.experts)
+    assert unpack_kernels_of(model) == set()
+    assert_same(tmp_path, model)
+    model.weightstream.remove()
+
+
 def test_a_plan_of_a_model_whose_weights_are_cast(tmp_path: Path) -> None:
     """Routers that transformers keeps in float32 are in bfloat16 in the file."""
     CHECKPOINTS["fp8 deepseek"][1](tmp_path)
@@ -183,21 +213,42 @@ def test_experts_that_transformers_leaves_unquantised_are_named(kind: str, tmp_p
     model.weightstream.remove()
 
 
-def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
-    """A list of modules, and no stacks."""
-    pytest.importorskip("bitsandbytes")
+def linear_experts(path: Path) -> Any:
+    """Save a mixture whose experts are a list of modules, and no stacks. Returns its class."""
     sizes = dict.fromkeys(("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 128)
     sizes |= {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "sparse_step")}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     model = transformers.NllbMoeForConditionalGeneration(transformers.NllbMoeConfig(**sizes, **heads, num_experts=4))
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return type(model)
+
+
+def in_nf4(path: Path, kind: Any = None, **options: Any) -> Any:
+    """The model in a folder, quantised by bitsandbytes while it is loaded."""
     config = transformers.BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["classifier", "lm_head"])
-    options = {"quantization_config": config}
-    model = weightstream.from_pretrained(
-        tmp_path, device="cpu", device_budget="400KiB", model_class=type(model), **options
+    return weightstream.from_pretrained(
+        path, device="cpu", device_budget="900KiB", model_class=kind, quantization_config=config, **options
     )
+
+
+def test_experts_that_are_linear_layers_are_quantised(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = in_nf4(tmp_path, linear_experts(tmp_path))
     assert model.model.encoder.layers[0].ffn.experts["expert_0"].fc1.weight.dtype == torch.uint8
     model.weightstream.remove()
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+def test_experts_that_a_checkpoint_lacks_are_named(is_linear: bool, tmp_path: Path) -> None:
+    """It holds plain ones, so the method that quantises it while it is loaded is not the reason."""
+    pytest.importorskip("bitsandbytes")
+    kind = linear_experts(tmp_path) if is_linear else mixture("qwen3").save_pretrained(tmp_path)
+    lacking = "encoder.layers.0.ffn.experts.expert_0.fc1.weight" if is_linear else "layers.1.mlp.experts."
+    path = tmp_path / "model.safetensors"
+    save_file({key: t for key, t in load_file(path).items() if lacking not in key}, path, {"format": "pt"})
+    with pytest.raises(weightstream.CheckpointError, match=f"the checkpoint lacks .*{lacking}"):
+        in_nf4(tmp_path, kind)
+    in_nf4(tmp_path, kind, allow_missing=True).weightstream.remove()
 
 
 @pytest.mark.parametrize("kind", ["Int8", "Float8"])

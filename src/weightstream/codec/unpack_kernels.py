@@ -63,6 +63,13 @@ def _power_of_two(exponent, NAN: tl.constexpr):
 
 
 @triton.jit
+def _row(rows, nth, num_rows):
+    """The row to unpack, of so many; negative ones count from the end, as in an index of a tensor."""
+    row = tl.load(rows + nth)
+    return tl.where(row < 0, row + num_rows, row)
+
+
+@triton.jit
 def _place(leaf, row, stride, ALIGN: tl.constexpr):
     """The address of a row of a leaf."""
     return tl.multiple_of(leaf + row * stride, ALIGN)
@@ -76,7 +83,7 @@ def _joined(a, b, c, d, e, f, g, h):
 
 def _jit(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile once for all sizes, strides and places of scales, of which each thread reads one at a time."""
-    numbers = ("num_first", *sizes)
+    numbers = ("num_rows", "num_first", *sizes)
     return triton.jit(
         do_not_specialize=[*numbers, *(f"{name}2" for name in sizes)],
         do_not_specialize_on_alignment=["scales", "scales2"],
@@ -86,6 +93,7 @@ def _jit(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
 @_jit("blocks_stride", "scales_stride", "groups", "outputs")
 def unpack_mxfp4(
     rows,
+    num_rows,
     num_first,
     blocks,
     scales,
@@ -121,7 +129,7 @@ def unpack_mxfp4(
     output_tiles = tl.cdiv(outputs, 8 * TILES)
     tiles = output_tiles * tl.cdiv(groups, GROUPS)
     nth, tile = (program // tiles).to(tl.int64), program % tiles
-    row = tl.load(rows + nth)
+    row = _row(rows, nth, num_rows)
     blocks = _place(blocks, row, blocks_stride, ALIGN).to(tl.pointer_type(tl.uint32))
     scales += row * scales_stride
     thread = tl.arange(0, TILES * GROUPS)
@@ -192,6 +200,7 @@ def _scale_column(eight, column, PER_SCALE: tl.constexpr):
 @_jit("weight_stride", "scales_stride", "outputs", "scale_columns", "columns")
 def unpack_float8(
     rows,
+    num_rows,
     num_first,
     weight,
     scales,
@@ -230,7 +239,7 @@ def unpack_float8(
         outputs, scale_columns, columns = outputs2, scale_columns2, columns2
     columns *= UNIT
     nth, output, eight = _tile(program, outputs, columns, ROWS, WORDS, STEPS)
-    row = tl.load(rows + nth)
+    row = _row(rows, nth, num_rows)
     weight, scales = _place(weight, row, weight_stride, ALIGN), scales + row * scales_stride
     column = eight + tl.arange(0, 8)[None, :]
     at = output * columns + column
@@ -253,6 +262,7 @@ def unpack_float8(
 @_jit("packed_stride", "scales_stride", "outputs", "scale_columns", "columns")
 def unpack_int4(
     rows,
+    num_rows,
     num_first,
     packed,
     scales,
@@ -286,7 +296,7 @@ def unpack_int4(
         outputs, scale_columns, columns = outputs2, scale_columns2, columns2
     columns *= UNIT
     nth, output, eight = _tile(program, outputs, columns, ROWS, WORDS, STEPS)
-    row = tl.load(rows + nth)
+    row = _row(rows, nth, num_rows)
     packed, scales = _place(packed, row, packed_stride, ALIGN), scales + row * scales_stride
     nibble = tl.arange(0, 8)[None, :]
     column = eight + nibble

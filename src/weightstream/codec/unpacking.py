@@ -55,7 +55,7 @@ def unpack_rows(
         name: of the format; the module has a table.
         settings: of the format.
         leaves: of the stack. Rows are contiguous, and may be apart: in the slots of a cache, for instance.
-        rows: int64; they are not checked.
+        rows: int64; negative ones count from the end. They are not checked.
         shape: of a matrix.
         dtype: of a matrix: bfloat16, float16 or float32.
 
@@ -177,9 +177,17 @@ class _Work(NamedTuple):
     constants: dict[str, Any]
 
     def is_like(self, other: _Work) -> bool:
-        """Whether one kernel can do both."""
-        dtypes, others = ([tensor.dtype for tensor in work.tensors] for work in (self, other))
-        return (self.kernel, self.constants, dtypes) == (other.kernel, other.constants, others)
+        """Whether one launch can do both."""
+        ours, theirs = (
+            (work.kernel, work.constants, work.num_rows, [tensor.dtype for tensor in work.tensors])
+            for work in (self, other)
+        )
+        return ours == theirs
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the stack."""
+        return len(self.tensors[0])
 
     def arguments(self, unit: int) -> tuple[Any, ...]:
         return *self.tensors, *self.numbers, self.length // unit
@@ -194,6 +202,7 @@ def _launch(rows: torch.Tensor, first: _Work, second: _Work | None) -> None:
     num_first, *rest = (work.tiles * len(rows) for work in both)
     getattr(unpack_kernels, first.kernel)[(num_first + sum(rest),)](
         rows,
+        first.num_rows,
         num_first,
         *first.arguments(unit),
         *both[-1].arguments(unit),  # not used if there is one

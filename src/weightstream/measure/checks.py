@@ -319,7 +319,7 @@ def compressed(system: CheckedSystem) -> Iterator[Finding]:
 
 
 def packed(system: CheckedSystem) -> Iterator[Finding]:
-    """On a CPU functions of the libraries unpack, whose rates are not known."""
+    """Nothing on a CPU, where functions of the libraries unpack, whose rates are not measured."""
     if system.backend.device.type != "cpu":
         rates = {kernel: system.backend.profile.unpack_bytes_per_s(kernel) for kernel in unpacking.FORMATS}
         text = ", ".join(f"{per_second(rate)} ({kernel})" for kernel, rate in rates.items())

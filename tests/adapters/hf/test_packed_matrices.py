@@ -14,7 +14,7 @@ import torch
 from packed_rig import CASES, ODD
 from repeats import thinned
 from weightstream.adapters.hf import packed_matrices
-from weightstream.adapters.hf.packed_formats import PackedStack
+from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices
 from weightstream.codec import unpack_kernels, unpacking
 
@@ -128,6 +128,26 @@ def test_a_wave_is_tried_with_any_number_of_rows(num_rows: int, num: int) -> Non
     assert not packed._is_equal(depends_on_groups, rows, num)
 
 
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("use", ["ids", "a number", "a slice", "a function", "transposed"])
+def test_functions_of_libraries_unpack_some_matrices_at_a_time(
+    pair: tuple[PackedMatrices, torch.Tensor], use: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need several times the memory of their result."""
+    packed, plain = pair
+    numbers: list[int] = []
+
+    def counted(self: PackedFormat, rows: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        numbers.append(len(rows[0]))
+        return unpacked(self, rows, dtype)
+
+    unpacked = PackedFormat.unpacked
+    monkeypatch.setattr(PackedFormat, "unpacked", counted)
+    monkeypatch.setattr(packed_matrices, "PART_NBYTES", most * plain[0].nbytes + 1)
+    assert torch.equal(USES[use](packed), USES[use](plain))
+    assert max(numbers) <= most
+
+
 # -- one launch for both stacks of a layer -----------------------------------------------------------------------------
 
 
@@ -153,6 +173,11 @@ def other_ids(first: Any, second: Any) -> Rows:
 def the_same_ids(first: Any, second: Any) -> Rows:
     ids = ids_of(3, 1, 3)
     return [(0, first[ids], [3, 1, 3]), (1, second[ids], [3, 1, 3])]
+
+
+def ids_from_the_end(first: Any, second: Any) -> Rows:
+    ids = ids_of(-1, 2, -NUM)
+    return [(0, first[ids], [NUM - 1, 2, 0]), (1, second[ids], [NUM - 1, 2, 0])]
 
 
 def one_id(first: Any, second: Any) -> Rows:
@@ -212,6 +237,7 @@ def only_one_stack(first: Any, second: Any) -> Rows:
 
 LAUNCHES: dict[Callable[[Any, Any], Rows], list[int]] = {
     the_same_ids: [2],
+    ids_from_the_end: [2],
     one_id: [2],
     the_second_stack_first: [2],
     int32_ids: [2],
@@ -245,7 +271,7 @@ def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> La
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})
     monkeypatch.setattr(unpack_kernels, "MXFP4_SHAPE", {"TILES": 16, "GROUPS": 4, "num_warps": 2})
     monkeypatch.setattr(unpack_kernels, "UNPACK_SHAPE", {"ROWS": 32, "WORDS": 16, "STEPS": 4, "num_warps": 4})
-    pairs = [made(request.param, shape) for shape in ((NUM, 64, 96), (NUM, 32, 64))]
+    pairs = [made(request.param, shape) for shape in ((NUM, 64, 96), (NUM, 64, 64))]
     together = PackedLayer()
     packed = [PackedMatrices(each._stack, each._held, layer=together) for each, _ in pairs]
     return Layer(packed, [plain for _, plain in pairs], launches)

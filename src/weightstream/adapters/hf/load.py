@@ -503,11 +503,12 @@ class _Load:
         info = reading.info
         if info is None:  # the class reads its files itself
             return model
-        method = private_quantised.only_linear(model)
-        others = [*info.missing_keys, *(key for key, _, shape in info.mismatched_keys if len(shape) == 3)]
-        others += [name for name, p in model.named_parameters() if p.ndim == 3 and not p.is_floating_point()]
+        method = private_quantised.only_linear_in_checkpoint(model)
+        stacks = {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+        others = {*info.missing_keys, *(key for key, *_ in info.mismatched_keys)}
+        others |= {name for name, stack in stacks.items() if not stack.is_floating_point()}
         # torchao quantises any parameters by their names
-        if method not in (None, "torchao") and any(".experts." in name for name in others):
+        if method not in (None, "torchao") and stacks.keys() & others:
             raise UnsupportedError(
                 f"{self._where}: transformers loads no experts in {method}: it quantises linear layers only with it, "
                 "and the checkpoint has other tensors than those of plain experts. Take one in mxfp4, float8 or "

@@ -13,10 +13,11 @@ shape. It uses one matrix for all groups, so it needs no memory for a stack. Whe
 [Note: one launch]
 batched_mm indexes both stacks of a layer with the same ids: one before the first product, the other one before the
 second. A launch takes a GPU some microseconds, and its last programs leave most of it idle. So the first index unpacks
-the rows of both stacks, those of the other one early. The other index takes them only if it names the same rows: with
-the same tensor, to which nothing was written in between, by the counter that autograd trusts; or if both stacks have
-fixed rows. Any other index unpacks for itself. No more memory is needed: batched_mm holds the first matrices until it
-has the second ones. A loop over experts would need more, so matrices that are picked one by one are not unpacked early.
+the rows of both stacks, those of the other one early. The other index uses them if it names the same rows: by the same
+tensor, whose version counter shows no write in between; or if the rows of both stacks are fixed. Otherwise it unpacks
+its rows itself. The counter misses writes through `ids.data`, as it does for autograd. The peak of memory is the same:
+batched_mm holds the first matrices until it has the second ones. A loop over experts does not, so matrices that are
+picked one by one are not unpacked early.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import RowWaves
 
 WAVE_NBYTES = 512 << 20  # of unpacked matrices of a wave
+PART_NBYTES = 64 << 20  # of matrices that a function of a library unpacks at a time
 KERNELS_ON = "cuda"  # the kind of device with kernels; Triton's interpreter runs them on a CPU, too
 _EQUAL: dict[_Product | _Unpacking, bool] = {}  # results of trials
 
@@ -226,19 +228,29 @@ class PackedMatrices:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def _unpack(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        packing, matrix = self._stack.format, self._stack.shape[1:]
+        matrix = self._stack.shape[1:]
         if not len(rows):  # functions of some libraries take no empty tensors
             found = torch.empty(0, *matrix, dtype=self.dtype, device=self.device)
         elif self._has_kernel(leaves):
             (found,) = _by_kernel([(self._stack, leaves)], rows)
         else:
-            picked = tuple(leaf[rows] for leaf in leaves)
-            if self.device.type == "meta":  # one pass over the result
-                found = torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
-            else:
-                with _without_autocast(self.device):
-                    found = packing.unpacked(picked, self.dtype)
+            found = self._unpack_by_library(leaves, rows)
         return found.transpose(-2, -1) if self._is_transposed else found
+
+    def _unpack_by_library(self, leaves: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """The rows as matrices, some at a time: functions of libraries take several times their memory."""
+        matrix, unpacked = self._stack.shape[1:], self._stack.format.unpacked
+        if self.device.type == "meta":  # one pass over the packed rows, and one over the result
+            _ = [leaf[rows] for leaf in leaves]
+            return torch.zeros(len(rows), *matrix, dtype=self.dtype, device=self.device)
+        most = max(1, PART_NBYTES // (prod(matrix) * self.dtype.itemsize))
+        with _without_autocast(self.device):
+            if len(rows) <= most:
+                return unpacked(tuple(leaf[rows] for leaf in leaves), self.dtype)
+            found = torch.empty(len(rows), *matrix, dtype=self.dtype, device=self.device)
+            for some, part in zip(rows.split(most), found.split(most), strict=True):
+                part.copy_(unpacked(tuple(leaf[some] for leaf in leaves), self.dtype))
+        return found
 
     def _has_kernel(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether a kernel unpacks the stack to the bits of the library's function: a trial shows it, once."""

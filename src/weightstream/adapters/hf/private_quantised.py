@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from types import MappingProxyType
@@ -189,6 +189,11 @@ def only_linear(model: Any) -> str | None:
     return method if method in ("awq", "bitsandbytes", "gptq", "torchao") else None
 
 
+def only_linear_in_checkpoint(model: Any) -> str | None:
+    """As `only_linear`; None for a model that was quantised while it was loaded."""
+    return only_linear(model) if is_loaded_quantised(model) and model.hf_quantizer.pre_quantized else None
+
+
 def plain_experts(model: torch.nn.Module) -> list[str]:
     """The paths of experts whose stacks of matrices are not quantised."""
     return [
@@ -354,6 +359,9 @@ def _int_scheme(num_bits: int, group_size: int | None) -> Any:
 
 FP8_BLOCKS = PackedFormat(name="block float8", suffixes=("", "_scale_inv"), unpack=_fp8_matrices, kernel="float8")
 
+# of other floats, such as DeepSeek-V4's float4, two in a byte, which the same function unpacks
+OTHER_BLOCKS = dataclasses.replace(FP8_BLOCKS, name="floats in blocks", kernel=None)
+
 COMPRESSED_FLOAT8 = PackedFormat(
     name="compressed-tensors float8", suffixes=("", "_scale"), unpack=_compressed_float8_matrices, kernel="float8"
 )
@@ -363,13 +371,13 @@ COMPRESSED_INT = PackedFormat(
 )
 
 
-def _packed_format(quantizer: Any, parts: Collection[str]) -> PackedFormat:
-    """The format of experts whose tensors in the file end in these parts.
+def _packed_format(quantizer: Any, parts: Mapping[str, torch.dtype]) -> PackedFormat:
+    """The format of experts whose tensors in the file end in these parts, and have these dtypes.
 
     Raises `UnsupportedError` with the reason where transformers does not make their matrices, or other ones.
     """
     if quantizer.quantization_config.quant_method == "fp8":
-        return FP8_BLOCKS
+        return FP8_BLOCKS if parts.get("") == torch.float8_e4m3fn else OTHER_BLOCKS
     from compressed_tensors.config import CompressionFormat
     from compressed_tensors.quantization import QuantizationStrategy
     from transformers.integrations.compressed_tensors import get_experts_scheme
@@ -449,8 +457,8 @@ def packed_experts(
 
     experts: dict[str, dict[str, ExpertLeaves]] = {}
     for full, plain in stacks.items():
-        found = {part for part in parts if full + part in sources}
-        if found <= {""}:
+        found = {part: tensors[next(iter(sources[full + part]))].dtype for part in parts if full + part in sources}
+        if found.keys() <= {""}:
             if any(_is_float8(tensors[n]) and not dequantises(by) for n, by in sources.get(full, {}).items()):
                 raise UnsupportedError(f"{full}: transformers finds no scales for its float8; {_LOAD_ELSEWHERE}")
             continue
