@@ -69,7 +69,7 @@ def generated(model: Any, **more: Any) -> tuple[Any, DecodeReport]:
     return output, found[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("no_loading_bars")
 @pytest.mark.parametrize(
     ("kind", "sample"),

@@ -354,6 +354,7 @@ def test_passes_of_both_widths_are_replayed(name: str, monkeypatch: pytest.Monke
     assert decoding.replays == cuda.replays > decoding.speculation.passes - 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ratio", [1.05, 1.5])
 def test_generate_is_not_slowed_down_by_drafts_of_which_none_is_accepted(
     ratio: float, monkeypatch: pytest.MonkeyPatch
