@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import fields, replace
 from functools import cache
@@ -80,15 +80,7 @@ def with_decoding(
     if not lacking:
         return profile
     assumed = {name: getattr(backend.profile, name) for name in (*map(decode_rate, lacking), "decoding_s")}
-    try:
-        with reporting(f"measuring decoding on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
-            rates = bench.measure_decoding(backend, advance, lacking)
-        if rates and (saved := load_profile(backend.device)) is not None:
-            save_profile(backend.device, replace(saved, **rates))
-        return replace(profile, **(assumed | rates))
-    except Exception as error:  # as above
-        logger.warning("%s: decoding cannot be measured (%s): its speed is assumed.", backend.device, error)
-        return replace(profile, **assumed)
+    return _with_rates(backend, profile, assumed, "decoding", bench.measure_decoding, lacking, progress)
 
 
 def with_unpacking(
@@ -102,14 +94,27 @@ def with_unpacking(
     assumed: dict[str, Any] = {unpack_rate(kernel): like.unpack_bytes_per_s(kernel) for kernel in lacking}
     if on_cpu or not lacking:
         return replace(profile, **assumed)
+    return _with_rates(backend, profile, assumed, "unpacking", bench.measure_unpacking, lacking, progress)
+
+
+def _with_rates(
+    backend: Backend,
+    profile: Profile,
+    assumed: dict[str, Any],
+    what: str,
+    measure: Callable[[Backend, Callable[[], object], Collection[str]], dict[str, Any]],
+    lacking: Collection[str],
+    progress: bool | None,
+) -> Profile:
+    """The profile with the rates of those that are `lacking`: measured and saved, or `assumed` if that fails."""
     try:
-        with reporting(f"measuring unpacking on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
-            rates = bench.measure_unpacking(backend, advance, lacking)
+        with reporting(f"measuring {what} on {backend.device}", progress, bench.NUM_ROUNDS) as advance:
+            rates = measure(backend, advance, lacking)
         if rates and (saved := load_profile(backend.device)) is not None:
             save_profile(backend.device, replace(saved, **rates))
         return replace(profile, **(assumed | rates))
-    except Exception as error:  # as above
-        logger.warning("%s: unpacking cannot be measured (%s): its speed is assumed.", backend.device, error)
+    except Exception as error:  # any error of a driver, as for the whole profile
+        logger.warning("%s: %s cannot be measured (%s): its speed is assumed.", backend.device, what, error)
         return replace(profile, **assumed)
 
 
