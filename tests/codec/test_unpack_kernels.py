@@ -20,6 +20,7 @@ import triton.runtime.interpreter
 
 from repeats import only, thinned
 from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
+from unpack_launches import launches_from_now
 from unpack_references import REFERENCES, assert_same_bits, by_compressed_tensors, by_compressed_tensors_float8
 from watching import Watch
 from weightstream.codec import unpack_kernels, unpacking
@@ -280,15 +281,7 @@ PAIRS = {
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of stacks of each launch."""
-    found: list[int] = []
-    launch = unpacking._launch
-
-    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
-        found.append(1 + (second is not None))
-        launch(rows, first, second)
-
-    monkeypatch.setattr(unpacking, "_launch", counted)
-    return found
+    return launches_from_now(monkeypatch)
 
 
 @with_small_tiles

@@ -15,9 +15,9 @@ from expert_rig import caches, counts, experts_of, held, plan_of
 from models import model_nbytes
 from packed_rig import CASES, Pair, both, packed_modules
 from stream_rig import NUM_ROWS, host_stacks
+from unpack_launches import launches_from_now
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
-from weightstream.codec import unpacking
 from weightstream.runtime.devices.cuda import CudaBackend
 from weightstream.runtime.experts.row_stream import RowStream
 
@@ -143,13 +143,6 @@ def test_a_token_takes_one_launch_for_both_stacks(
 ) -> None:
     """In inference mode only from slots: else ids could be written to in between."""
     model, plain = pair(name, "batched_mm")
-    launches: list[int] = []
-    launch = unpacking._launch
-
-    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
-        launches.append(1 + (second is not None))
-        launch(rows, first, second)
-
     room = 4 * model_nbytes(model)
     with (
         held(model, "cached", 4, device="cuda")
@@ -158,7 +151,7 @@ def test_a_token_takes_one_launch_for_both_stacks(
         torch.inference_mode() if is_inference else torch.no_grad(),
     ):
         model(prompt(1))  # with trials
-        monkeypatch.setattr(unpacking, "_launch", counted)
+        launches = launches_from_now(monkeypatch)
         for length in (1, 2, 1):
             launches.clear()
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits)

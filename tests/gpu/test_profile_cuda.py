@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from unpack_launches import launches_from_now
 from weightstream.cli import app
 from weightstream.codec import coding, unpacking
 from weightstream.codec.format import ELEMENTS
@@ -105,21 +105,14 @@ def test_unpacking_is_measured_for_a_kernel_that_a_stored_profile_lacks(backend:
 def test_both_stacks_of_the_measured_layers_share_launches(
     backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches: list[bool] = []
-    launch = unpacking._launch
-
-    def counted(*args: Any) -> None:
-        launches.append(args[-1] is not None)
-        launch(*args)
-
-    monkeypatch.setattr(unpacking, "_launch", counted)
+    launches = launches_from_now(monkeypatch)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     found = bench.measure_unpacking(backend, lambda: None, unpacking.FORMATS)
     assert len(found) == len(unpacking.FORMATS)
-    assert all(launches)
+    assert all(num == 2 for num in launches)
     assert torch.cuda.memory_allocated(DEVICE) == before
     assert torch.cuda.max_memory_allocated(DEVICE) - before < 2 << 30
 

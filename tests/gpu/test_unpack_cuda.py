@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from unpack_launches import launches_from_now
 from unpack_references import REFERENCES, assert_same_bits
-from weightstream.codec import unpacking
 from weightstream.codec.unpacking import (
     unpack_rows,
     unpack_rows_into,
@@ -160,14 +158,7 @@ def test_one_launch_for_two_stacks(
     name = made[0][0]
     stacks = [in_slots(make(), 8) for _, make, _ in made]
     expected = [REFERENCES[name](*(leaf.contiguous() for leaf in leaves), dtype) for leaves in stacks]
-    launches: list[bool] = []
-    launch = unpacking._launch
-
-    def counted(*args: Any) -> None:
-        launches.append(args[-1] is not None)
-        launch(*args)
-
-    monkeypatch.setattr(unpacking, "_launch", counted)
+    launches = launches_from_now(monkeypatch)
     rows = torch.tensor([0, 1, 2], device="cuda")
     found = unpack_stacks(name, (), stacks, rows, [shape for *_, shape in made], dtype)
     for matrices, wanted in zip(found, expected, strict=True):
@@ -181,7 +172,7 @@ def test_one_launch_for_two_stacks(
         graph.replay()
         for matrices, wanted in zip(found, expected, strict=True):
             assert_same_bits(matrices, wanted[order])
-    assert launches == [True, True]
+    assert launches == [2, 2]
 
 
 @pytest.mark.alone

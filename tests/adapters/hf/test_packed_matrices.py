@@ -13,6 +13,7 @@ import torch
 
 from packed_rig import CASES, ODD
 from repeats import thinned
+from unpack_launches import launches_from_now
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices
@@ -258,14 +259,7 @@ ALIKE = [name for name in CASES if name not in ODD]  # a layer's stacks have blo
 @pytest.fixture
 def layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layer:
     """Of the format that is the parameter. Kernels run in Triton's interpreter, in few programs."""
-    launches: list[int] = []
-    launch = unpacking._launch
-
-    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
-        launches.append(1 + (second is not None))
-        launch(rows, first, second)
-
-    monkeypatch.setattr(unpacking, "_launch", counted)
+    launches = launches_from_now(monkeypatch)
     monkeypatch.setattr(unpacking, "unpacks_equally", lambda *_: True)
     monkeypatch.setattr(packed_matrices, "KERNELS_ON", "cpu")
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})

@@ -15,6 +15,7 @@ from expert_rig import Selected, caches, counts, experts_of, generated, held, pr
 from models import model_nbytes
 from packed_rig import CASES, ODD, both, packed_modules
 from streaming import striped
+from unpack_launches import launches_from_now
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
 from weightstream.codec import unpack_kernels, unpacking
@@ -95,14 +96,7 @@ def test_rows_are_unpacked_by_a_kernel(name: str, form: str, monkeypatch: pytest
     """From slots, and in waves. A token's rows of both stacks take one launch. Trials are tested with the kernels."""
     model, plain = both(name)
     trials: list[str] = []
-    launches: list[int] = []
-    launch = unpacking._launch
-
-    def counted(rows: torch.Tensor, first: Any, second: Any) -> None:
-        launches.append(1 + (second is not None))
-        launch(rows, first, second)
-
-    monkeypatch.setattr(unpacking, "_launch", counted)
+    launches = launches_from_now(monkeypatch)
     monkeypatch.setattr(packed_matrices, "KERNELS_ON", "cpu")
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})
     monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 5 * 8192)
