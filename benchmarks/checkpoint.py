@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ TINY = LLAMA | {
     "vocab_size": 2048,
 }
 SMALL = LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}  # 1.5 billion weights
-_ITEM_NBYTES = 2
+_DTYPES = {torch.bfloat16: "BF16", torch.uint8: "U8"}
 
-Shapes = dict[str, tuple[int, ...]]
+Tensors = dict[str, torch.Tensor]  # on meta
 
 
 def default_folder(tiny: bool, nf4: bool) -> Path:
@@ -79,7 +78,7 @@ def begun(folder: Path) -> Path:
 
 
 def finish(
-    folder: Path, shards: list[Shapes], write: Callable[[Path, Shapes, int], Iterable[str]] | None = None
+    folder: Path, shards: list[Tensors], write: Callable[[Path, Tensors, int], Iterable[str]] | None = None
 ) -> int:
     """Write these shards and the index in the temporary folder, and rename it; returns the bytes."""
     growing = folder.with_name(f"{folder.name}.partial")
@@ -107,76 +106,78 @@ def _config(folder: Path, settings: dict[str, Any], nf4: bool) -> Any:
     return config
 
 
-def _shards(config: Any, limit_nbytes: int) -> list[Shapes]:
+def _shards(config: Any, limit_nbytes: int) -> list[Tensors]:
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    return cut({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, limit_nbytes)
+    return cut({name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}, limit_nbytes)
 
 
-def cut(shapes: Shapes, limit_nbytes: int) -> list[Shapes]:
+def cut(tensors: Tensors, limit_nbytes: int) -> list[Tensors]:
     """Split these, in order, into files of so many bytes."""
-    shards: list[Shapes] = [{}]
+    shards: list[Tensors] = [{}]
     held_nbytes = 0
-    for name, shape in shapes.items():
-        if held_nbytes + _nbytes(shape) > limit_nbytes and shards[-1]:
+    for name, tensor in tensors.items():
+        if held_nbytes + tensor.nbytes > limit_nbytes and shards[-1]:
             shards.append({})
             held_nbytes = 0
-        shards[-1][name] = shape
-        held_nbytes += _nbytes(shape)
+        shards[-1][name] = tensor
+        held_nbytes += tensor.nbytes
     return shards
 
 
-def _nbytes(shape: tuple[int, ...]) -> int:
-    return prod(shape) * _ITEM_NBYTES
-
-
-def _drawn(shapes: Shapes, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _drawn(tensors: Tensors, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in shapes.items():
-        weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        yield name, weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.02, generator=generator)
+    for name, tensor in tensors.items():
+        weight = torch.empty_like(tensor, device=device)
+        if tensor.dtype != torch.uint8:
+            weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.02, generator=generator)
+        elif name.endswith("_scales"):  # exponents of two
+            weight.random_(117, 122, generator=generator)
+        else:
+            weight.random_(256, generator=generator)
+        yield name, weight
 
 
-def _write(path: Path, shapes: Shapes, seed: int) -> Iterable[str]:
+def _write(path: Path, tensors: Tensors, seed: int) -> Iterable[str]:
     """Returns the names of the tensors in the file."""
     with path.open("wb", buffering=0) as file:
-        file.write(_header(shapes))
-        for _, weight in _drawn(shapes, seed):
+        file.write(_header(tensors))
+        for _, weight in _drawn(tensors, seed):
             left = memoryview(weight.view(torch.uint8).cpu().numpy()).cast("B")
             while left:  # one call writes 2 GiB at most
                 left = left[file.write(left) :]
         os.fsync(file.fileno())  # dirty pages cannot leave the page cache
-    return shapes
+    return tensors
 
 
-def _write_nf4(path: Path, shapes: Shapes, seed: int) -> Iterable[str]:
+def _write_nf4(path: Path, tensors: Tensors, seed: int) -> Iterable[str]:
     """The same, with linear layers as bitsandbytes saves them, except the head."""
     from bitsandbytes.functional import quantize_4bit
     from safetensors.torch import save_file
 
-    tensors = {}
-    for name, weight in _drawn(shapes, seed):
+    saved = {}
+    for name, weight in _drawn(tensors, seed):
         if "_proj." in name:
             packed, state = quantize_4bit(weight, quant_type="nf4")
-            tensors[name] = packed.cpu()
-            tensors |= {f"{name}.{key}": value.cpu() for key, value in state.as_dict(packed=True).items()}
+            saved[name] = packed.cpu()
+            saved |= {f"{name}.{key}": value.cpu() for key, value in state.as_dict(packed=True).items()}
         else:
-            tensors[name] = weight.cpu()
-    save_file(tensors, path, {"format": "pt"})
+            saved[name] = weight.cpu()
+    save_file(saved, path, {"format": "pt"})
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return tensors
+    return saved
 
 
-def _header(shapes: Shapes) -> bytes:
+def _header(tensors: Tensors) -> bytes:
     facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + _nbytes(shape)
-        facts[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        facts[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(facts).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -2,16 +2,18 @@
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
         [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64]
-    python benchmarks/experts.py --first [--layers 48] [--folder …] [--tiny]     see experts_first.py
+    python benchmarks/experts.py --first [--shape qwen3] [--layers N] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
-both. A share is the device memory for experts, in percent of their bytes, besides the other weights; "coded" is 42/57
-of all, compressed. `graph_ms` is the device time of a graph: between two graphs `generate` has more work for the host.
-Ids come from a table on the device, for the plain model too: with --hits so that an LRU cache has the hit rates that
-were measured on the named model, by default on the one with the most similar routing. A row names it as `routing`; its
-`lru_hits` are the rates of the table by the number of slots. Logits of 24 tokens are compared bit by bit. A model that
-does not fit the device is built in host memory, and its plans are compared with the first one. With a recall, guesses
-for the next layer are drawn of which this share is right. With --ring no plan has a cache.
+both. A share is the device memory for experts, in percent of their bytes, besides the other weights, or such as 24GiB
+for all weights; "coded" is 42/57 of all, compressed. `graph_ms` is the device time of a graph: between two graphs
+`generate` has more work for the host. Ids come from a table on the device, for the plain model too: with --hits so that
+an LRU cache has the hit rates that were measured on the named models, by default on the one with the most similar
+routing. A row names it as `routing`; its `lru_hits` are the rates of the table by the number of slots. `prompt_s` is
+the time of a prompt and its first token; `experts_link_s` that of copying all experts once, at the rate of the link in
+the profile. Logits of 24 tokens are compared bit by bit. A model that does not fit the device is built in host memory,
+and its plans are compared with the first one. With a recall, guesses for the next layer are drawn of which this share
+is right. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import experts_first
 import rows
@@ -33,12 +35,22 @@ import torch
 from experts_shapes import HITS, PACKED, SHAPES, Table, build, experts_of, nbytes_of, unpacked
 
 import weightstream
-from weightstream.plan.hit_curves import curve_of
+from weightstream.measure.profile import load_profile
+from weightstream.plan.hit_curves import HitCurve, curve_of
 from weightstream.plan.planner import Planner
 
 REPEATS = 3
+PROMPT = 64
 SLOW_S = 0.1  # per token: slower models are timed for fewer tokens
 ROOM_NBYTES = 3 << 30  # besides the weights, for the cache, activations and libraries
+
+
+class Reference(NamedTuple):
+    """What later systems are compared with; `plain_ms`: per token, of the plain model, if it is one."""
+
+    name: str
+    logits: list[torch.Tensor]
+    plain_ms: float | None
 
 
 class Decoding:
@@ -69,15 +81,28 @@ class Decoding:
         many, few = (128, 32) if taken(8) < 8 * SLOW_S else (24, 8)
         return [(taken(many) - taken(few)) / (many - few) for _ in range(REPEATS)]
 
+    def prompt_seconds(self) -> list[float]:
+        """Seconds of the prompt and its token, in several runs."""
+        self.run(1)
+
+        def taken() -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.run(1)
+            torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        return [taken() for _ in range(REPEATS)]
+
     def logits(self) -> list[torch.Tensor]:
         # transformers keeps the cache length of a longer run, and kernels would add in another order
         self._model._previous_max_cache_length = -1
         return [x.cpu() for x in self.run(24, output_logits=True, return_dict_in_generate=True).logits]
 
 
-def same(wanted: list[torch.Tensor] | None, found: list[torch.Tensor]) -> bool | None:
-    """Whether the bits are the same; None without a reference."""
-    return None if wanted is None else all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+def same(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+    """Whether the bits are the same."""
+    return all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 def predicted(plan: Any) -> dict[str, Any]:
@@ -101,22 +126,27 @@ def measured(
     streamer: Any, decoding: Decoding, equal: bool | None, plain_ms: float | None, batch: int
 ) -> dict[str, Any]:
     """The fields of a row for one plan."""
+    before = streamer.stats().experts
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
-    asked = stats.experts.found + stats.experts.fetched
+    names = ("found", "fetched", "ahead", "ahead_used")
+    found, fetched, ahead, used = (getattr(stats.experts, name) - getattr(before, name) for name in names)
     return {
         "ms": ms,
         "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s else None,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
+        "prompt_s": rows.percentiles(decoding.prompt_seconds()),
         "equal": equal,
-        "found": round(stats.experts.found / asked, 3) if asked else None,
+        "found": round(found / (found + fetched), 3) if found + fetched else None,
         "num_slots": plan.num_slots,
         "ahead": plan.ahead,
-        "ahead_fetched": stats.experts.ahead,
-        "ahead_used": round(stats.experts.ahead_used / stats.experts.ahead, 3) if stats.experts.ahead else None,
+        "ahead_fetched": ahead,
+        "ahead_used": round(used / ahead, 3) if ahead else None,
         "fetched_mib": round(plan.fetched_nbytes / 2**20, 1),
         "device_gib": round(stats.held_nbytes["device"] / 2**30, 2),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "host_gib": round(stats.held_nbytes["host"] / 2**30, 2),
         "plan": plan.summary(),
         "decoding": decoding.how,
     }
@@ -133,9 +163,9 @@ def main() -> None:
         "--recalls", default="", help="share of right guesses for the next layer; default: those of the routers"
     )
     parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
-    parser.add_argument("--hits", choices=HITS, help="draw ids with the hit rates of this model")
+    parser.add_argument("--hits", help=f"draw ids with the hit rates of these models: {', '.join(HITS)}")
     parser.add_argument("--packed", choices=PACKED, help="the format of the experts; default: bfloat16")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of the prompt")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -145,7 +175,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     layers = args.layers or shape.num_layers
     if args.first:
-        experts_first.run(layers, args.folder, args.out, tiny=args.tiny)
+        experts_first.run(args.shape, layers, args.folder, args.out, tiny=args.tiny)
         return
     plain_nbytes, expert_nbytes = nbytes_of(shape, layers)
     copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
@@ -154,15 +184,18 @@ def main() -> None:
     fits = has_plain or args.packed is not None
     model = build(shape, layers, "cuda" if fits else "cpu", args.packed)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    curve = HITS[args.hits] if args.hits else curve_of(shape.num_experts, shape.top_k)
-    table = Table(model, shape, args.batch, "cuda", curve)
+    names = args.hits.split(",") if args.hits else []
+    curves = [HITS[name] for name in names] or [curve_of(shape.num_experts, shape.top_k)]
+    table = Table(model, shape, args.batch, "cuda", curves[0])
     decoding = Decoding(model, args.batch, args.prompt)
     experts = sum(p.nbytes for module in experts_of(model) for p in module.parameters(recurse=False) if p.ndim > 2)
     common = rows.environment()
-    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "routing": curve.name, "lru_hits": table.hits}
-    about |= {"packed": args.packed, "prompt": args.prompt}
+    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "packed": args.packed, "prompt": args.prompt}
     packing = f" in {args.packed}" if args.packed else ""
-    what = f"{args.shape}{packing}, ids as {curve.name}, batch {args.batch}"
+    prompt = f", prompt {args.prompt}" * (args.prompt != PROMPT)
+
+    def what(curve: HitCurve) -> str:
+        return f"{args.shape}{packing}, ids as {curve.name}, batch {args.batch}{prompt}"
 
     def write(**row: Any) -> None:
         rows.append(args.out, [row | about], common)
@@ -170,14 +203,21 @@ def main() -> None:
 
     def name_of(share: str, codec: str, recall: str, most: str) -> str:
         guess = f", recall {recall}" * bool(recall) + f", {most} ahead" * bool(most)
-        return f"experts {share}, codec {codec}{', ring' * args.ring}{guess}, {what}"
+        return f"experts {share}, codec {codec}{', ring' * args.ring}{guess}"
+
+    def budget_of(share: str) -> int:
+        if share == "coded":
+            return nbytes * 42 // 57
+        if share.endswith("GiB"):
+            return int(float(share.removesuffix("GiB")) * 2**30)
+        return int(nbytes - experts + experts * float(share) / 100)
 
     @contextmanager
     def offloaded(share: str, codec: str, recall: str, most: str) -> Iterator[Any]:
-        budget = nbytes * 42 // 57 if share == "coded" else int(nbytes - experts + experts * float(share) / 100)
+        options = {"codec": codec, "batch": args.batch, "context": args.prompt + 192}
         with (
             table.guessed(float(recall)) if recall else nullcontext(),
-            weightstream.offload(model, device_budget=budget, codec=codec, batch=args.batch, context=256) as streamer,
+            weightstream.offload(model, device_budget=budget_of(share), **options) as streamer,
         ):
             if most:
                 streamer.switch(replace(streamer.plan, ahead=int(most)))
@@ -185,31 +225,40 @@ def main() -> None:
 
     if args.ring:
         Planner._cache = lambda *_: None  # type: ignore[method-assign]
-    want, plain_ms, equal_to = None, None, f"resident, plain, {what}"
+    wanted: dict[str, Reference] = {}  # by the curve
     if has_plain:
         plain = unpacked(model) if args.packed else model
-        if args.packed:
-            Table(plain, shape, args.batch, "cuda", curve)
+        plain_table = Table(plain, shape, args.batch, "cuda", curves[0]) if args.packed else table
         reference = Decoding(plain, args.batch, args.prompt)
-        want = reference.logits()
-        ms = rows.percentiles([1e3 * s for s in reference.seconds()])
-        repeats = same(want, reference.logits())
-        plain_ms, rate = ms["p50"], round(1e3 * args.batch / ms["p50"], 1)
         predictions = predicted_resident(plain, plain_nbytes, args.batch)
-        write(system=equal_to, ms=ms, tokens_per_s=rate, nbytes=plain_nbytes, repeats=repeats, **predictions)
-        del plain, reference
+        for curve in curves:
+            plain_table.draw(curve)
+            name, want = f"resident, plain, {what(curve)}", reference.logits()
+            ms = rows.percentiles([1e3 * s for s in reference.seconds()])
+            found = {"ms": ms, "tokens_per_s": round(1e3 * args.batch / ms["p50"], 1), "nbytes": plain_nbytes}
+            found |= {"prompt_s": rows.percentiles(reference.prompt_seconds()), **predictions}
+            found |= {"routing": curve.name, "lru_hits": table.hits}
+            write(system=name, repeats=same(want, reference.logits()), **found)
+            wanted[curve.name] = Reference(name, want, ms["p50"])
+        del plain, reference, plain_table
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for cell in product(*(values.split(",") for values in cells)):
         name, began = name_of(*cell), time.perf_counter()
         with rows.guarded(write, name), offloaded(*cell) as streamer:
             load_s, predictions = round(time.perf_counter() - began, 1), predicted(streamer.plan)  # before any step ran
-            logits = decoding.logits()
-            found = measured(streamer, decoding, same(want, logits), plain_ms, args.batch)
-            found |= {"equal_to": equal_to if want is not None else None, **predictions}
-            budget_gib = round((streamer.plan.budget or 0) / 2**30, 2)
-            write(system=name, budget_gib=budget_gib, load_s=load_s, nbytes=nbytes, **found)
-            if want is None:
-                want, equal_to = logits, name
+            profile = load_profile(torch.device("cuda"))
+            torch.cuda.reset_peak_memory_stats()
+            for curve in curves:
+                table.draw(curve)
+                logits = decoding.logits()
+                known = wanted.setdefault(curve.name, Reference(f"{name}, {what(curve)}", logits, None))
+                equal = None if known.logits is logits else same(known.logits, logits)
+                found = measured(streamer, decoding, equal, known.plain_ms, args.batch)
+                found |= {"equal_to": known.name if equal is not None else None, **predictions}
+                found |= {"experts_link_s": round(experts / profile.link_bytes_per_s, 3) if profile else None}
+                found |= {"routing": curve.name, "lru_hits": table.hits, "load_s": load_s, "nbytes": nbytes}
+                budget_gib = round((streamer.plan.budget or 0) / 2**30, 2)
+                write(system=f"{name}, {what(curve)}", budget_gib=budget_gib, **found)
 
 
 if __name__ == "__main__":

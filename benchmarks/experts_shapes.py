@@ -99,6 +99,22 @@ SHAPES = {
             "sliding_window": 128,
         },
     ),
+    "gpt_oss_20b": Shape(
+        kind="GptOss",
+        num_layers=24,
+        num_experts=32,
+        top_k=4,
+        sizes={
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "vocab_size": 201088,
+            "sliding_window": 128,
+        },
+    ),
     "deepseek_v3": Shape(
         kind="DeepseekV3",
         num_layers=61,
@@ -289,22 +305,36 @@ class Table:
     """Passes ids from a table to experts instead of those of their routers, the next row in each step.
 
     Its hooks are only on the modules of this model: a copy on meta, which is followed for shapes, routes by itself.
+
+    Attributes:
+        hits: the hit rates of a plain LRU cache, by the number of slots.
     """
 
     def __init__(self, model: Any, shape: Shape, batch: int, device: str, curve: HitCurve) -> None:
         every = experts_of(model)
-        self._num_steps = NUM_STEPS if batch == 1 else FEW_STEPS
-        tables = [
-            [drawn(curve, shape, self._num_steps, 1000 * layer + b) for b in range(batch)]
-            for layer in range(len(every))
-        ]
-        long = drawn(curve, shape, NUM_STEPS, 0)
-        self.hits = {num: round(hits(long, num), 3) for num in slots_of(shape)}
-        self._table = torch.tensor(tables, device=device).transpose(1, 2).contiguous()  # layer, step, sequence, k
+        self._shape, self._num_steps = shape, NUM_STEPS if batch == 1 else FEW_STEPS
+        # layer, step, sequence, k: graphs read them, so they are only written in place
+        self._table = torch.zeros(len(every), self._num_steps, batch, shape.top_k, dtype=torch.long, device=device)
+        self._guesses = torch.zeros_like(self._table).flatten(2)
+        self._recall: float | None = None
         self._step = torch.zeros(1, dtype=torch.long, device=device)
+        self.draw(curve)
         self._layer_of = {id(module): layer for layer, module in enumerate(every)}
         for layer, module in enumerate(every):
             module.register_forward_pre_hook(partial(self._route, layer))
+
+    def draw(self, curve: HitCurve) -> None:
+        """Draw other ids, and the guesses for them."""
+        layers, _, batch, _ = self._table.shape
+        tables = [
+            [drawn(curve, self._shape, self._num_steps, 1000 * layer + b) for b in range(batch)]
+            for layer in range(layers)
+        ]
+        self._table.copy_(torch.tensor(tables).transpose(1, 2))
+        long = drawn(curve, self._shape, NUM_STEPS, 0)
+        self.hits = {num: round(hits(long, num), 3) for num in slots_of(self._shape)}
+        if self._recall is not None:
+            self._guess(self._recall)
 
     def _route(self, layer: int, _: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, ids, scores = args
@@ -332,14 +362,8 @@ class Table:
         The routers run as usual, but do not know the table. Outside of a capture, where a guess is checked, it gets the
         ids of the table.
         """
-        generator = torch.Generator(self._table.device).manual_seed(2)
-        shape, device, most = self._table.shape, self._table.device, int(self._table.max()) + 1
-        others = torch.randint(most, shape, generator=generator, device=device)
-        is_right = torch.rand(shape, generator=generator, device=device) < recall
-        drawn = torch.where(is_right, self._table, others).flatten(2)
-        order = torch.rand(drawn.shape, generator=generator, device=device).argsort(-1)
-        drawn = drawn.gather(-1, order)
-
+        self._recall = recall
+        self._guess(recall)
         before = ExpertForward.guess
 
         def guess(picks: Any, states: torch.Tensor) -> torch.Tensor | None:
@@ -349,10 +373,20 @@ class Table:
                 return None
             if not torch.cuda.is_current_stream_capturing():
                 return self._named(layer, states.flatten(0, -2))
-            return drawn[layer].index_select(0, self._step)[0]
+            return self._guesses[layer].index_select(0, self._step)[0]
 
         ExpertForward.guess = guess  # type: ignore[method-assign]
         try:
             yield
         finally:
             ExpertForward.guess = before  # type: ignore[method-assign]
+            self._recall = None
+
+    def _guess(self, recall: float) -> None:
+        generator = torch.Generator(self._table.device).manual_seed(2)
+        shape, device, most = self._table.shape, self._table.device, int(self._table.max()) + 1
+        others = torch.randint(most, shape, generator=generator, device=device)
+        is_right = torch.rand(shape, generator=generator, device=device) < recall
+        drawn = torch.where(is_right, self._table, others).flatten(2)
+        order = torch.rand(drawn.shape, generator=generator, device=device).argsort(-1)
+        self._guesses.copy_(drawn.gather(-1, order))
