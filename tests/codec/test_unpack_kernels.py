@@ -18,6 +18,7 @@ import pytest
 import torch
 import triton.runtime.interpreter
 
+from packed_rig import CASES as PACKED
 from repeats import only, thinned
 from triton_counting import COMPILES_NOTHING, PRINTS_COUNTS
 from unpack_launches import launches_from_now
@@ -376,10 +377,25 @@ def test_a_trial_of_blocks_by_settings() -> None:
     assert unpacks_equally("float8", (16, 32), leaves, (24, 40), torch.bfloat16, REFERENCES["float8"])
 
 
-def test_a_trial_of_a_scale_for_each_part() -> None:
-    weight, scales = (leaf.to(DEVICE) for leaf in float8(2, 8, 32, (4, 32), torch.float32))
-    for its in (scales.flatten(1), scales[:, 0, 0]):
-        assert unpacks_equally("float8", (), (weight, its), (8, 32), torch.bfloat16, REFERENCES["float8"])
+@pytest.mark.parametrize("name", PACKED)
+def test_trials_suit_the_function_of_each_format(name: str) -> None:
+    """Scales have as many dimensions as those of the format, which its function goes by."""
+    case = PACKED[name]
+    shape = (2, 64, 64) if case.mixture == "gpt_oss" else (2, 128, 64)
+    leaves = tuple(leaf.to(DEVICE) for leaf in case.leaves(shape, torch.Generator().manual_seed(3)))
+
+    def unpack(*args: Any) -> torch.Tensor:
+        *trial, dtype = args
+        return case.format.unpacked(tuple(trial), dtype)
+
+    assert case.format.kernel is not None
+    assert unpacks_equally(case.format.kernel, (), leaves, shape[1:], torch.bfloat16, unpack)
+
+
+def test_a_trial_needs_scales_of_a_matrix() -> None:
+    weight, scales = (leaf.to(DEVICE) for leaf in float8(2, 8, 32, (8, 32), torch.float32))
+    with pytest.raises(InvariantError, match="a list or a grid of scales"):
+        unpacks_equally("float8", (), (weight, scales[:, 0, 0]), (8, 32), torch.bfloat16, REFERENCES["float8"])
 
 
 def test_int4_needs_no_settings() -> None:

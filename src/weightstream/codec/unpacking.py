@@ -329,7 +329,8 @@ def _trial_of_float8(settings: tuple[Any, ...], leaves: Leaves, shape: Sequence[
     height, width = _block(settings, shape, scales.shape[1:])
     block = min(height, _HEIGHT), _trial_width(width, scales)
     values, under = _in_blocks(256, block, scales)
-    trial = values.to(torch.uint8).view(weight.dtype), under
+    _check("a matrix has a list or a grid of scales", leaves[1].dim() > 1, leaves[1])
+    trial = values.to(torch.uint8).view(weight.dtype), under.flatten(leaves[1].dim() - 1)
     return block if settings else (), trial, tuple(values.shape[1:])
 
 
