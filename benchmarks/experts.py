@@ -69,30 +69,22 @@ class Decoding:
 
     def seconds(self) -> list[float]:
         """Seconds per token, in several runs."""
-
-        def taken(tokens: int) -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            self.run(tokens)
-            torch.cuda.synchronize()
-            return time.perf_counter() - began
-
-        taken(8)
-        many, few = (128, 32) if taken(8) < 8 * SLOW_S else (24, 8)
-        return [(taken(many) - taken(few)) / (many - few) for _ in range(REPEATS)]
+        self._taken(8)
+        is_slow = self._taken(8) - self._taken(1) > 7 * SLOW_S
+        many, few = (24, 8) if is_slow else (128, 32)
+        return [(self._taken(many) - self._taken(few)) / (many - few) for _ in range(REPEATS)]
 
     def prompt_seconds(self) -> list[float]:
         """Seconds of the prompt and its token, in several runs."""
-        self.run(1)
+        self._taken(1)
+        return [self._taken(1) for _ in range(REPEATS)]
 
-        def taken() -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            self.run(1)
-            torch.cuda.synchronize()
-            return time.perf_counter() - began
-
-        return [taken() for _ in range(REPEATS)]
+    def _taken(self, tokens: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.run(tokens)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
 
     def logits(self) -> list[torch.Tensor]:
         # transformers keeps the cache length of a longer run, and kernels would add in another order
@@ -129,11 +121,12 @@ def measured(
     before = streamer.stats().experts
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
+    is_timed = bool(plan.cached or plan.step_nbytes or plan.decode_s)  # else only prompts are
     names = ("found", "fetched", "ahead", "ahead_used")
     found, fetched, ahead, used = (getattr(stats.experts, name) - getattr(before, name) for name in names)
     return {
         "ms": ms,
-        "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s else None,
+        "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s and is_timed else None,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
         "prompt_s": rows.percentiles(decoding.prompt_seconds()),

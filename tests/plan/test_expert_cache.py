@@ -148,11 +148,11 @@ def test_a_wave_costs_a_call(batch: int, percent: int, waves: int) -> None:
     (cached, *_) = ways(planner.budget or 0)
     profile, workload = planner.profile(MIXTURE), planner.demand.workload
     cached = cached._replace(ahead=0)
-    for nbytes, ahead_nbytes, num in expert_cache._fetched(MIXTURE, cached, profile, workload, None).values():
-        assert ahead_nbytes == 0
-        assert num == waves == -(-min(NUM_ROWS, NUM_PICKED * batch) // cached.num_slots)
+    for fetch in expert_cache._fetched(MIXTURE, cached, profile, workload, None).values():
+        assert fetch.ahead_nbytes == 0
+        assert fetch.calls == waves == -(-min(NUM_ROWS, NUM_PICKED * batch) // cached.num_slots)
         missed = expert_cache._missed(NUM_ROWS, NUM_PICKED * batch, cached.num_slots, workload)
-        assert nbytes == pytest.approx(missed * ROW_NBYTES)
+        assert fetch.nbytes == pytest.approx(missed * ROW_NBYTES)
 
 
 @pytest.mark.parametrize("why", ["no unit picks", "no work is known", "no stacks", "shared"])
@@ -363,11 +363,13 @@ def test_predicted_prefetches_equal_those_of_a_cache(num_slots: int, most: int, 
     different = (table.hits + table.misses) / num_steps
     guessed = partial(expert_cache._guessed, different - there, different, num_slots, NUM_ROWS, most, recall)
     predicted = guessed(None)
-    assert predicted == pytest.approx((ahead, used), rel=0.2)
+    assert (predicted.fetched, predicted.used) == pytest.approx((ahead, used), rel=0.2)
+    assert len(predicted.odds) == most + 1
+    assert sum(predicted.odds) == pytest.approx(1)
     counts = Counts(num_slots, MANY, MANY, ahead=10 * MANY, used=4 * MANY)
-    ahead, used = guessed(counts)
-    assert used == pytest.approx(0.4 * ahead, rel=1e-3)
-    assert 0 < ahead < most
+    counted = guessed(counts)
+    assert counted.used == pytest.approx(0.4 * counted.fetched, rel=1e-3)
+    assert 0 < counted.fetched < most
 
 
 @pytest.mark.parametrize("num_slots", [8, 9, 12])
@@ -380,14 +382,13 @@ def test_no_more_rows_are_prefetched_than_slots_are_free(num_slots: int) -> None
             table.guess([row if rng.random() < 0.75 else rng.randrange(NUM_ROWS) for row in rows], 8)
         table.resolve(rows)
     missed_rows = (table.misses + table.used) / num_steps
-    ahead, _ = expert_cache._guessed(missed_rows, NUM_PICKED, num_slots, NUM_ROWS, 8, 0.75, None)
-    assert ahead == pytest.approx(table.ahead / num_steps, rel=0.25, abs=0.05)
+    ahead = expert_cache._guessed(missed_rows, NUM_PICKED, num_slots, NUM_ROWS, 8, 0.75, None)
+    assert ahead.fetched == pytest.approx(table.ahead / num_steps, rel=0.25, abs=0.05)
 
 
 def test_the_number_of_prefetched_rows_pays_off() -> None:
     """The link must have time for them, and they must be worth their bytes. Nothing is prefetched if predictions are
-    wrong, in
-    steps of several tokens, or if a layer takes no time compared with a row."""
+    wrong, in steps of several tokens, or if a layer takes no time compared with a row."""
     budget, numbers = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, []
     planner = planner_of(budget, on=IN_GRAPHS)
     (cached, *_) = ways(budget)
@@ -406,6 +407,21 @@ def test_the_number_of_prefetched_rows_pays_off() -> None:
     assert numbers[0] == 0
     assert numbers == sorted(numbers)
     assert numbers[-1] == expert_cache.MAX_PREFETCHED_ROWS
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_compute_hides_a_prefetch_only_if_it_is_short(most: int) -> None:
+    """The number of rows varies: a layer waits for many, although it could hide their mean number."""
+    profile = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4).profile(MIXTURE)
+    ahead = expert_cache._guessed(1.0, 4.0, 40, NUM_ROWS, most, 0.75, None)
+    row_s, rng = ROW_NBYTES / (0.92 * profile.link_bytes_per_s), random.Random(1)
+    hidden_s = 1.3 * row_s
+    numbers = rng.choices(range(most + 1), ahead.odds, k=20_000)
+    late_s = sum(max(0.0, num * row_s - hidden_s) for num in numbers) / len(numbers)
+    fetch, waited = (expert_cache._Fetch(ROW_NBYTES, 0.5, each, 1) for each in (ahead, expert_cache._NOTHING))
+    more_s = fetch.seconds(profile, hidden_s) - waited.seconds(profile, hidden_s)
+    assert more_s == pytest.approx(late_s, rel=0.05, abs=1e-12)
+    assert (more_s > 0) == (most > 1)
 
 
 def test_a_plan_reports_its_prefetches() -> None:

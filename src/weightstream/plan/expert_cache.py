@@ -220,23 +220,56 @@ def with_predictions(
     )
 
 
+class _Prefetch(NamedTuple):
+    """The prefetch for a call.
+
+    Attributes:
+        odds: the probability of each number of rows, from 0.
+        used: rows that the call uses.
+    """
+
+    odds: tuple[float, ...]
+    used: float
+
+    @property
+    def fetched(self) -> float:
+        """The mean number of rows."""
+        return sum(num * odds for num, odds in enumerate(self.odds))
+
+
+_NOTHING = _Prefetch((1.0,), 0.0)
+
+
 class _Fetch(NamedTuple):
     """Fetches of a unit in a step.
 
     Attributes:
-        nbytes: bytes of rows that are fetched when the unit needs them.
-        ahead_nbytes: bytes of rows that are prefetched.
+        row_nbytes: bytes of a row.
+        num_rows: rows that are fetched when the unit needs them.
+        ahead: rows that are prefetched.
         calls: calls of the cache, each for at most as many rows as there are slots.
     """
 
-    nbytes: float
-    ahead_nbytes: float
+    row_nbytes: float
+    num_rows: float
+    ahead: _Prefetch
     calls: int
 
+    @property
+    def nbytes(self) -> float:
+        """Bytes that are fetched when the unit needs them."""
+        return self.num_rows * self.row_nbytes
+
+    @property
+    def ahead_nbytes(self) -> float:
+        """Bytes that are prefetched."""
+        return self.ahead.fetched * self.row_nbytes
+
     def seconds(self, profile: Profile, hidden_s: float) -> float:
-        """Seconds of the unit's fetches, if compute hides `hidden_s` seconds of prefetches."""
-        rate = _FETCH_RATE * profile.link_bytes_per_s
-        return self.calls * _MANAGED_S + self.nbytes / rate + max(0.0, self.ahead_nbytes / rate - hidden_s)
+        """Seconds of the unit's fetches, if compute hides `hidden_s` seconds of each prefetch."""
+        row_s = self.row_nbytes / (_FETCH_RATE * profile.link_bytes_per_s)
+        late_s = sum(odds * max(0.0, num * row_s - hidden_s) for num, odds in enumerate(self.ahead.odds))
+        return self.calls * _MANAGED_S + self.num_rows * row_s + late_s
 
 
 def _fetched(
@@ -248,22 +281,15 @@ def _fetched(
         num_rows = of_unit[0].shape[0]
         num_picked = profile.picked[index].share * num_rows
         missed = _missed(num_rows, num_picked, cached.num_slots, workload, counts)
-        prefetch = _Prefetch(0.0, 0.0)
+        prefetch = _NOTHING
         if found and cached.ahead:
             different = _hits(num_rows, num_picked, cached.num_slots, workload).num_different
             recall = _curve(num_rows, num_picked, workload).recall
             prefetch = _guessed(missed, different, cached.num_slots, num_rows, cached.ahead, recall, counts)
         row_nbytes = sum(cached.sizes[t.alias] for t in of_unit if t.alias in cached.sizes) / num_rows
         calls = ceil(min(num_picked, num_rows) / max(1, cached.num_slots))
-        found[index] = _Fetch((missed - prefetch.used) * row_nbytes, prefetch.fetched * row_nbytes, calls)
+        found[index] = _Fetch(row_nbytes, missed - prefetch.used, prefetch, calls)
     return found
-
-
-class _Prefetch(NamedTuple):
-    """Numbers of rows that are prefetched for a call, and of those that the call uses."""
-
-    fetched: float
-    used: float
 
 
 def _guessed(
@@ -282,11 +308,12 @@ def _guessed(
     """
     right, most = recall * missed, min(most, max(0, num_slots - ceil(different)))
     guessed = right + (1 - recall) * different * (1 - num_slots / num_rows)
-    ahead = most - sum((most - num) * exp(-guessed) * guessed**num / factorial(num) for num in range(most))
+    fewer = [exp(-guessed) * guessed**num / factorial(num) for num in range(most)]
+    ahead = _Prefetch((*fewer, 1 - sum(fewer)), 0.0)
     share = right / guessed if guessed else 0.0
     if counts is not None:
         share = (counts.used + _WORTH * share) / (counts.ahead + _WORTH)
-    return _Prefetch(ahead, min(missed, ahead * share)) if share >= LEAST_USED else _Prefetch(0.0, 0.0)
+    return ahead._replace(used=min(missed, ahead.fetched * share)) if share >= LEAST_USED else _NOTHING
 
 
 def _best_ahead(

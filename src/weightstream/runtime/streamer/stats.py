@@ -108,7 +108,8 @@ def continued(stats: Stats, past: Stats | None) -> Stats:
 def stats_of(installed: Installation) -> Stats:
     """The statistics as of now."""
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
-    held["device"] += sum(memory.numel() for memory in installed.binding.memory) + installed.modules.adopted_nbytes
+    memory_nbytes = sum(memory.numel() for memory in installed.binding.memory) - plan.shared_nbytes
+    held["device"] += memory_nbytes + installed.modules.adopted_nbytes
     return Stats(
         **asdict(installed.counters),
         stall_s=installed.timeline.stall_s,
