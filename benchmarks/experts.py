@@ -1,7 +1,7 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
-        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64] [--only-prompt]
     python benchmarks/experts.py --first [--shape qwen3] [--layers N] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
@@ -114,6 +114,17 @@ def predicted_resident(model: Any, nbytes: int, batch: int) -> dict[str, Any]:
         return predicted(weightstream.plan_model(folder, device_budget=nbytes + 2**30, batch=batch, context=256))
 
 
+def prompted(streamer: Any, decoding: Decoding, equal: bool | None) -> dict[str, Any]:
+    """The fields of a row for the prompts of one plan."""
+    return {
+        "prompt_s": rows.percentiles(decoding.prompt_seconds()),
+        "equal": equal,
+        "num_slots": streamer.plan.num_slots,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "plan": streamer.plan.summary(),
+    }
+
+
 def measured(
     streamer: Any, decoding: Decoding, equal: bool | None, plain_ms: float | None, batch: int
 ) -> dict[str, Any]:
@@ -124,23 +135,18 @@ def measured(
     is_timed = bool(plan.cached or plan.step_nbytes or plan.decode_s)  # else only prompts are
     names = ("found", "fetched", "ahead", "ahead_used")
     found, fetched, ahead, used = (getattr(stats.experts, name) - getattr(before, name) for name in names)
-    return {
+    return prompted(streamer, decoding, equal) | {
         "ms": ms,
         "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s and is_timed else None,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
-        "prompt_s": rows.percentiles(decoding.prompt_seconds()),
-        "equal": equal,
         "found": round(found / (found + fetched), 3) if found + fetched else None,
-        "num_slots": plan.num_slots,
         "ahead": plan.ahead,
         "ahead_fetched": ahead,
         "ahead_used": round(used / ahead, 3) if ahead else None,
         "fetched_mib": round(plan.fetched_nbytes / 2**20, 1),
         "device_gib": round(stats.held_nbytes["device"] / 2**30, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "host_gib": round(stats.held_nbytes["host"] / 2**30, 2),
-        "plan": plan.summary(),
         "decoding": decoding.how,
     }
 
@@ -159,6 +165,7 @@ def main() -> None:
     parser.add_argument("--hits", help=f"draw ids with the hit rates of these models: {', '.join(HITS)}")
     parser.add_argument("--packed", choices=PACKED, help="the format of the experts; default: bfloat16")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of the prompt")
+    parser.add_argument("--only-prompt", action="store_true", help="time no tokens")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
     parser.add_argument("--first", action="store_true", help="time a load, to the first token")
@@ -173,7 +180,7 @@ def main() -> None:
     plain_nbytes, expert_nbytes = nbytes_of(shape, layers)
     copied_nbytes = args.batch * shape.top_k * expert_nbytes  # by batched_mm
     total_nbytes = torch.cuda.mem_get_info()[1]
-    has_plain = plain_nbytes + copied_nbytes + ROOM_NBYTES < total_nbytes * (0.7 if args.packed else 1.0)
+    has_plain = plain_nbytes + copied_nbytes + ROOM_NBYTES < total_nbytes * (0.6 if args.packed else 1.0)
     fits = has_plain or args.packed is not None
     model = build(shape, layers, "cuda" if fits else "cpu", args.packed)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -241,14 +248,17 @@ def main() -> None:
             load_s, predictions = round(time.perf_counter() - began, 1), predicted(streamer.plan)  # before any step ran
             profile = load_profile(torch.device("cuda"))
             torch.cuda.reset_peak_memory_stats()
-            for curve in curves:
+            for curve in curves if streamer.plan.cached or not cell[3] else ():
                 table.draw(curve)
                 logits = decoding.logits()
                 known = wanted.setdefault(curve.name, Reference(f"{name}, {what(curve)}", logits, None))
                 equal = None if known.logits is logits else same(known.logits, logits)
                 if not streamer.plan.cached and curve is not curves[0]:
                     continue  # its time does not depend on the ids
-                found = measured(streamer, decoding, equal, known.plain_ms, args.batch)
+                if args.only_prompt:
+                    found = prompted(streamer, decoding, equal)
+                else:
+                    found = measured(streamer, decoding, equal, known.plain_ms, args.batch)
                 found |= {"equal_to": known.name if equal is not None else None, **predictions}
                 found |= {"experts_link_s": round(experts / profile.link_bytes_per_s, 3) if profile else None}
                 found |= {"routing": curve.name, "lru_hits": table.hits, "load_s": load_s, "nbytes": nbytes}
