@@ -237,7 +237,7 @@ def main() -> None:
             ms = rows.percentiles([1e3 * s for s in reference.seconds()])
             found = {"ms": ms, "tokens_per_s": round(1e3 * args.batch / ms["p50"], 1), "nbytes": plain_nbytes}
             found |= {"prompt_s": rows.percentiles(reference.prompt_seconds()), **predictions}
-            found |= {"routing": curve.name, "lru_hits": table.hits}
+            found |= {"routing": curve.name, "lru_hits": plain_table.hits}
             write(system=name, repeats=same(want, reference.logits()), **found)
             wanted[curve.name] = Reference(name, want, ms["p50"])
         del plain, reference, plain_table

@@ -1,6 +1,6 @@
 """A mixture of experts from a checkpoint in the page cache: seconds from the call to the first token of `generate`.
 
-    python benchmarks/experts.py --first [--shape qwen3|gpt_oss] [--layers N] [--folder /dev/shm/…] [--tiny]
+    python benchmarks/experts.py --first [--shape qwen3|gpt_oss] [--layers N, at least 5] [--folder …] [--tiny]
 
 The checkpoint has random weights: Qwen3-30B-A3B's shape in bfloat16, a matrix for each expert, or gpt-oss-120b's with
 experts in mxfp4, as stacks. Its shards of 4 GB are each in the order of names; it is written once, and stays. The

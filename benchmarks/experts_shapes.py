@@ -49,6 +49,15 @@ class Shape(NamedTuple):
         return kind(**sizes, num_hidden_layers=layers, num_experts_per_tok=self.top_k, tie_word_embeddings=False)
 
 
+_GPT_OSS = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+}
 SHAPES = {
     "qwen3": Shape(
         kind="Qwen3Moe",
@@ -84,36 +93,10 @@ SHAPES = {
         },
     ),
     "gpt_oss": Shape(
-        kind="GptOss",
-        num_layers=36,
-        num_experts=128,
-        top_k=4,
-        sizes={
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 128,
-            "vocab_size": 201088,
-            "sliding_window": 128,
-        },
+        kind="GptOss", num_layers=36, num_experts=128, top_k=4, sizes=_GPT_OSS | {"num_local_experts": 128}
     ),
     "gpt_oss_20b": Shape(
-        kind="GptOss",
-        num_layers=24,
-        num_experts=32,
-        top_k=4,
-        sizes={
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "vocab_size": 201088,
-            "sliding_window": 128,
-        },
+        kind="GptOss", num_layers=24, num_experts=32, top_k=4, sizes=_GPT_OSS | {"num_local_experts": 32}
     ),
     "deepseek_v3": Shape(
         kind="DeepseekV3",

@@ -218,6 +218,9 @@ def test_whole_stacks_overwrite_slots(name: str, num_slots: int) -> None:
         before = counts(streamer)
         assert torch.equal(model(prompt(1)).logits, plain(prompt(1)).logits)
         assert counts(streamer)[1] == before[1], "all rows of the last token were there"
+        held_nbytes, plan = streamer.stats().held_nbytes, streamer.plan
+        assert plan.shared_nbytes > 0
+        assert held_nbytes["device"] == plan.device_nbytes, "bytes of the buffer that are slots count once"
 
 
 @pytest.mark.few(1)
