@@ -14,7 +14,7 @@ import weightstream
 from expert_rig import caches, counts, experts_of, held, plan_of
 from models import model_nbytes
 from packed_rig import CASES, Pair, both, packed_modules
-from stream_rig import NUM_ROWS, host_stacks
+from stream_rig import NUM_ROWS, buffer_of, host_stacks, streams_of, with_slots
 from unpack_launches import launches_from_now
 from weightstream.adapters.hf import packed_matrices
 from weightstream.adapters.hf.packed_formats import PackedFormat
@@ -101,14 +101,14 @@ def test_prompts_in_waves(name: str, num: int, form: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
     monkeypatch.setattr(packed_matrices, "_EQUAL", {})
     num_waves: list[int] = []
-    plain_copied = RowStream._copied
+    plain_copied = RowStream.copied
 
     def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
         memory.fill_(255)
         num_waves.append(len(rows))
         return plain_copied(self, rows, memory)
 
-    monkeypatch.setattr(RowStream, "_copied", spied)
+    monkeypatch.setattr(RowStream, "copied", spied)
     room = 4 * model_nbytes(model)
     with (
         held(model, "cached", 4, device="cuda")
@@ -222,8 +222,47 @@ def test_rows_are_fetched_from_any_address_of_a_file(skipped: int, tmp_path: Pat
     streamer.remove()
 
 
-def test_a_stream_of_rows_orders_copies_and_readers() -> None:
-    """Slow readers on the compute stream see their wave, and none that was copied over it."""
+@formats
+@pytest.mark.parametrize("num", [1, 2])
+def test_waves_of_the_next_layer_come_during_attention(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over poison, with a slow device, and with rows that come from their slots; also after a step that failed."""
+    model, plain = pair(name)
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * experts_of(plain)[0].gate_up_proj[0].nbytes)
+    plain_copied, num_begun, fails = RowStream.copied, list[int](), list[bool]()
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
+        memory.fill_(255)
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "copied", spied)
+    with held(model, "cached", 4, device="cuda") as streamer:
+        assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))  # rows have slots now
+        streams = streamer._binding.streams
+
+        def spy(*_: Any) -> None:
+            num_begun.append(len(streams._begun))
+            torch.cuda._sleep(2_000_000)
+            if fails and len(num_begun) == 3:
+                raise ZeroDivisionError
+
+        hooks = [layer.self_attn.register_forward_pre_hook(spy) for layer in model.model.layers]
+        for length in (40, 300, 1, 40):
+            with torch.no_grad():
+                assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            assert (max(num_begun) > 0) is (length > 1)
+            num_begun.clear()
+        fails.append(True)
+        with torch.no_grad(), pytest.raises(ZeroDivisionError):
+            model(prompt(40))
+        for hook in hooks:
+            hook.remove()
+        assert_same(generated(model, prompt(40)), generated(plain, prompt(40)))
+
+
+@pytest.mark.parametrize("slotted", [(), (0, 3, 4, 11)])
+def test_a_stream_of_rows_orders_copies_and_readers(slotted: tuple[int, ...]) -> None:
+    """Slow readers on the compute stream see their wave, and none that was copied over it; copies of the next stream
+    begin before it is read."""
     backend = CudaBackend(torch.device("cuda", torch.cuda.current_device()))
     kept: list[torch.Tensor] = []
 
@@ -234,15 +273,20 @@ def test_a_stream_of_rows_orders_copies_and_readers() -> None:
         return view
 
     stacks = host_stacks(take)
-    memory = torch.full((4 * (136 * 5 + 3 * 512),), 255, dtype=torch.uint8, device="cuda")
-    stream = RowStream([stack.leaf for stack in stacks], memory, backend)
+    cache = with_slots(stacks, slotted, "cuda") if slotted else None
+    buffer = buffer_of(backend)
+    streams = streams_of(stacks, buffer, 3, cache)
     generator = torch.Generator().manual_seed(3)
-    for _ in range(40):
-        rows = torch.randint(NUM_ROWS, (30,), generator=generator).tolist()
+    for turn in range(20):
         found: list[tuple[Sequence[int], list[torch.Tensor]]] = []
-        for of_wave, leaves in stream.waves(rows, 4):
-            torch.cuda._sleep(200_000)
-            found.append((of_wave, [leaf.clone() for leaf in leaves]))
+        for stream in streams:
+            rows = torch.randperm(NUM_ROWS, generator=generator)[: NUM_ROWS - turn % 3]
+            waves = stream.cut(rows.sort().values.tolist(), 3 + turn % 2)
+            for wave, leaves in zip(waves, stream.bring(waves), strict=True):
+                torch.cuda._sleep(200_000)
+                found.append((wave.rows, [leaf[list(wave.places)] for leaf in leaves]))
+        buffer.drop()
+        buffer.memory.fill_(255)
         for of_wave, copies in found:
             for stack, copy in zip(stacks, copies, strict=True):
                 wanted = stack.values[list(of_wave)]

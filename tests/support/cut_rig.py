@@ -112,6 +112,8 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
         return striped()
     if name == "experts":
         return mixture(request, device)
+    if name == "waves":
+        return prompts(request, device)
     if name == "generation":
         return language_model(monkeypatch, device)
     if name in ("capture", "replay"):
@@ -207,6 +209,28 @@ def mixture(request: pytest.FixtureRequest, device: str) -> Case:
 
     def output(is_plain: bool) -> list[torch.Tensor]:
         return [(plain if is_plain else model)(input_ids=ids[:, :1], use_cache=False).logits]
+
+    return Case([(model, plain, streamer)], lambda: output(False), output)
+
+
+def prompts(request: pytest.FixtureRequest, device: str) -> Case:
+    """Packed experts that pass their slots in waves, those of the next layer ahead."""
+    import expert_rig
+    import packed_rig
+    from weightstream.adapters.hf import packed_matrices
+
+    model, plain = packed_rig.both("mxfp4", "grouped_mm")
+    plain, ids = plain.to(device), expert_rig.prompt(12).to(device)
+    matrix = expert_rig.experts_of(plain)[0].gate_up_proj[0].nbytes
+    request.getfixturevalue("monkeypatch").setattr(packed_matrices, "WAVE_NBYTES", 2 * matrix)
+    holding = expert_rig.held(model, "cached", 4, device)
+    streamer = holding.__enter__()
+    request.addfinalizer(lambda: holding.__exit__(None, None, None))
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        found = [(plain if is_plain else model)(input_ids=ids, use_cache=False).logits]
+        assert not streamer._binding.streams._begun
+        return found
 
     return Case([(model, plain, streamer)], lambda: output(False), output)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import weightstream
-from expert_rig import Selected, caches, counts, experts_of, generated, held, prompt, same, selected
+from coded_rig import code_all
+from expert_rig import Selected, caches, counts, experts_of, generated, held, plan_of, prompt, same, selected
 from models import model_nbytes
 from packed_rig import CASES, ODD, both, packed_modules
 from streaming import striped
@@ -27,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = [pytest.mark.usefixtures("nothing_foreseen")]
 
-__all__ = ["selected"]
+__all__ = ["code_all", "selected"]
 
 IMPLEMENTATIONS = ("batched_mm", "grouped_mm", "eager")
 formats = pytest.mark.parametrize("name", CASES)
@@ -146,14 +147,14 @@ def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytes
     matrix = max(experts_of(plain)[0].gate_up_proj[0].nbytes, experts_of(plain)[0].down_proj[0].nbytes)
     monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", num * matrix)
     sizes: list[int] = []
-    plain_copied = RowStream._copied
+    plain_copied = RowStream.copied
 
     def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
         memory.fill_(255)  # what is not copied is not read
         sizes.append(len(rows))
         return plain_copied(self, rows, memory)
 
-    monkeypatch.setattr(RowStream, "_copied", spied)
+    monkeypatch.setattr(RowStream, "copied", spied)
     monkeypatch.setattr(opening, "copy_function", lambda *_: pytest.fail)
     with held(model, "cached") as streamer, torch.no_grad():
         for length in (1, 17, 2, 40):
@@ -163,6 +164,50 @@ def test_prompts_pass_the_slots_in_waves(name: str, num: int, monkeypatch: pytes
             found = counts(streamer)
             assert torch.equal(model(prompt(60)).logits, plain(prompt(60)).logits)
             assert counts(streamer) == found
+
+
+def small_waves(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two matrices a wave: in this buffer there is room for more than one."""
+    monkeypatch.setattr(packed_matrices, "WAVE_NBYTES", 2 * experts_of(plain)[0].gate_up_proj[0].nbytes)
+
+
+@pytest.mark.few(2)
+@formats
+@pytest.mark.parametrize("attention", ["plain", "compressed"])
+@pytest.mark.usefixtures("code_all")
+def test_waves_of_the_next_layer_come_during_attention(
+    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless attention needs the buffer, too. A step that fails there is followed by right ones."""
+    model, plain = both(name, "grouped_mm")
+    small_waves(plain, monkeypatch)
+    room = 4 * model_nbytes(model) + (1 << 20)
+    num_begun, fails = list[int](), list[int]()
+    codec = "none" if attention == "plain" else "compressed"
+    with weightstream.offload(model, device="cpu", device_budget=room, codec=codec) as streamer, torch.no_grad():
+        streamer.switch(plan_of(streamer, "cached", 4))
+        assert bool(streamer.plan.manifest.codes) is (attention == "compressed")
+        model(prompt(1))  # units learn which unit follows
+        streams = streamer._binding.streams
+
+        def spy(*_: Any) -> None:
+            num_begun.append(len(streams._begun))
+            if fails and len(num_begun) == fails[0]:
+                raise ZeroDivisionError
+
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(spy)
+        for length in (40, 30, 1, 40):
+            assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            assert not streams._begun
+            assert (max(num_begun) > 0) is (attention == "plain" and length > 1)
+            num_begun.clear()
+        fails.append(3)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt(40))
+        assert not streams._begun
+        fails.clear()
+        assert torch.equal(model(prompt(40)).logits, plain(prompt(40)).logits)
 
 
 def update(model: Any, plain: Any, name: str, part: int) -> None:

@@ -36,7 +36,7 @@ from weightstream.adapters.hf.packed_formats import PackedFormat, PackedStack, p
 from weightstream.codec import unpacking
 from weightstream.errors import WeightstreamError
 from weightstream.runtime.devices import cuda
-from weightstream.runtime.weights.picks import RowWaves
+from weightstream.runtime.weights.picks import RowWave, RowWaves
 
 WAVE_NBYTES = 512 << 20  # of unpacked matrices of a wave
 PART_NBYTES = 64 << 20  # of matrices that a function of a library unpacks at a time
@@ -221,8 +221,9 @@ class PackedMatrices:
         """These rows as matrices, of shape (rows, ...)."""
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
-        waves = self._held.waves(rows.tolist(), len(self))
-        return _joined([self._unpack(leaves, self._places(range(len(of_wave)))) for of_wave, leaves in waves])
+        waves = self._held.cut(rows.tolist(), len(self))
+        coming = zip(waves, self._held.bring(waves), strict=True)
+        return _joined([self._unpack(leaves, self._places(wave.places)) for wave, leaves in coming])
 
     def _places(self, rows: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -290,32 +291,35 @@ class PackedMatrices:
         named = [group for group in range(len(self)) if ends[group] > ends[group - 1]]
         if not named:
             return rows.new_zeros(len(rows), self.shape[-1])
-        waves = [named[first : first + num] for first in range(0, len(named), num)]
+        waves = self._cut(named, num)
         table = self._places([self._places_and_ends(wave, ends, num) for wave in waves]).unflatten(-1, (2, num))
         padded = _joined([rows, rows.new_zeros(rows.shape)])
         parts: list[torch.Tensor] = []
-        for wave, leaves, (places, own) in zip(waves, self._leaves_of(waves, num), table, strict=True):
-            begin, end = ends[wave[0] - 1], ends[wave[-1]]
+        for wave, leaves, (places, own) in zip(waves, self._leaves_of(waves), table, strict=True):
+            begin, end = ends[wave.rows[0] - 1], ends[wave.rows[-1]]
             matrices = self._unpack(leaves, places)
             parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own.to(offs.dtype))[: end - begin])
             del matrices  # before the next ones are made
         parts.append(rows.new_zeros(len(rows) - ends[-2], self.shape[-1]))  # rows that go to no matrix
         return _joined(parts)
 
-    def _places_and_ends(self, wave: Sequence[int], ends: Sequence[int], num: int) -> list[int]:
-        """Where the matrices of a wave are in its leaves, and where their groups end in its rows: `num` of each."""
-        more = num - len(wave)  # empty groups
-        places = list(wave) if isinstance(self._held, Sequence) else list(range(len(wave)))
-        own = [ends[group] - ends[wave[0] - 1] for group in wave]
-        return [*places, *places[-1:] * more, *own, *own[-1:] * more]
+    def _cut(self, rows: Sequence[int], num: int) -> Sequence[RowWave]:
+        if not isinstance(self._held, Sequence):
+            return self._held.cut(rows, num)
+        return [RowWave(part, part) for part in (rows[first : first + num] for first in range(0, len(rows), num))]
 
-    def _leaves_of(self, waves: Sequence[Sequence[int]], num: int) -> Iterator[Sequence[torch.Tensor]]:
+    def _leaves_of(self, waves: Sequence[RowWave]) -> Iterator[Sequence[torch.Tensor]]:
         """The tensors that hold each wave."""
         if isinstance(self._held, Sequence):
             yield from [self._held] * len(waves)
         else:
-            rows = [row for wave in waves for row in wave]
-            yield from (leaves for _, leaves in self._held.waves(rows, num))
+            yield from self._held.bring(waves)
+
+    def _places_and_ends(self, wave: RowWave, ends: Sequence[int], num: int) -> list[int]:
+        """Where the matrices of a wave are in its leaves, and where their groups end in its rows: `num` of each."""
+        more = num - len(wave.rows)  # empty groups
+        own = [ends[group] - ends[wave.rows[0] - 1] for group in wave.rows]
+        return [*wave.places, *[wave.places[-1]] * more, *own, *[own[-1]] * more]
 
     def _may_cut(self, func: Callable[..., torch.Tensor], rows: torch.Tensor, num: int) -> bool:
         """Whether waves of `num` matrices have the bits of the whole call: [Note: waves]."""

@@ -133,7 +133,7 @@ class ExpertForward:
             return partial(self._place, rows, inputs, case)
         has_all = len(rows.stacks) == num_stacks  # some leaves may stay on the device
         # by row, matrices are unpacked for each id, as the plain model copies them
-        is_stream = self.in_waves and has_all and rows.streams() and not (by_row and rows.has_places)
+        is_stream = self.streams and has_all and rows.streams() and not (by_row and rows.has_places)
         return partial(self._stream, rows) if is_stream else None
 
     @property
@@ -143,9 +143,11 @@ class ExpertForward:
         return [stack for name in names if (stack := parameters.get(name)) is not None]
 
     @property
-    def in_waves(self) -> bool:
-        """As `Picks.in_waves`."""
-        return packed_stacks(self._module).keys() == self._names.keys()
+    def streams(self) -> list[list[torch.Tensor]]:
+        """As `Picks.streams`."""
+        packed = packed_stacks(self._module)
+        are_packed = packed.keys() == self._names.keys()
+        return [packed_leaves(self._module, packed[name]) for name in self._names] if are_packed else []
 
     def _is_plain(self, forward: Any) -> bool:
         """Whether this runs the forward of the module's class; another one may have been assigned."""

@@ -1,115 +1,301 @@
-"""Rows of stacks in waves, past the slots: while the device computes with one wave, the next one is copied.
+"""Rows of stacks in waves, past the slots: copies to the device run ahead of its work, into a buffer.
 
-A prompt names nearly all rows of a stack, each for many tokens. Their host memory is copied in order, to two halves of
-the buffer in turn. The host knows the rows, so prompts are not captured.
+A prompt names nearly all rows of a stack, each for many tokens. They are copied in order, a few at a time: from their
+slots if they have some, else from host memory. The host knows the rows, so prompts are not captured.
+
+[Note: waves ahead]
+For long prompts attention takes longer than copying the experts of a layer does. So copies run as far ahead as the
+buffer has room: after the last wave of a stack come those of the unit's next stack, and then those of the next unit,
+if no unit in between uses the buffer. Which rows that unit will read is not known yet: all of them are assumed, so
+waves may hold rows that are not read. Anything else that uses the buffer or changes slots calls `drop` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weightstream.plan.schedule import aligned
-from weightstream.runtime.devices.backend import Backend, Side
-from weightstream.runtime.experts.slot_cache import RowPiece
+from weightstream.errors import InvariantError
+from weightstream.plan.schedule import ALIGN_NBYTES, aligned
+from weightstream.runtime.devices.backend import Backend, Event, Side
+from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
+from weightstream.runtime.weights.picks import RowWave
 
 
-class RowLeaf(NamedTuple):
-    """A stack in host memory: the pieces of its rows, and how a row looks."""
+class RowLeaf:
+    """A stack in host memory: the pieces of its rows, how a row looks, and the memory of its slots, if it has some."""
 
-    pieces: Sequence[RowPiece]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
+    def __init__(
+        self,
+        pieces: Sequence[RowPiece],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        nbytes: int,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        self.pieces = pieces
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes = nbytes  # of a row
+        self._slots = slots
+
+    @cached_property
+    def in_slots(self) -> tuple[torch.Tensor, ...]:
+        """The memory of a row in each slot."""
+        return () if self._slots is None else self._slots[:, : self.nbytes].unbind()
 
 
-class Wave(NamedTuple):
-    """Rows that are on the device: their numbers, and for each leaf memory of shape (rows, *row)."""
+class _Wave(NamedTuple):
+    """A wave whose copy has begun, and its bytes in the buffer."""
 
+    stream: RowStream
     rows: Sequence[int]
     leaves: tuple[torch.Tensor, ...]
+    filled: Event
+    begin: int
+    end: int
 
 
-class Stage(NamedTuple):
-    """The stacks of a unit, by the `id()` of their tensor objects, and memory for waves of their rows."""
+class _Read(NamedTuple):
+    """Bytes of the buffer that compute has read, up to the event."""
 
-    leaves: Mapping[int, RowLeaf]
-    memory: torch.Tensor
-    backend: Backend
+    begin: int
+    end: int
+    event: Event
 
-    def stream(self, leaves: Sequence[RowLeaf]) -> RowStream:
-        return RowStream(leaves, self.memory, self.backend)
+
+class StreamBuffer:
+    """Memory on the device that waves of all units pass through, as a ring: [Note: waves ahead].
+
+    Args:
+        memory: flat uint8. Other code may use it after a call of `drop`.
+        following: the streams of a unit and of the next one, in the order in which they are read.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, backend: Backend, following: Callable[[int], Sequence[RowStream]] = lambda _: ()
+    ) -> None:
+        self.memory = memory
+        self._backend = backend
+        self._following = following
+        self._sizes: dict[tuple[int, ...], int] = {}  # rows of a wave, by the bytes of a row in each leaf
+        self._slots: dict[SlotCache, Sequence[int]] = {}  # the slot of each row, for the calls of one step
+        self._begun: deque[_Wave] = deque()  # waves that were not read yet
+        self._read: list[_Read] = []  # of bytes that no wave has overwritten since
+        self._at = 0  # where the next wave begins
+        self._is_used = False  # copies may be in flight that compute does not wait for
+
+    def drop(self) -> None:
+        """Forget all waves, and order compute after their copies: the buffer or the slots are about to change."""
+        if not self._is_used:
+            return
+        end = self._backend.event()  # not those of the waves: an error may have cut the begin of one
+        self._backend.record(Side.AHEAD, end)
+        self._backend.wait(Side.COMPUTE, end)
+        self._begun.clear()
+        self._read.clear()
+        self._slots.clear()
+        self._is_used = False
+
+    def close(self) -> None:
+        """Drop the reference to the memory."""
+        self.drop()
+        self.memory = self.memory[:0].clone()
+
+    def begun_for(self, stream: RowStream, rows: Sequence[int], most: int) -> list[RowWave]:
+        """The waves that a stream of these rows begins with and whose copies have begun, each with the rows that are
+        read of it. The others are forgotten."""
+        self._sizes[stream.row_nbytes] = most
+        asked = set(rows)
+        own = list(takewhile(lambda wave: wave.stream is stream, self._begun))
+        places = [[place for place, row in enumerate(wave.rows) if row in asked] for wave in own]
+        held = [RowWave([w.rows[place] for place in of], of, is_coming=True) for w, of in zip(own, places, strict=True)]
+        named = [row for wave in held for row in wave.rows]
+        fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in held)
+        if len(own) < len(self._begun) or not fits:
+            self.drop()
+            return []
+        self._begun = deque(wave for wave, of in zip(own, places, strict=True) if of)
+        return [wave for wave in held if wave.rows]
+
+    def after(self, stream: RowStream, rows: Sequence[int]) -> list[tuple[RowStream, Sequence[int]]]:
+        """The waves that follow a stream of these rows, as far as their sizes are known."""
+        found: list[tuple[RowStream, Sequence[int]]] = []
+        for later in self._streams_after(stream):
+            if (size := self._sizes.get(later.row_nbytes)) is None:
+                break
+            its_rows = rows if later.unit == stream.unit else range(later.num_rows)
+            found += [(later, its_rows[begin : begin + size]) for begin in range(0, len(its_rows), size)]
+        return found
+
+    def find_slots(self, stream: RowStream) -> None:
+        """Read the slots of the rows that this stream and those after it copy. Waits for the device, so that beginning
+        their waves does not."""
+        for each in (stream, *self._streams_after(stream)):
+            self.slots(each.cache)
+
+    def slots(self, cache: SlotCache | None) -> Sequence[int]:
+        """The slot of each row of a unit, -1 without; empty if it has no slots."""
+        if cache is None:
+            return ()
+        if (found := self._slots.get(cache)) is None:
+            self._is_used = True  # so that `drop` forgets them
+            found = self._slots[cache] = cache.slots()
+        return found
+
+    def begin(self, stream: RowStream, rows: Sequence[int]) -> bool:
+        """Begin to copy a wave; returns False if there is no room, because other waves have yet to be read."""
+        backend, nbytes = self._backend, stream.nbytes(len(rows))
+        begin = self._at if self._at + nbytes <= self.memory.numel() else 0
+        end = begin + nbytes
+        if any(wave.begin < end and begin < wave.end for wave in self._begun):
+            return False
+        over = [read for read in self._read if read.begin < end and begin < read.end]
+        if not self._is_ordered():
+            over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer, or write to slots
+        self._is_used = True  # before any copy: `drop` has to wait for it even if an error cuts this call
+        for read in over:
+            backend.wait(Side.AHEAD, read.event)
+        with backend.aside(), _disable_current_modes(), torch.no_grad():
+            leaves = stream.copied(rows, self.memory[begin:end])
+        filled = backend.event()
+        backend.record(Side.AHEAD, filled)
+        self._read = [read for read in self._read if read not in over]
+        self._begun.append(_Wave(stream, rows, leaves, filled, begin, end))
+        self._at = end
+        return True
+
+    def arrived(self, stream: RowStream) -> tuple[torch.Tensor, ...]:
+        """The leaves of the next wave, which is of this stream. Work that is queued from now on may read them."""
+        wave = self._begun[0] if self._begun else None
+        if wave is None or wave.stream is not stream:
+            raise InvariantError("a wave of rows is read that was not begun")
+        self._backend.wait(Side.COMPUTE, wave.filled)
+        return wave.leaves
+
+    def passed(self) -> None:
+        """The work that reads the next wave is queued: its bytes may be overwritten after it."""
+        if self._begun:  # else it was dropped meanwhile
+            wave = self._begun[0]
+            self._read.append(_Read(wave.begin, wave.end, self._now()))
+            self._begun.popleft()
+
+    def _is_ordered(self) -> bool:
+        """Whether copies follow all work that used the buffer before."""
+        return bool(self._begun or self._read)
+
+    def _now(self) -> Event:
+        event = self._backend.event()
+        self._backend.record(Side.COMPUTE, event)
+        return event
+
+    def _streams_after(self, stream: RowStream) -> Sequence[RowStream]:
+        streams = self._following(stream.unit)
+        return streams[streams.index(stream) + 1 :] if stream in streams else ()
 
 
 class RowStream:
-    """Brings rows of some stacks to the device, wave by wave, in `memory`, which holds at least two rows."""
+    """Brings rows of some stacks of a unit to the device, wave by wave: implements `RowWaves`.
 
-    def __init__(self, leaves: Sequence[RowLeaf], memory: torch.Tensor, backend: Backend) -> None:
-        half = memory.numel() // 2
+    The buffer holds at least two rows of all of the stacks.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[RowLeaf],
+        buffer: StreamBuffer,
+        *,
+        num_rows: int,
+        unit: int,
+        cache: SlotCache | None = None,
+    ) -> None:
+        self.unit = unit
+        self.num_rows = num_rows
+        self.cache = cache
+        self.device = buffer.memory.device
+        self.row_nbytes = tuple(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
-        self._halves = memory[:half], memory[half : 2 * half]
-        self._backend = backend
-        gaps = sum(aligned(1) for _ in leaves)  # the memory of each leaf begins at an aligned address
-        self.most = (half - gaps) // sum(leaf.nbytes for leaf in leaves)
-        self.device = memory.device
+        self._buffer = buffer
+        # two waves fit; the memory of each leaf begins at an aligned address
+        half = buffer.memory.numel() // 2 // ALIGN_NBYTES * ALIGN_NBYTES
+        self.most = (half - len(leaves) * aligned(1)) // sum(self.row_nbytes)
 
-    def waves(self, rows: Sequence[int], most: int) -> Iterator[Wave]:
-        """These rows in order, up to `most` at a time. A wave may be read by work that is queued before the next one
-        is asked for."""
-        num, backend = min(most, self.most), self._backend
-        waves = [rows[begin : begin + num] for begin in range(0, len(rows), num)]
-        read, filled = [[backend.event(), backend.event()] for _ in range(2)]
-        for event in read:
-            backend.record(Side.COMPUTE, event)  # earlier work may read the buffer
-        ready: list[Wave] = []
+    def nbytes(self, num: int) -> int:
+        """Bytes of this many rows in the buffer."""
+        return sum(aligned(num * nbytes) for nbytes in self.row_nbytes)
 
-        def begin(index: int) -> None:
-            backend.wait(Side.AHEAD, read[index % 2])
-            with backend.aside(), _disable_current_modes(), torch.no_grad():
-                ready.append(self._copied(waves[index], self._halves[index % 2]))
-            backend.record(Side.AHEAD, filled[index % 2])
+    def cut(self, rows: Sequence[int], most: int) -> list[RowWave]:
+        """As `RowWaves.cut`."""
+        size = min(most, self.most)
+        begun = self._buffer.begun_for(self, rows, size)
+        left = rows[sum(len(wave.rows) for wave in begun) :]
+        self._buffer.find_slots(self)
+        parts = (left[begin : begin + size] for begin in range(0, len(left), size))
+        return [*begun, *(RowWave(part, range(len(part))) for part in parts)]
+
+    def bring(self, waves: Sequence[RowWave]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """As `RowWaves.bring`."""
+        buffer = self._buffer
+        coming = deque((self, wave.rows) for wave in waves if not wave.is_coming)
+        coming.extend(buffer.after(self, [row for wave in waves for row in wave.rows]))
+
+        def advance() -> None:
+            while coming and buffer.begin(*coming[0]):
+                coming.popleft()
 
         try:
-            for index in range(len(waves)):
-                if not index:
-                    begin(0)
-                else:
-                    backend.record(Side.COMPUTE, read[(index - 1) % 2])
-                if index + 1 < len(waves):
-                    begin(index + 1)
-                backend.wait(Side.COMPUTE, filled[index % 2])
-                yield ready[index]
-        finally:  # a forward may fail between two waves
-            for event in filled:
-                backend.wait(Side.COMPUTE, event)
+            for _ in waves:
+                advance()
+                yield buffer.arrived(self)
+                buffer.passed()
+            advance()
+        except BaseException:  # also if no further wave is asked for
+            buffer.drop()
+            raise
 
-    def _copied(self, rows: Sequence[int], memory: torch.Tensor) -> Wave:
-        found, begin = [], 0
+    def copied(self, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queue copies of these rows, for each leaf to memory of shape (rows, *row)."""
+        slots = self._buffer.slots(self.cache)
+        is_held = [bool(slots) and slots[row] >= 0 for row in rows]
+        found, targets, sources = [], list[torch.Tensor](), list[torch.Tensor]()
+        begin = 0
         for leaf in self._leaves:
             part = memory[begin : begin + len(rows) * leaf.nbytes].view(len(rows), leaf.nbytes)
             begin += aligned(part.numel())
+            held = [place for place, is_here in enumerate(is_held) if is_here] if leaf.in_slots else []
+            if held:
+                places = part.unbind()
+                targets += [places[place] for place in held]
+                sources += [leaf.in_slots[slots[rows[place]]] for place in held]
+            left = [place for place in range(len(rows)) if not (leaf.in_slots and is_held[place])]
             for piece in leaf.pieces:
-                for first, last in _runs(rows, piece, leaf.nbytes):
+                for first, last in _runs(rows, left, piece, leaf.nbytes):
                     source = piece.rows[rows[first]]
                     target = part[first : last + 1, piece.at : piece.at + source.numel()].view(-1)
                     target.copy_(source.as_strided((target.numel(),), (1,)))
             found.append(part.view(leaf.dtype).view(len(rows), *leaf.shape))
-        return Wave(rows, tuple(found))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return tuple(found)
 
 
-def _runs(rows: Sequence[int], piece: RowPiece, nbytes: int) -> Iterator[tuple[int, int]]:
-    """The first and the last place of each run of whole rows, of `nbytes`, that follow each other in host memory."""
+def _runs(rows: Sequence[int], places: Sequence[int], piece: RowPiece, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Of these places in a wave, the first and the last one of each run of whole rows, of `nbytes`, that follow each
+    other in host memory."""
     first = 0
-    for place in range(1, len(rows) + 1):
-        if place < len(rows):
-            before, after = piece.rows[rows[place - 1]], piece.rows[rows[place]]
+    for index in range(1, len(places) + 1):
+        if index < len(places) and places[index] == places[index - 1] + 1:
+            before, after = piece.rows[rows[places[index - 1]]], piece.rows[rows[places[index]]]
             if before.numel() == after.numel() == nbytes and _follows(before, after):
                 continue
-        yield first, place - 1
-        first = place
+        yield places[first], places[index - 1]
+        first = index
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:

@@ -16,17 +16,18 @@ A forward that uses nearly all rows, many of them several times, reads whole sta
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
-from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, Stage
+from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, StreamBuffer
 from weightstream.runtime.experts.slot_cache import WORD, SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import RowReader, Stack
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
+from weightstream.runtime.weights.picks import Picks
 
 
 class SelectedRows:
@@ -48,15 +49,18 @@ class SelectedRows:
 class Rows:
     """Brings single rows of the stacks of a unit: implements `RowProvider`."""
 
+    unit: int
     num_rows: int  # of each stack
     capturing: Callable[[], bool]
+    buffer: StreamBuffer
     readings: Mapping[int, RowReader]  # by the `id()` of the stack's tensor object
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
     has_places: bool = True  # as `RowProvider.has_places`
-    stage: Stage | None = None  # by which rows are streamed past the slots; None: they cannot be
+    leaves: Mapping[int, RowLeaf] = field(default_factory=dict)  # of stacks whose rows can pass the slots
     rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0  # number of ids in the last call
+    _streams: dict[tuple[int, ...], RowStream] = field(default_factory=dict)
 
     @property
     def stacks(self) -> Collection[int]:
@@ -87,6 +91,7 @@ class Rows:
 
     def select(self, ids: torch.Tensor) -> dict[int, SelectedRows]:
         """As `RowProvider.select`."""
+        self.buffer.drop()
         ids = ids.reshape(-1).to(torch.int64).contiguous()
         if self.rest is not None:
             self.rest()
@@ -98,6 +103,7 @@ class Rows:
 
     def place(self, ids: torch.Tensor) -> None:
         """As `RowProvider.place`."""
+        self.buffer.drop()
         ids = ids.reshape(-1).to(torch.int64)
         ids = ids.clamp(0, self.num_rows - 1)  # an id that names no row would be an access out of bounds
         rows = torch.full((self.num_rows,), -1, dtype=torch.int64, device=ids.device).scatter_(0, ids, ids)
@@ -115,16 +121,26 @@ class Rows:
 
     def streams(self) -> bool:
         """As `RowProvider.streams`. Weights besides the stacks would use the same memory."""
-        return self.stage is not None and self.rest is None and not self.capturing()
+        return bool(self.leaves) and self.rest is None and not self.capturing()
 
     def stream(self, stacks: Sequence[int]) -> RowStream:
         """As `RowProvider.stream`."""
-        assert self.stage is not None
-        return self.stage.stream([self.stage.leaves[key] for key in stacks])
+        if (found := self._streams.get(tuple(stacks))) is None:
+            leaves = [self.leaves[key] for key in stacks]
+            found = RowStream(leaves, self.buffer, num_rows=self.num_rows, unit=self.unit, cache=self.cache)
+            self._streams[tuple(stacks)] = found
+        return found
+
+    def streams_of(self, picks: Picks) -> list[RowStream]:
+        """The streams by which a forward reads all rows, in its order; empty if it does not."""
+        keys = [[id(tensor) for tensor in stack] for stack in picks.streams] if self.streams() else []
+        are_here = all(self.leaves.keys() >= set(stack) for stack in keys)
+        return [self.stream(stack) for stack in keys] if are_here else []
 
 
-def rows_of(unit: BufferedUnit) -> Rows | None:
-    """The rows of a unit's stacks; None where not all that opens with the unit can be read so."""
+def rows_of(unit: BufferedUnit, buffer: StreamBuffer) -> Rows | None:
+    """The rows of a unit's stacks, streamed by this buffer; None where not all that opens with the unit can be read
+    so."""
     named = unit.plan.manifest.units[unit.index].stacks
     stacks = {
         alias: Stack.of(unit.homes[alias], unit.room(alias)) if alias in named else None for alias in unit.offsets
@@ -139,18 +155,19 @@ def rows_of(unit: BufferedUnit) -> Rows | None:
         return None  # they would overwrite slots
     rows: Rows | None
     if cached:
-        rows = _cached_rows(found, unit)
+        rows = _cached_rows(found, unit, buffer)
     elif any(stack.home.layout is None for stack in found):
         return None  # it was updated since it was compressed
     else:
         readings = {stack.key: stack.picking(unit.compressed(stack.home.group.alias)) for stack in found}
-        rows = Rows(num_rows=found[0].num_rows, capturing=unit.backend.capturing, readings=readings)
+        capturing = unit.backend.capturing
+        rows = Rows(unit=unit.index, num_rows=found[0].num_rows, capturing=capturing, buffer=buffer, readings=readings)
     if rows is not None and rest:
         rows.rest = unit_decoder(unit, rest)
     return rows
 
 
-def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit) -> Rows | None:
+def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit, buffer: StreamBuffer) -> Rows | None:
     """The rows of cached stacks, with as many slots as there is room for; None where the device cannot read them."""
     room, backend = _share(unit), unit.backend
     pieces = [stack.pieces(backend) for stack in stacks]
@@ -166,20 +183,23 @@ def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit) -> Rows | None:
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
     leaves = {
-        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes)
-        for stack, of_stack in zip(stacks, pieces, strict=True)
+        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes, view)
+        for stack, of_stack, view in zip(stacks, pieces, views, strict=True)
         if stack.home.layout is None
     }
-    stage = Stage(leaves, unit.memory.buffer[: unit.plan.own_buffer_nbytes], backend)
-    has_room = len(leaves) == len(stacks) and stage.stream(list(leaves.values())).most > 0
-    return Rows(
+    rows = Rows(
+        unit=unit.index,
         num_rows=stacks[0].num_rows,
         capturing=backend.capturing,
+        buffer=buffer,
         readings=readings,
         cache=cache,
         has_places=not unit.plan.shared_nbytes,
-        stage=stage if has_room else None,
+        leaves=leaves if len(leaves) == len(stacks) else {},
     )
+    if rows.leaves and not rows.stream(list(leaves)).most:
+        rows.leaves = {}
+    return rows
 
 
 def _share(unit: BufferedUnit) -> torch.Tensor:

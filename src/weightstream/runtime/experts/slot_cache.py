@@ -118,6 +118,13 @@ class SlotCache:
             self._device.forget()
         self._table.forget()
 
+    def slots(self) -> Sequence[int]:
+        """The slot of each row, -1 for a row without. Waits for the device."""
+        if self._device is not None:
+            return self._device.slots()
+        slot_of = self._table.slot_of()
+        return [slot_of.get(row, -1) for row in range(self._num_rows)]
+
     def counts(self) -> Found:
         """The counts so far. Waits for the device."""
         return self._device.counts() if self._device is not None else self._table.counts()
@@ -152,7 +159,7 @@ class Lru:
 
     def resolve(self, rows: Sequence[int]) -> tuple[list[int], list[MissedRow]]:
         """The slot of each row, and the rows that have to be fetched."""
-        slot_of = self._slot_of()
+        slot_of = self.slot_of()
         named = [row for row in dict.fromkeys(rows) if row >= 0]
         used = {slot_of[row] for row in named if row in slot_of}
         free = sorted((stamp, slot) for slot, stamp in enumerate(self._stamps) if slot not in used)
@@ -171,7 +178,7 @@ class Lru:
         """The rows that have to be fetched ahead."""
         self._judge(())  # rows of an earlier guess that are still there: no call came after it, so none was used
         is_off = self._recent >= _PROBES and self._useful * _FEW < self._recent and self._step % _PROBES
-        slot_of = self._slot_of()
+        slot_of = self.slot_of()
         guarded = {slot_of[row] for row in rows if row in slot_of}
         old = sorted((stamp, n) for n, stamp in enumerate(self._stamps) if stamp < self._step - 1 and n not in guarded)
         new = [] if is_off else [row for row in dict.fromkeys(rows) if row >= 0 and row not in slot_of][:most]
@@ -192,7 +199,8 @@ class Lru:
         self._stamps = [-1] * len(self._stamps)
         self._ahead = []
 
-    def _slot_of(self) -> dict[int, int]:
+    def slot_of(self) -> dict[int, int]:
+        """The slot of each row that has one."""
         return {row: slot for slot, row in enumerate(self._owners) if row >= 0}
 
     def _judge(self, named: Collection[int]) -> None:
@@ -350,6 +358,10 @@ class _OnDevice:
         for table in (self._tables.slot_of, self._tables.owner_of, self._tables.stamps):
             table.fill_(-1)
         self._tables.state[_State.NUM_AHEAD] = 0
+
+    def slots(self) -> list[int]:
+        found: list[int] = self._tables.slot_of.tolist()
+        return found
 
     def counts(self) -> Found:
         state = self._tables.state.tolist()

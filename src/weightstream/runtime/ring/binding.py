@@ -47,6 +47,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices.backend import Backend, StepEnd, owners
 from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.experts.row_stream import RowStream, StreamBuffer
 from weightstream.runtime.ring.engine import Counters, Engine, State
 from weightstream.runtime.ring.opening import Opening, in_turn
 from weightstream.runtime.ring.shared_memory import SharedMemory
@@ -85,6 +86,8 @@ class Binding:
         self._backend = backend
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
+        self._picks = picks
+        self.streams = StreamBuffer(memory.buffer[: plan.own_buffer_nbytes], backend, self._streams_from)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         # of a tensor that several units share, one for each unit
         self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
@@ -117,6 +120,7 @@ class Binding:
     @unseen
     def rest(self) -> None:
         """End a step: users may read and update weights until the next one, which may run on another stream."""
+        self.streams.drop()
         self._step_end.mark()
         self._homes.guard()
         for streamed in self.tensors:
@@ -282,6 +286,17 @@ class Binding:
         unit.is_picked = found is not None
         return found
 
+    def _streams_from(self, index: int) -> list[RowStream]:
+        """The streams of rows of a unit, and those of the next unit that picks rows if no unit in between uses the
+        buffer, in the order in which they are read."""
+        coming = min((other for other in self._picks if other > index), default=index)
+        is_free = not any(self.units[other].coded for other in range(index + 1, coming))
+        found: list[RowStream] = []
+        for unit in (index, coming)[: 1 + (is_free and coming != index)]:
+            if (rows := self.units[unit].opening.found_rows) is not None:
+                found += rows.streams_of(self._picks[unit])
+        return found
+
     def _is_blocked(self, unit: BoundUnit) -> bool:
         """Whether another open unit uses bytes of the ring that this unit needs, or the buffer."""
         if self.engine.is_blocked(unit.index):
@@ -348,6 +363,7 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
             self.engine.take_over(decodes=True)  # the buffer may be part of memory that several models share
             if not self.units[index].is_picked:
+                self.streams.drop()
                 self._forget_slots(index)
                 self._backend.launch(self.units[index].opening.decode)
 
@@ -377,6 +393,7 @@ class Binding:
     def abandon(self) -> None:
         """Release all units that an error has left in use."""
         self.ahead.drop()
+        self.streams.drop()
         self.engine.abandon()
         for unit in self.units:
             unit.in_buffer, unit.is_picked = 0, False
@@ -389,6 +406,7 @@ class Binding:
         for streamed in self.tensors:
             streamed.member.unguard()
         self.engine.close()
+        self.streams.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)
         self.units.clear()
@@ -415,7 +433,10 @@ class Binding:
             storages=tuple(CountedStorage(storage, owners(storage)) for storage in storages.values()),
             coded=coded,
             opening=Opening(
-                BufferedUnit(plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend)
+                BufferedUnit(
+                    plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend
+                ),
+                self.streams,
             ),
             has_buffers=any(streamed.member.role is not Role.PARAMETER for streamed in views.tensors),
         )
@@ -505,6 +526,7 @@ class Binding:
         """Have these alias groups filled again in every unit: their bytes in the ring are stale."""
         if aliases:  # most steps update nothing
             self.ahead.join()
+            self.streams.drop()
             self.engine.forget({streamed.unit for streamed in self.tensors if streamed.alias in aliases})
             for unit in self.units:
                 if unit.coded & aliases and unit.opening.found_rows is not None:

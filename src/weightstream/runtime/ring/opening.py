@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.plan.plan import Plan
+from weightstream.runtime.experts.row_stream import StreamBuffer
 from weightstream.runtime.experts.rows import Rows, rows_of
 from weightstream.runtime.experts.stacks import copy_function
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
@@ -31,14 +32,15 @@ def _unseen() -> Iterator[None]:
 class Opening:
     """How the compressed and cached weights of one unit come to the device."""
 
-    def __init__(self, unit: BufferedUnit) -> None:
+    def __init__(self, unit: BufferedUnit, streams: StreamBuffer) -> None:
         self._unit = unit
+        self._streams = streams
         self.found_rows: Rows | None = None  # `rows` once it is made: before, there are no slots to report or empty
         self.following: int | None = None  # the unit that opens after this one, until `then` was called
 
     def again(self) -> Opening:
         """A new opening of the same unit, whose functions are made again, as its homes have changed."""
-        opening = Opening(self._unit)
+        opening = Opening(self._unit, self._streams)
         opening.following = self.following
         return opening
 
@@ -72,7 +74,7 @@ class Opening:
     def rows(self) -> Rows | None:
         """Brings single rows of the unit's stacks; None if its stacks can only be read whole."""
         with _unseen():
-            self.found_rows = rows_of(self._unit)
+            self.found_rows = rows_of(self._unit, self._streams)
         return self.found_rows
 
     def find(self) -> None:

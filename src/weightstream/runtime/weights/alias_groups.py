@@ -313,7 +313,7 @@ def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifes
                 enclosing=unit.enclosing,
                 layer=unit.layer,
                 stacks=_stacks(unit, member_of),
-                in_waves=unit.picks is not None and unit.picks.in_waves,
+                in_waves=unit.picks is not None and bool(unit.picks.streams),
             )
         )
     return Manifest(units=tuple(found), order=tuple(range(len(found))))

@@ -35,6 +35,14 @@ class IndexedStack(Protocol):
         """The rows that were selected, of shape (ids, *row)."""
 
 
+class RowWave(NamedTuple):
+    """Rows that come to the device together, and their places in the memory where they are then."""
+
+    rows: Sequence[int]
+    places: Sequence[int]
+    is_coming: bool = False  # whether their copy has begun
+
+
 class RowWaves(Protocol):
     """Rows of some stacks that are in host memory, which come to the device a few at a time."""
 
@@ -46,10 +54,14 @@ class RowWaves(Protocol):
     def most(self) -> int:
         """The rows that may come at a time."""
 
-    def waves(self, rows: Sequence[int], most: int) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
-        """These rows in order, up to `most` at a time: their numbers, and for each stack memory of shape (rows, *row).
+    def cut(self, rows: Sequence[int], most: int) -> Sequence[RowWave]:
+        """These rows in order, in waves of up to `most`, to be brought next."""
 
-        Work that is queued before the next wave is asked for may read that memory.
+    def bring(self, waves: Sequence[RowWave]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """For each of the waves of a `cut`, in order, memory of shape (rows, *row) for each stack.
+
+        Work that is queued before the next wave is asked for may read that memory. Ask until the waves end, or copies
+        that were made ahead are lost.
         """
 
 
@@ -102,8 +114,9 @@ class Picks(Protocol):
         """The tensors of which it reads rows: all have as many."""
 
     @property
-    def in_waves(self) -> bool:
-        """Whether it can read all rows a few at a time, by `RowProvider.stream`."""
+    def streams(self) -> Sequence[Sequence[torch.Tensor]]:
+        """The tensors of each call of `RowProvider.stream` by which it reads all rows a few at a time, in the order in
+        which it reads them; empty if it does not."""
 
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.
