@@ -6,14 +6,14 @@
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
 both. A share is the device memory for experts, in percent of their bytes, besides the other weights, or such as 24GiB
-for all weights; "coded" is 42/57 of all, compressed. `graph_ms` is the device time of a graph: between two graphs
-`generate` has more work for the host. Ids come from a table on the device, for the plain model too: with --hits so that
-an LRU cache has the hit rates that were measured on the named models, by default on the one with the most similar
-routing. A row names it as `routing`; its `lru_hits` are the rates of the table by the number of slots. `prompt_s` is
-the time of a prompt and its first token; `experts_link_s` that of copying all experts once, at the rate of the link in
-the profile. Logits of 24 tokens are compared bit by bit. A model that does not fit the device is built in host memory,
-and its plans are compared with the first one. With a recall, guesses for the next layer are drawn of which this share
-is right. With --ring no plan has a cache.
+for all weights; "coded" is 42/57 of all, compressed. `graph_ms` is the time of a graph on the device: between two
+graphs `generate` has more work for the host. Ids come from a table on the device, for the plain model too: with
+--hits so that an LRU cache has the hit rates that were measured on the named models, by default on the one with the
+most similar routing. A row names it as `routing`; its `lru_hits` are the rates of the table by the number of slots.
+`prompt_s` is the time of a prompt and its first token; `experts_link_s` that of copying all experts once, at the rate
+of the link in the profile. Logits of 24 tokens are compared bit by bit. A model that does not fit the device is built
+in host memory, and its plans are compared with the first one. With a recall, guesses for the next layer are drawn of
+which this share is right. With --ring no plan has a cache.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import experts_first
 import rows
@@ -41,6 +42,7 @@ from weightstream.plan.planner import Planner
 
 REPEATS = 3
 PROMPT = 64
+LAUNCH_CYCLES = 4_000_000  # 2 ms
 SLOW_S = 0.1  # per token: slower models are timed for fewer tokens
 ROOM_NBYTES = 3 << 30  # besides the weights, for the cache, activations and libraries
 
@@ -66,6 +68,23 @@ class Decoding:
 
     def _tell(self, decoding: Any) -> None:
         self.how = str(decoding)
+
+    def graph_ms(self) -> list[float]:
+        """Milliseconds of each graph on the device, which is kept busy while the host launches the graph."""
+        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        replay = torch.cuda.CUDAGraph.replay
+
+        def timed(graph: torch.cuda.CUDAGraph) -> None:
+            span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(LAUNCH_CYCLES)
+            span[0].record()
+            replay(graph)
+            span[1].record()
+            spans.append(span)
+
+        with patch.object(torch.cuda.CUDAGraph, "replay", timed):
+            self._taken(32)
+        return [begin.elapsed_time(end) for begin, end in spans]
 
     def seconds(self) -> list[float]:
         """Seconds per token, in several runs."""
@@ -132,12 +151,12 @@ def measured(
     before = streamer.stats().experts
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
     plan, stats = streamer.plan, streamer.stats()
-    is_timed = bool(plan.cached or plan.step_nbytes or plan.decode_s)  # else only prompts are
+    graph_ms = decoding.graph_ms()
     names = ("found", "fetched", "ahead", "ahead_used")
     found, fetched, ahead, used = (getattr(stats.experts, name) - getattr(before, name) for name in names)
     return prompted(streamer, decoding, equal) | {
         "ms": ms,
-        "graph_ms": round(1e3 * stats.step_s, 3) if stats.step_s and is_timed else None,
+        "graph_ms": rows.percentiles(graph_ms) if graph_ms else None,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
         "found": round(found / (found + fetched), 3) if found + fetched else None,
@@ -236,6 +255,7 @@ def main() -> None:
             name, want = f"resident, plain, {what(curve)}", reference.logits()
             ms = rows.percentiles([1e3 * s for s in reference.seconds()])
             found = {"ms": ms, "tokens_per_s": round(1e3 * args.batch / ms["p50"], 1), "nbytes": plain_nbytes}
+            found |= {"graph_ms": rows.percentiles(reference.graph_ms())}
             found |= {"prompt_s": rows.percentiles(reference.prompt_seconds()), **predictions}
             found |= {"routing": curve.name, "lru_hits": plain_table.hits}
             write(system=name, repeats=same(want, reference.logits()), **found)

@@ -219,8 +219,8 @@ def prompts(request: pytest.FixtureRequest, device: str) -> Case:
     import packed_rig
     from weightstream.adapters.hf import packed_matrices
 
-    model, plain = packed_rig.both("mxfp4", "grouped_mm")
-    plain, ids = plain.to(device), expert_rig.prompt(12).to(device)
+    model, unpacked = packed_rig.both("mxfp4", "grouped_mm")
+    packed, plain, ids = copy.deepcopy(model), unpacked.to(device), expert_rig.prompt(12).to(device)
     matrix = expert_rig.experts_of(plain)[0].gate_up_proj[0].nbytes
     request.getfixturevalue("monkeypatch").setattr(packed_matrices, "WAVE_NBYTES", 2 * matrix)
     holding = expert_rig.held(model, "cached", 4, device)
@@ -232,7 +232,7 @@ def prompts(request: pytest.FixtureRequest, device: str) -> Case:
         assert not streamer._binding.streams._begun
         return found
 
-    return Case([(model, plain, streamer)], lambda: output(False), output)
+    return Case([(model, packed, streamer)], lambda: output(False), output)
 
 
 def striped() -> Case:
