@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +70,13 @@ class Decoding:
     def _tell(self, decoding: Any) -> None:
         self.how = str(decoding)
 
+    def seconds(self) -> list[float]:
+        """Seconds per token, in several runs."""
+        many, few = self._numbers
+        return [(self._taken(many) - self._taken(few)) / (many - few) for _ in range(REPEATS)]
+
     def graph_ms(self) -> list[float]:
-        """Milliseconds of each graph on the device, which is kept busy while the host launches the graph."""
+        """Milliseconds of each graph of these tokens on the device, which is kept busy while the host launches it."""
         spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         replay = torch.cuda.CUDAGraph.replay
 
@@ -82,16 +88,17 @@ class Decoding:
             span[1].record()
             spans.append(span)
 
+        many, few = self._numbers
         with patch.object(torch.cuda.CUDAGraph, "replay", timed):
-            self._taken(32)
-        return [begin.elapsed_time(end) for begin, end in spans]
+            self._taken(many)
+        return [begin.elapsed_time(end) for begin, end in spans[few - many :]]
 
-    def seconds(self) -> list[float]:
-        """Seconds per token, in several runs."""
+    @cached_property
+    def _numbers(self) -> tuple[int, int]:
+        """Tokens of two runs whose difference is timed."""
         self._taken(8)
         is_slow = self._taken(8) - self._taken(1) > 7 * SLOW_S
-        many, few = (24, 8) if is_slow else (128, 32)
-        return [(self._taken(many) - self._taken(few)) / (many - few) for _ in range(REPEATS)]
+        return (24, 8) if is_slow else (128, 32)
 
     def prompt_seconds(self) -> list[float]:
         """Seconds of the prompt and its token, in several runs."""

@@ -274,7 +274,7 @@ def test_a_stream_of_rows_orders_copies_and_readers(slotted: tuple[int, ...]) ->
 
     stacks = host_stacks(take)
     cache = with_slots(stacks, slotted, "cuda") if slotted else None
-    buffer = buffer_of(backend)
+    buffer = buffer_of(backend, 3)
     streams = streams_of(stacks, buffer, 3, cache)
     generator = torch.Generator().manual_seed(3)
     for turn in range(20):

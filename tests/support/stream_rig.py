@@ -57,11 +57,10 @@ def with_slots(stacks: list[HostStack], rows: Sequence[int], device: str = "cpu"
     return cache
 
 
-def buffer_of(backend: Backend, num_rows: int = 20) -> StreamBuffer:
-    """A buffer for two waves of half as many rows, or more waves of fewer."""
-    row_nbytes = 80 + 48 + 8
-    memory = torch.full((num_rows * row_nbytes + 6 * aligned(1),), 255, dtype=torch.uint8, device=backend.device)
-    return StreamBuffer(memory, backend)
+def buffer_of(backend: Backend, num_rows: int = 5) -> StreamBuffer:
+    """A buffer for four waves of as many rows, or five if these are two."""
+    nbytes = 4 * aligned(num_rows * (80 + 48 + 8) + 3 * aligned(1))
+    return StreamBuffer(torch.full((nbytes,), 255, dtype=torch.uint8, device=backend.device), backend)
 
 
 def streams_of(

@@ -222,9 +222,12 @@ class RowStream:
         self.row_nbytes = tuple(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
         self._buffer = buffer
-        # two waves fit; the memory of each leaf begins at an aligned address
-        half = buffer.memory.numel() // 2 // ALIGN_NBYTES * ALIGN_NBYTES
-        self.most = (half - len(leaves) * aligned(1)) // sum(self.row_nbytes)
+        self.most = self._fitting(4) or min(1, self._fitting(2))
+
+    def _fitting(self, num_waves: int) -> int:
+        """Rows of a wave of which the buffer holds as many."""
+        nbytes = self._buffer.memory.numel() // num_waves // ALIGN_NBYTES * ALIGN_NBYTES
+        return max(0, nbytes - len(self._leaves) * aligned(1)) // sum(self.row_nbytes)
 
     def nbytes(self, num: int) -> int:
         """Bytes of this many rows in the buffer."""
