@@ -53,7 +53,8 @@ def with_slots(stacks: list[HostStack], rows: Sequence[int], device: str = "cpu"
         for piece in leaf.pieces:
             for row in rows:
                 piece.rows[row].fill_(170)
-        stacks[index] = HostStack(values, RowLeaf(leaf.pieces, leaf.shape, leaf.dtype, leaf.nbytes, memories[index]))
+        slots = memories[index][:, : leaf.nbytes].view(leaf.dtype).view(-1, *leaf.shape)
+        stacks[index] = HostStack(values, leaf._replace(slots=slots))
     return cache
 
 

@@ -5,10 +5,11 @@ The forward of the plain class runs over it: it indexes the stack with ids (batc
 
 [Note: waves]
 A prompt names nearly all matrices of a stack, and unpacked they may be larger than the budget. So a product of groups
-runs in waves: a few matrices are unpacked, and multiplied by their rows. Kernels are chosen by the numbers of rows and
-of groups. So all waves of a call have equal shapes: as many rows as the call, of which those after the last group are
-not read, and as many groups, of which the last may be empty. A trial compares a wave with the whole call, for each
-shape. It uses one matrix for all groups, so it needs no memory for a stack. Where bits differ, there is one wave only.
+runs in waves: a few matrices are unpacked, and multiplied by their rows, in the order in which matrices come. Kernels
+are chosen by the numbers of rows and of groups. So all waves of a call have equal shapes: as many rows as the call,
+of which those after the last group are not read, and as many groups, of which the last may be empty. A trial compares
+a wave with the whole call, for each shape. It uses one matrix for all groups, so it needs no memory for a stack.
+Where bits differ, there is one wave only.
 
 [Note: one launch]
 batched_mm indexes both stacks of a layer with the same ids: one before the first product, the other one before the
@@ -25,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -221,9 +223,12 @@ class PackedMatrices:
         """These rows as matrices, of shape (rows, ...)."""
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
-        waves = self._held.cut(rows.tolist(), len(self))
+        asked: list[int] = rows.tolist()
+        waves = self._held.cut(list(dict.fromkeys(asked)), len(self))
         coming = zip(waves, self._held.bring(waves), strict=True)
-        return _joined([self._unpack(leaves, self._places(wave.places)) for wave, leaves in coming])
+        found = _joined([self._unpack(leaves, self._places(wave.places)) for wave, leaves in coming])
+        place_of = {row: place for place, row in enumerate(row for wave in waves for row in wave.rows)}
+        return found[self._places([place_of[row] for row in asked])]
 
     def _places(self, rows: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
@@ -293,20 +298,44 @@ class PackedMatrices:
             return rows.new_zeros(len(rows), self.shape[-1])
         waves = self._cut(named, num)
         table = self._places([self._places_and_ends(wave, ends, num) for wave in waves]).unflatten(-1, (2, num))
-        padded = _joined([rows, rows.new_zeros(rows.shape)])
-        parts: list[torch.Tensor] = []
+        order = self._order([group for wave in waves for group in wave.rows], ends)
+        padded = rows.new_zeros(2 * len(rows), rows.shape[1])
+        if order is None:
+            padded[: len(rows)] = rows
+        else:
+            torch.index_select(rows, 0, order, out=padded[: len(order)])
+        begin, output = 0, None
         for wave, leaves, (places, own) in zip(waves, self._leaves_of(waves), table, strict=True):
-            begin, end = ends[wave.rows[0] - 1], ends[wave.rows[-1]]
+            end = begin + sum(ends[group] - ends[group - 1] for group in wave.rows)
             matrices = self._unpack(leaves, places)
-            parts.append(func(padded[begin : begin + len(rows)], matrices, offs=own.to(offs.dtype))[: end - begin])
+            part = func(padded[begin : begin + len(rows)], matrices, offs=own.to(offs.dtype))[: end - begin]
             del matrices  # before the next ones are made
-        parts.append(rows.new_zeros(len(rows) - ends[-2], self.shape[-1]))  # rows that go to no matrix
-        return _joined(parts)
+            if output is None:
+                output = part.new_zeros(len(rows), part.shape[1])  # also for rows that go to no matrix
+            if order is None:
+                output[begin:end] = part
+            else:
+                output.index_copy_(0, order[begin:end], part)
+            begin = end
+        assert output is not None
+        return output
 
     def _cut(self, rows: Sequence[int], num: int) -> Sequence[RowWave]:
         if not isinstance(self._held, Sequence):
             return self._held.cut(rows, num)
         return [RowWave(part, part) for part in (rows[first : first + num] for first in range(0, len(rows), num))]
+
+    def _order(self, groups: Sequence[int], ends: Sequence[int]) -> torch.Tensor | None:
+        """The rows of these groups, one group after another; None if they are so already."""
+        if all(before < after for before, after in pairwise(groups)):
+            return None
+        sizes = [ends[group] - ends[group - 1] for group in groups]
+        total = sum(sizes)
+        begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
+        moves = [ends[group - 1] - begin for group, begin in zip(groups, begins, strict=True)]
+        by_group = self._places([moves, sizes])
+        every = torch.arange(total, device=self.device)
+        return every + by_group[0].repeat_interleave(by_group[1], output_size=total)
 
     def _leaves_of(self, waves: Sequence[RowWave]) -> Iterator[Sequence[torch.Tensor]]:
         """The tensors that hold each wave."""
@@ -318,7 +347,7 @@ class PackedMatrices:
     def _places_and_ends(self, wave: RowWave, ends: Sequence[int], num: int) -> list[int]:
         """Where the matrices of a wave are in its leaves, and where their groups end in its rows: `num` of each."""
         more = num - len(wave.rows)  # empty groups
-        own = [ends[group] - ends[wave.rows[0] - 1] for group in wave.rows]
+        own = list(accumulate(ends[group] - ends[group - 1] for group in wave.rows))
         return [*wave.places, *[wave.places[-1]] * more, *own, *[own[-1]] * more]
 
     def _may_cut(self, func: Callable[..., torch.Tensor], rows: torch.Tensor, num: int) -> bool:

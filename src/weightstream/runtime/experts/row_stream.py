@@ -1,13 +1,14 @@
 """Rows of stacks in waves, past the slots: copies to the device run ahead of its work, into a buffer.
 
-A prompt names nearly all rows of a stack, each for many tokens. They are copied in order, a few at a time: from their
-slots if they have some, else from host memory. The host knows the rows, so prompts are not captured.
+A prompt names nearly all rows of a stack, each for many tokens. They are read a few at a time. Those that have a slot
+are read there, the others are copied from host memory. The host knows the rows, so prompts are not captured.
 
 [Note: waves ahead]
 For long prompts attention takes longer than copying the experts of a layer does. So copies run as far ahead as the
 buffer has room: after the last wave of a stack come those of the unit's next stack, and then those of the next unit,
 if no unit in between uses the buffer. Which rows that unit will read is not known yet: all of them are assumed, so
-waves may hold rows that are not read. Anything else that uses the buffer or changes slots calls `drop` first.
+waves may hold rows that are not read. Rows in slots are read after the waves that have come, as these make room for
+others. Anything else that uses the buffer or changes slots calls `drop` first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -25,30 +26,17 @@ from weightstream.errors import InvariantError
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.devices.backend import Backend, Event, Side
 from weightstream.runtime.experts.slot_cache import RowPiece, SlotCache
-from weightstream.runtime.weights.picks import RowWave
+from weightstream.runtime.weights.picks import RowsAt, RowWave
 
 
-class RowLeaf:
-    """A stack in host memory: the pieces of its rows, how a row looks, and the memory of its slots, if it has some."""
+class RowLeaf(NamedTuple):
+    """A stack: the pieces of its rows in host memory, how a row looks, and its slots, if it has some."""
 
-    def __init__(
-        self,
-        pieces: Sequence[RowPiece],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        nbytes: int,
-        slots: torch.Tensor | None = None,
-    ) -> None:
-        self.pieces = pieces
-        self.shape = shape
-        self.dtype = dtype
-        self.nbytes = nbytes  # of a row
-        self._slots = slots
-
-    @cached_property
-    def in_slots(self) -> tuple[torch.Tensor, ...]:
-        """The memory of a row in each slot."""
-        return () if self._slots is None else self._slots[:, : self.nbytes].unbind()
+    pieces: Sequence[RowPiece]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int  # of a row
+    slots: torch.Tensor | None = None  # of shape (slots, *row)
 
 
 class _Wave(NamedTuple):
@@ -115,7 +103,9 @@ class StreamBuffer:
         asked = set(rows)
         own = list(takewhile(lambda wave: wave.stream is stream, self._begun))
         places = [[place for place, row in enumerate(wave.rows) if row in asked] for wave in own]
-        held = [RowWave([w.rows[place] for place in of], of, is_coming=True) for w, of in zip(own, places, strict=True)]
+        held = [
+            RowWave([wave.rows[place] for place in of], of, RowsAt.COMING) for wave, of in zip(own, places, strict=True)
+        ]
         named = [row for wave in held for row in wave.rows]
         fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in held)
         if len(own) < len(self._begun) or not fits:
@@ -125,13 +115,13 @@ class StreamBuffer:
         return [wave for wave in held if wave.rows]
 
     def after(self, stream: RowStream, rows: Sequence[int]) -> list[tuple[RowStream, Sequence[int]]]:
-        """The waves that follow a stream of these rows, as far as their sizes are known."""
+        """The waves to be copied after a stream of these rows, as far as their sizes are known."""
         found: list[tuple[RowStream, Sequence[int]]] = []
         for later in self._streams_after(stream):
             if (size := self._sizes.get(later.row_nbytes)) is None:
                 break
-            its_rows = rows if later.unit == stream.unit else range(later.num_rows)
-            found += [(later, its_rows[begin : begin + size]) for begin in range(0, len(its_rows), size)]
+            _, its_rows = later.parted(rows if later.unit == stream.unit else range(later.num_rows))
+            found += [(later, part) for part in _parts(its_rows, size)]
         return found
 
     def find_slots(self, stream: RowStream) -> None:
@@ -233,19 +223,28 @@ class RowStream:
         """Bytes of this many rows in the buffer."""
         return sum(aligned(num * nbytes) for nbytes in self.row_nbytes)
 
+    def parted(self, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of these rows those that are read in slots, and those that are copied."""
+        slots = self._buffer.slots(self.cache)
+        if not slots or any(leaf.slots is None for leaf in self._leaves):
+            return (), rows
+        return [row for row in rows if slots[row] >= 0], [row for row in rows if slots[row] < 0]
+
     def cut(self, rows: Sequence[int], most: int) -> list[RowWave]:
         """As `RowWaves.cut`."""
         size = min(most, self.most)
-        begun = self._buffer.begun_for(self, rows, size)
-        left = rows[sum(len(wave.rows) for wave in begun) :]
+        held, left = self.parted(rows)
+        begun = self._buffer.begun_for(self, left, size)
+        left = left[sum(len(wave.rows) for wave in begun) :]
         self._buffer.find_slots(self)
-        parts = (left[begin : begin + size] for begin in range(0, len(left), size))
-        return [*begun, *(RowWave(part, range(len(part))) for part in parts)]
+        slots = self._buffer.slots(self.cache)
+        in_slots = [RowWave(part, [slots[row] for row in part], RowsAt.SLOTS) for part in _parts(held, most)]
+        return [*begun, *in_slots, *(RowWave(part, range(len(part))) for part in _parts(left, size))]
 
     def bring(self, waves: Sequence[RowWave]) -> Iterator[tuple[torch.Tensor, ...]]:
         """As `RowWaves.bring`."""
         buffer = self._buffer
-        coming = deque((self, wave.rows) for wave in waves if not wave.is_coming)
+        coming = deque((self, wave.rows) for wave in waves if wave.at is RowsAt.HOST)
         coming.extend(buffer.after(self, [row for wave in waves for row in wave.rows]))
 
         def advance() -> None:
@@ -253,8 +252,11 @@ class RowStream:
                 coming.popleft()
 
         try:
-            for _ in waves:
+            for wave in waves:
                 advance()
+                if wave.at is RowsAt.SLOTS:
+                    yield tuple(leaf.slots for leaf in self._leaves if leaf.slots is not None)
+                    continue
                 yield buffer.arrived(self)
                 buffer.passed()
             advance()
@@ -264,41 +266,42 @@ class RowStream:
 
     def copied(self, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queue copies of these rows, for each leaf to memory of shape (rows, *row)."""
-        slots = self._buffer.slots(self.cache)
-        is_held = [bool(slots) and slots[row] >= 0 for row in rows]
-        found, targets, sources = [], list[torch.Tensor](), list[torch.Tensor]()
-        begin = 0
-        for leaf in self._leaves:
+        found, begin = [], 0
+        for leaf, joined in zip(self._leaves, self._joined, strict=True):
             part = memory[begin : begin + len(rows) * leaf.nbytes].view(len(rows), leaf.nbytes)
             begin += aligned(part.numel())
-            held = [place for place, is_here in enumerate(is_held) if is_here] if leaf.in_slots else []
-            if held:
-                places = part.unbind()
-                targets += [places[place] for place in held]
-                sources += [leaf.in_slots[slots[rows[place]]] for place in held]
-            left = [place for place in range(len(rows)) if not (leaf.in_slots and is_held[place])]
-            for piece in leaf.pieces:
-                for first, last in _runs(rows, left, piece, leaf.nbytes):
+            for piece, joins in zip(leaf.pieces, joined, strict=True):
+                for first, last in _runs(rows, joins):
                     source = piece.rows[rows[first]]
                     target = part[first : last + 1, piece.at : piece.at + source.numel()].view(-1)
                     target.copy_(source.as_strided((target.numel(),), (1,)))
             found.append(part.view(leaf.dtype).view(len(rows), *leaf.shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
         return tuple(found)
 
+    @cached_property
+    def _joined(self) -> list[list[list[bool]]]:
+        """For each piece of each leaf, and each row: whether the next row follows it in host memory, both whole."""
+        return [
+            [
+                [len(a) == len(b) == leaf.nbytes and _follows(a, b) for a, b in pairwise(piece.rows)]
+                for piece in leaf.pieces
+            ]
+            for leaf in self._leaves
+        ]
 
-def _runs(rows: Sequence[int], places: Sequence[int], piece: RowPiece, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Of these places in a wave, the first and the last one of each run of whole rows, of `nbytes`, that follow each
-    other in host memory."""
+
+def _parts(rows: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    return (rows[begin : begin + most] for begin in range(0, len(rows), most))
+
+
+def _runs(rows: Sequence[int], joins: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """The first and the last place of each run of rows that follow each other in host memory."""
     first = 0
-    for index in range(1, len(places) + 1):
-        if index < len(places) and places[index] == places[index - 1] + 1:
-            before, after = piece.rows[rows[places[index - 1]]], piece.rows[rows[places[index]]]
-            if before.numel() == after.numel() == nbytes and _follows(before, after):
-                continue
-        yield places[first], places[index - 1]
-        first = index
+    for place in range(1, len(rows) + 1):
+        before = rows[place - 1]
+        if place == len(rows) or rows[place] != before + 1 or not joins[before]:
+            yield first, place - 1
+            first = place
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:

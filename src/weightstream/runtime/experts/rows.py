@@ -183,8 +183,8 @@ def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit, buffer: StreamBuff
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
     leaves = {
-        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes, view)
-        for stack, of_stack, view in zip(stacks, pieces, views, strict=True)
+        stack.key: RowLeaf(of_stack, stack.shape[1:], stack.dtype, stack.nbytes, readings[stack.key].memory)
+        for stack, of_stack in zip(stacks, pieces, strict=True)
         if stack.home.layout is None
     }
     rows = Rows(

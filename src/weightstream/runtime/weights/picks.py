@@ -7,6 +7,7 @@ side of the model: adapters implement it for the classes that they know. `RowPro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,12 +36,20 @@ class IndexedStack(Protocol):
         """The rows that were selected, of shape (ids, *row)."""
 
 
+class RowsAt(Enum):
+    """Where the rows of a wave are when it is cut."""
+
+    HOST = "host memory"
+    COMING = "on their way to the device"
+    SLOTS = "slots"
+
+
 class RowWave(NamedTuple):
-    """Rows that come to the device together, and their places in the memory where they are then."""
+    """Rows that a forward reads together, and their places in the memory where they are then."""
 
     rows: Sequence[int]
     places: Sequence[int]
-    is_coming: bool = False  # whether their copy has begun
+    at: RowsAt = RowsAt.HOST
 
 
 class RowWaves(Protocol):
@@ -55,10 +64,10 @@ class RowWaves(Protocol):
         """The rows that may come at a time."""
 
     def cut(self, rows: Sequence[int], most: int) -> Sequence[RowWave]:
-        """These rows in order, in waves of up to `most`, to be brought next."""
+        """These rows, all different, in waves of up to `most`, to be brought next. The order of the rows may change."""
 
     def bring(self, waves: Sequence[RowWave]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """For each of the waves of a `cut`, in order, memory of shape (rows, *row) for each stack.
+        """For each of the waves of a `cut`, in order, memory of shape (places, *row) for each stack.
 
         Work that is queued before the next wave is asked for may read that memory. Ask until the waves end, or copies
         that were made ahead are lost.
