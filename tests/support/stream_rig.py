@@ -70,7 +70,7 @@ def streams_of(
     """Streams of as many units, each with all stacks."""
     leaves = [stack.leaf for stack in stacks]
     streams = [RowStream(leaves, buffer, num_rows=NUM_ROWS, unit=unit, cache=cache) for unit in range(num)]
-    buffer._following = lambda unit: streams[unit : unit + 2]
+    buffer._following = lambda unit: streams[unit : unit + 3]
     return streams
 
 

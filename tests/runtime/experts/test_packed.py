@@ -178,15 +178,24 @@ def small_waves(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waves_of_the_next_layer_come_during_attention(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless attention needs the buffer, too. A step that fails there is followed by right ones."""
+    """Unless attention needs the buffer, too. No row is copied twice. A step that fails in attention is
+    followed by right ones."""
     model, plain = both(name, "grouped_mm")
     small_waves(plain, monkeypatch)
     room = 4 * model_nbytes(model) + (1 << 20)
-    num_begun, fails = list[int](), list[int]()
+    num_begun, fails, copied = list[int](), list[int](), list[tuple[RowStream, int]]()
+    plain_copied = RowStream.copied
+
+    def counted(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> Any:
+        copied.extend((self, row) for row in rows)
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "copied", counted)
     codec = "none" if attention == "plain" else "compressed"
     with weightstream.offload(model, device="cpu", device_budget=room, codec=codec) as streamer, torch.no_grad():
-        streamer.switch(plan_of(streamer, "cached", 4))
-        assert bool(streamer.plan.manifest.codes) is (attention == "compressed")
+        codes = {name: code for name, code in streamer.plan.manifest.codes.items() if ".self_attn." in name}
+        assert bool(codes) is (attention == "compressed")
+        streamer.switch(plan_of(streamer, "cached", 4, codes))
         model(prompt(1))  # units learn which unit follows
         streams = streamer._binding.streams
 
@@ -198,8 +207,11 @@ def test_waves_of_the_next_layer_come_during_attention(
         for layer in model.model.layers:
             layer.self_attn.register_forward_pre_hook(spy)
         for length in (40, 30, 1, 40):
+            copied.clear()
             assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
             assert not streams._begun
+            assert len(copied) == len(set(copied)), "rows were copied twice"
+            assert bool(copied) is (length > 1)
             assert (max(num_begun) > 0) is (attention == "plain" and length > 1)
             num_begun.clear()
         fails.append(3)

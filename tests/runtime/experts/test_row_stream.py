@@ -70,6 +70,28 @@ def test_copies_run_ahead_as_far_as_there_is_room(backend: CpuBackend, monkeypat
     assert copied == [(2, [8, 2]), (2, [1])], "rows in another order are copied again"
 
 
+@pytest.mark.parametrize("slotted", [EVERY[2:], EVERY[::2], EVERY])
+def test_copies_run_ahead_to_several_streams(
+    slotted: list[int], backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows those of several streams have room: each is copied once."""
+    stacks, copied = host_stacks(), list[tuple[int, list[int]]]()
+    cache = with_slots(stacks, slotted)
+    streams = streams_of(stacks, buffer_of(backend, num_rows=2), 5, cache)
+    plain_copied = RowStream.copied
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        memory.fill_(255)
+        copied.append((self.unit, list(rows)))
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "copied", spied)
+    left = [row for row in EVERY if row not in slotted]
+    for stream, asked in zip(streams, (EVERY, EVERY[1:], EVERY, EVERY[:3], EVERY), strict=True):
+        assert sorted(read(stream, stacks, asked, 2)) == asked
+    assert sorted(copied) == sorted((unit, left[at : at + 2]) for unit in range(5) for at in range(0, len(left), 2))
+
+
 @pytest.mark.parametrize("order", ["other stream", "fewer at a time"])
 def test_waves_of_another_call_are_copied_again(order: str, backend: CpuBackend) -> None:
     stacks = host_stacks()

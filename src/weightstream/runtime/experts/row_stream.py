@@ -107,21 +107,24 @@ class StreamBuffer:
             RowWave([wave.rows[place] for place in of], of, RowsAt.COMING) for wave, of in zip(own, places, strict=True)
         ]
         named = [row for wave in held for row in wave.rows]
+        later = list(self._begun)[len(own) :]
         fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in held)
-        if len(own) < len(self._begun) or not fits:
+        if not fits or (later and len(named) < len(rows)):  # waves are read in the order of their copies
             self.drop()
             return []
-        self._begun = deque(wave for wave, of in zip(own, places, strict=True) if of)
+        self._begun = deque([*(wave for wave, of in zip(own, places, strict=True) if of), *later])
         return [wave for wave in held if wave.rows]
 
     def after(self, stream: RowStream, rows: Sequence[int]) -> list[tuple[RowStream, Sequence[int]]]:
-        """The waves to be copied after a stream of these rows, as far as their sizes are known."""
+        """The waves to be begun after a stream of these rows, as far as their sizes are known."""
+        has_begun = {(wave.stream, row) for wave in self._begun for row in wave.rows}
         found: list[tuple[RowStream, Sequence[int]]] = []
         for later in self._streams_after(stream):
             if (size := self._sizes.get(later.row_nbytes)) is None:
                 break
             _, its_rows = later.parted(rows if later.unit == stream.unit else range(later.num_rows))
-            found += [(later, part) for part in _parts(its_rows, size)]
+            left = [row for row in its_rows if (later, row) not in has_begun]
+            found += [(later, part) for part in _parts(left, size)]
         return found
 
     def find_slots(self, stream: RowStream) -> None:
