@@ -32,9 +32,13 @@ _BY_ROW = frozenset(  # of their first argument, a table, they touch only the ro
     for name in ("embedding", "index", "index_select", "gather", "index_put_", "index_copy_", "index_add_", "scatter_")
 )
 # The least time of an operator, in units of a small norm kernel of 1.45 us [H200, in graphs: attention of one row
-# 5.8 us, with a mask, which is made into a bias, 11.2 us, topk of 128 8.4 us].
-_LEAST = MappingProxyType({_ATTENTION: 4.0, _aten.topk: 6.0, _aten.sort: 6.0})
+# 5.8 us, with a mask, which is made into a bias, 11.2 us, topk of 128 8.4 us, sums and maxima 4.5 and 4.7 us, a product
+# of one row with a bias, which takes two kernels, 8.1 us].
+_LEAST = MappingProxyType(
+    {_ATTENTION: 4.0, _aten.topk: 6.0, _aten.sort: 6.0, _aten.sum: 3.0, _aten.max: 3.0, _aten.amax: 3.0}
+)
 _MASKED = 8.0
+_BIASED = 5.5
 _SUMMED = 4.0  # 6 to 7 us up to 64 KiB [two H200s, NVLink]
 _GROUPED = frozenset(("aten::_grouped_mm", private.GROUPED_MM))
 
@@ -172,7 +176,8 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         kind: Rate = "attention" if rate == "half" else rate
         return Op(rate=kind, flops=(1 if causal else 2) * products, nbytes=nbytes, least=least)
     if packet is _aten.linear:
-        return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes)
+        least = 1.0 if len(args) < 3 or args[2] is None else _BIASED
+        return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes, least=least)
     if func.name() in _GROUPED and args[1].dim() == 3:
         (rows, _), (groups, inner, columns) = args[0].shape, args[1].shape
         # with fewer rows than groups, at least the rest of the groups has no row, and its matrices are not read
