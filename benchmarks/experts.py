@@ -1,7 +1,7 @@
 """Mixtures of experts: decoding with compressed or cached experts on the device, compared with the plain model.
 
     python benchmarks/experts.py [--shape qwen3] [--layers N] [--shares coded,50,25,10] [--batch 1] [--hits NAME]
-        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64] [--only-prompt]
+        [--recalls 0.66,0.85] [--aheads 0,1,2] [--ring] [--packed mxfp4|float8] [--prompt 64,1024] [--only-prompt]
     python benchmarks/experts.py --first [--shape qwen3] [--layers N] [--folder …] [--tiny]     see experts_first.py
 
 A shape (experts_shapes.py) with random weights, in `weightstream.generate`, which replays steps from CUDA graphs for
@@ -75,8 +75,9 @@ class Decoding:
         many, few = self._numbers
         return [(self._taken(many) - self._taken(few)) / (many - few) for _ in range(REPEATS)]
 
-    def graph_ms(self) -> list[float]:
-        """Milliseconds of each graph of these tokens on the device, which is kept busy while the host launches it."""
+    def graph_ms(self) -> dict[str, float] | None:
+        """Milliseconds of a graph of these tokens on the device, which is kept busy while the host launches it; None if
+        no step is captured."""
         spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         replay = torch.cuda.CUDAGraph.replay
 
@@ -91,7 +92,8 @@ class Decoding:
         many, few = self._numbers
         with patch.object(torch.cuda.CUDAGraph, "replay", timed):
             self._taken(many)
-        return [begin.elapsed_time(end) for begin, end in spans[few - many :]]
+        ms = [begin.elapsed_time(end) for begin, end in spans[few - many :]]
+        return rows.percentiles(ms) if ms else None
 
     @cached_property
     def _numbers(self) -> tuple[int, int]:
@@ -157,13 +159,13 @@ def measured(
     """The fields of a row for one plan."""
     before = streamer.stats().experts
     ms = rows.percentiles([1e3 * s for s in decoding.seconds()])
-    plan, stats = streamer.plan, streamer.stats()
+    plan, stats = streamer.plan, streamer.stats()  # graphs that are timed apart do not count
     graph_ms = decoding.graph_ms()
     names = ("found", "fetched", "ahead", "ahead_used")
     found, fetched, ahead, used = (getattr(stats.experts, name) - getattr(before, name) for name in names)
     return prompted(streamer, decoding, equal) | {
         "ms": ms,
-        "graph_ms": rows.percentiles(graph_ms) if graph_ms else None,
+        "graph_ms": graph_ms,
         "x_resident": round(plain_ms / ms["p50"], 3) if plain_ms else None,
         "tokens_per_s": round(1e3 * batch / ms["p50"], 1),
         "found": round(found / (found + fetched), 3) if found + fetched else None,
@@ -190,7 +192,7 @@ def main() -> None:
     parser.add_argument("--aheads", default="", help="rows to prefetch, instead of the number in the plan")
     parser.add_argument("--hits", help=f"draw ids with the hit rates of these models: {', '.join(HITS)}")
     parser.add_argument("--packed", choices=PACKED, help="the format of the experts; default: bfloat16")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of the prompt")
+    parser.add_argument("--prompt", default=str(PROMPT), help="tokens of the prompt, or of several prompts")
     parser.add_argument("--only-prompt", action="store_true", help="time no tokens")
     parser.add_argument("--ring", action="store_true", help="experts stream, without a cache")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "experts.jsonl")
@@ -213,14 +215,14 @@ def main() -> None:
     names = args.hits.split(",") if args.hits else []
     curves = [HITS[name] for name in names] or [curve_of(shape.num_experts, shape.top_k)]
     table = Table(model, shape, args.batch, "cuda", curves[0])
-    decoding = Decoding(model, args.batch, args.prompt)
+    prompts = [int(length) for length in args.prompt.split(",")]
     experts = sum(p.nbytes for module in experts_of(model) for p in module.parameters(recurse=False) if p.ndim > 2)
     common = rows.environment()
-    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "packed": args.packed, "prompt": args.prompt}
+    about = {"shape": args.shape, "layers": layers, "batch": args.batch, "packed": args.packed}
     packing = f" in {args.packed}" if args.packed else ""
-    prompt = f", prompt {args.prompt}" * (args.prompt != PROMPT)
 
-    def what(curve: HitCurve) -> str:
+    def what(curve: HitCurve, length: int) -> str:
+        prompt = f", prompt {length}" * (length != PROMPT)
         return f"{args.shape}{packing}, ids as {curve.name}, batch {args.batch}{prompt}"
 
     def write(**row: Any) -> None:
@@ -240,7 +242,7 @@ def main() -> None:
 
     @contextmanager
     def offloaded(share: str, codec: str, recall: str, most: str) -> Iterator[Any]:
-        options = {"codec": codec, "batch": args.batch, "context": args.prompt + 192}
+        options = {"codec": codec, "batch": args.batch, "context": max(prompts) + 192}
         with (
             table.guessed(float(recall)) if recall else nullcontext(),
             weightstream.offload(model, device_budget=budget_of(share), **options) as streamer,
@@ -251,22 +253,22 @@ def main() -> None:
 
     if args.ring:
         Planner._cache = lambda *_: None  # type: ignore[method-assign]
-    wanted: dict[str, Reference] = {}  # by the curve
+    wanted: dict[str, Reference] = {}  # by the ids and the prompt
     if has_plain:
         plain = unpacked(model) if args.packed else model
         plain_table = Table(plain, shape, args.batch, "cuda", curves[0]) if args.packed else table
-        reference = Decoding(plain, args.batch, args.prompt)
+        reference = Decoding(plain, args.batch, prompts[0])
         predictions = predicted_resident(plain, plain_nbytes, args.batch)
         for curve in curves:
             plain_table.draw(curve)
-            name, want = f"resident, plain, {what(curve)}", reference.logits()
+            name, want = f"resident, plain, {what(curve, prompts[0])}", reference.logits()
             ms = rows.percentiles([1e3 * s for s in reference.seconds()])
             found = {"ms": ms, "tokens_per_s": round(1e3 * args.batch / ms["p50"], 1), "nbytes": plain_nbytes}
-            found |= {"graph_ms": rows.percentiles(reference.graph_ms())}
+            found |= {"graph_ms": reference.graph_ms()}
             found |= {"prompt_s": rows.percentiles(reference.prompt_seconds()), **predictions}
             found |= {"routing": curve.name, "lru_hits": plain_table.hits}
-            write(system=name, repeats=same(want, reference.logits()), **found)
-            wanted[curve.name] = Reference(name, want, ms["p50"])
+            write(system=name, repeats=same(want, reference.logits()), prompt=prompts[0], **found)
+            wanted[what(curve, prompts[0])] = Reference(name, want, ms["p50"])
         del plain, reference, plain_table
     cells = (args.shares, args.codecs, args.recalls, args.aheads)
     for cell in product(*(values.split(",") for values in cells)):
@@ -275,10 +277,11 @@ def main() -> None:
             load_s, predictions = round(time.perf_counter() - began, 1), predicted(streamer.plan)  # before any step ran
             profile = load_profile(torch.device("cuda"))
             torch.cuda.reset_peak_memory_stats()
-            for curve in curves if streamer.plan.cached or not cell[3] else ():
+            for curve, length in product(curves if streamer.plan.cached or not cell[3] else (), prompts):
                 table.draw(curve)
+                decoding, system = Decoding(model, args.batch, length), f"{name}, {what(curve, length)}"
                 logits = decoding.logits()
-                known = wanted.setdefault(curve.name, Reference(f"{name}, {what(curve)}", logits, None))
+                known = wanted.setdefault(what(curve, length), Reference(system, logits, None))
                 equal = None if known.logits is logits else same(known.logits, logits)
                 if not streamer.plan.cached and curve is not curves[0]:
                     continue  # its time does not depend on the ids
@@ -286,11 +289,11 @@ def main() -> None:
                     found = prompted(streamer, decoding, equal)
                 else:
                     found = measured(streamer, decoding, equal, known.plain_ms, args.batch)
-                found |= {"equal_to": known.name if equal is not None else None, **predictions}
+                found |= {"equal_to": known.name if equal is not None else None, **predictions, "prompt": length}
                 found |= {"experts_link_s": round(experts / profile.link_bytes_per_s, 3) if profile else None}
                 found |= {"routing": curve.name, "lru_hits": table.hits, "load_s": load_s, "nbytes": nbytes}
                 budget_gib = round((streamer.plan.budget or 0) / 2**30, 2)
-                write(system=f"{name}, {what(curve)}", budget_gib=budget_gib, **found)
+                write(system=system, budget_gib=budget_gib, **found)
 
 
 if __name__ == "__main__":
