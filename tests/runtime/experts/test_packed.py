@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -220,6 +220,40 @@ def test_waves_of_the_next_layer_come_during_attention(
         assert not streams._begun
         fails.clear()
         assert torch.equal(model(prompt(40)).logits, plain(prompt(40)).logits)
+
+
+class Resolving:
+    """Stands in for a graph of decode steps: its launch changes slots, without any call of the library."""
+
+    def __init__(self, streamer: weightstream.Streamer) -> None:
+        self._caches = caches(streamer)
+        self._turn = 0
+
+    def replay(self) -> None:
+        self._turn += 1
+        for cache in self._caches:
+            cache.resolve(torch.tensor([(self._turn * 3 + index) % 8 for index in range(4)]))
+
+
+@pytest.mark.few(1)
+@formats
+def test_a_graph_may_change_slots_between_two_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one `step()`."""
+    model, plain = both(name, "grouped_mm")
+    small_waves(plain, monkeypatch)
+    with held(model, "cached", 4) as streamer, torch.no_grad():
+        model(prompt(1))
+        graph = Resolving(streamer)
+        monkeypatch.setattr(streamer._backend, "capture", lambda *_, **__: nullcontext())
+        with streamer.capture(graph):
+            pass
+        with streamer.step():
+            for length in (40, 30, 41):
+                streamer.replay(graph)
+                assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            assert streamer._binding.streams._slots
+            with streamer.capture(graph):
+                assert not streamer._binding.streams._slots, "what is dropped in a capture may have to wait for copies"
 
 
 def update(model: Any, plain: Any, name: str, part: int) -> None:
