@@ -6,9 +6,10 @@ are read there, the others are copied from host memory. The host knows the rows,
 [Note: waves ahead]
 For long prompts attention takes longer than copying the experts of a layer does. So copies run as far ahead as the
 buffer has room: after the last wave of a stack come those of the unit's next stack, and then those of the next unit,
-if no unit in between uses the buffer. Which rows that unit will read is not known yet: all of them are assumed, so
-waves may hold rows that are not read. Rows in slots are read after the waves that have come, as these make room for
-others. Anything else that uses the buffer or changes slots calls `drop` first.
+if no unit in between uses the buffer. Which rows that unit will read is not known yet. After a call that read at least
+half of its rows, all of them are copied, and some for nothing; after a call that read fewer, none. Rows in slots are
+read after the waves that have come, as these make room for others. Anything else that uses the buffer or changes slots
+calls `drop` first: also a launch of a graph, which does both.
 """
 
 from __future__ import annotations
@@ -77,19 +78,18 @@ class StreamBuffer:
         self._begun: deque[_Wave] = deque()  # waves that were not read yet
         self._read: list[_Read] = []  # of bytes that no wave has overwritten since
         self._at = 0  # where the next wave begins
-        self._is_used = False  # copies may be in flight that compute does not wait for
+        self._newest: Event | None = None  # the end of the last copies; None: compute waits for all copies
 
     def drop(self) -> None:
         """Forget all waves, and order compute after their copies: the buffer or the slots are about to change."""
-        if not self._is_used:
-            return
-        end = self._backend.event()  # not those of the waves: an error may have cut the begin of one
-        self._backend.record(Side.AHEAD, end)
-        self._backend.wait(Side.COMPUTE, end)
+        if self._newest is not None:
+            end = self._backend.event()  # another one: an error may have come before `_newest` was recorded
+            self._backend.record(Side.AHEAD, end)
+            self._backend.wait(Side.COMPUTE, end)
         self._begun.clear()
         self._read.clear()
         self._slots.clear()
-        self._is_used = False
+        self._newest = None
 
     def close(self) -> None:
         """Drop the reference to the memory."""
@@ -112,6 +112,8 @@ class StreamBuffer:
         if not fits or (later and len(named) < len(rows)):  # waves are read in the order of their copies
             self.drop()
             return []
+        # a forward that failed may have begun to read one of these
+        self._read += [_Read(wave.begin, wave.end, self._now()) for wave, of in zip(own, places, strict=True) if not of]
         self._begun = deque([*(wave for wave, of in zip(own, places, strict=True) if of), *later])
         return [wave for wave in held if wave.rows]
 
@@ -120,7 +122,8 @@ class StreamBuffer:
         has_begun = {(wave.stream, row) for wave in self._begun for row in wave.rows}
         found: list[tuple[RowStream, Sequence[int]]] = []
         for later in self._streams_after(stream):
-            if (size := self._sizes.get(later.row_nbytes)) is None:
+            is_unknown = later.unit != stream.unit and 2 * len(rows) < stream.num_rows
+            if is_unknown or (size := self._sizes.get(later.row_nbytes)) is None:
                 break
             _, its_rows = later.parted(rows if later.unit == stream.unit else range(later.num_rows))
             left = [row for row in its_rows if (later, row) not in has_begun]
@@ -138,7 +141,6 @@ class StreamBuffer:
         if cache is None:
             return ()
         if (found := self._slots.get(cache)) is None:
-            self._is_used = True  # so that `drop` forgets them
             found = self._slots[cache] = cache.slots()
         return found
 
@@ -152,12 +154,11 @@ class StreamBuffer:
         over = [read for read in self._read if read.begin < end and begin < read.end]
         if not self._is_ordered():
             over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer, or write to slots
-        self._is_used = True  # before any copy: `drop` has to wait for it even if an error cuts this call
+        self._newest = filled = backend.event()  # before any copy: `drop` waits for it even if an error cuts this call
         for read in over:
             backend.wait(Side.AHEAD, read.event)
         with backend.aside(), _disable_current_modes(), torch.no_grad():
             leaves = stream.copied(rows, self.memory[begin:end])
-        filled = backend.event()
         backend.record(Side.AHEAD, filled)
         self._read = [read for read in self._read if read not in over]
         self._begun.append(_Wave(stream, rows, leaves, filled, begin, end))
@@ -170,6 +171,8 @@ class StreamBuffer:
         if wave is None or wave.stream is not stream:
             raise InvariantError("a wave of rows is read that was not begun")
         self._backend.wait(Side.COMPUTE, wave.filled)
+        if wave.filled is self._newest:
+            self._newest = None
         return wave.leaves
 
     def passed(self) -> None:
@@ -254,18 +257,15 @@ class RowStream:
             while coming and buffer.begin(*coming[0]):
                 coming.popleft()
 
-        try:
-            for wave in waves:
-                advance()
-                if wave.at is RowsAt.SLOTS:
-                    yield tuple(leaf.slots for leaf in self._leaves if leaf.slots is not None)
-                    continue
-                yield buffer.arrived(self)
-                buffer.passed()
+        # nothing is undone if the caller fails: its traceback may be freed, and close this, in any later step
+        for wave in waves:
             advance()
-        except BaseException:  # also if no further wave is asked for
-            buffer.drop()
-            raise
+            if wave.at is RowsAt.SLOTS:
+                yield tuple(leaf.slots for leaf in self._leaves if leaf.slots is not None)
+                continue
+            yield buffer.arrived(self)
+            buffer.passed()
+        advance()
 
     def copied(self, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queue copies of these rows, for each leaf to memory of shape (rows, *row)."""
