@@ -74,7 +74,7 @@ class StreamBuffer:
         self._backend = backend
         self._following = following
         self._sizes: dict[tuple[int, ...], int] = {}  # rows of a wave, by the bytes of a row in each leaf
-        self._slots: dict[SlotCache, Sequence[int]] = {}  # the slot of each row, for the calls of one step
+        self._slots: dict[SlotCache, Sequence[int]] = {}  # the slot of each row, until `drop`
         self._begun: deque[_Wave] = deque()  # waves that were not read yet
         self._read: list[_Read] = []  # of bytes that no wave has overwritten since
         self._at = 0  # where the next wave begins
@@ -131,8 +131,7 @@ class StreamBuffer:
         return found
 
     def find_slots(self, stream: RowStream) -> None:
-        """Read the slots of the rows that this stream and those after it copy. Waits for the device, so that beginning
-        their waves does not."""
+        """Read the slots of this unit and the next one. Waits for the device, so that `begin` does not have to."""
         for each in (stream, *self._streams_after(stream)):
             self.slots(each.cache)
 
