@@ -15,7 +15,7 @@ calls `drop` first: also a launch of a graph, which does both.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -97,25 +97,22 @@ class StreamBuffer:
         self.memory = self.memory[:0].clone()
 
     def begun_for(self, stream: RowStream, rows: Sequence[int], most: int) -> list[RowWave]:
-        """The waves that a stream of these rows begins with and whose copies have begun, each with the rows that are
-        read of it. The others are forgotten."""
+        """The waves of a stream whose copies have begun, each with the rows of it that are asked for: the first ones of
+        `rows`, in their order. Other waves of the stream are forgotten."""
         self._sizes[stream.row_nbytes] = most
-        asked = set(rows)
         own = list(takewhile(lambda wave: wave.stream is stream, self._begun))
-        places = [[place for place, row in enumerate(wave.rows) if row in asked] for wave in own]
-        held = [
-            RowWave([wave.rows[place] for place in of], of, RowsAt.COMING) for wave, of in zip(own, places, strict=True)
-        ]
-        named = [row for wave in held for row in wave.rows]
         later = list(self._begun)[len(own) :]
-        fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in held)
+        found = [_among(wave.rows, set(rows)) for wave in own]
+        named = [row for wave in found for row in wave.rows]
+        fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in found)
         if not fits or (later and len(named) < len(rows)):  # waves are read in the order of their copies
             self.drop()
             return []
-        # a forward that failed may have begun to read one of these
-        self._read += [_Read(wave.begin, wave.end, self._now()) for wave, of in zip(own, places, strict=True) if not of]
-        self._begun = deque([*(wave for wave, of in zip(own, places, strict=True) if of), *later])
-        return [wave for wave in held if wave.rows]
+        both = list(zip(own, found, strict=True))
+        # a forward that failed may have begun to read a wave without any of these rows
+        self._read += [_Read(wave.begin, wave.end, self._now()) for wave, its in both if not its.rows]
+        self._begun = deque([*(wave for wave, its in both if its.rows), *later])
+        return [wave for wave in found if wave.rows]
 
     def after(self, stream: RowStream, rows: Sequence[int]) -> list[tuple[RowStream, Sequence[int]]]:
         """The waves to be begun after a stream of these rows, as far as their sizes are known."""
@@ -217,10 +214,10 @@ class RowStream:
         self.row_nbytes = tuple(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
         self._buffer = buffer
-        self.most = self._fitting(4) or min(1, self._fitting(2))
+        self.most = self._fitting(4) or min(1, self._fitting(2))  # the more waves, the further ahead copies run
 
     def _fitting(self, num_waves: int) -> int:
-        """Rows of a wave of which the buffer holds as many."""
+        """The largest number of rows for which the buffer holds so many waves."""
         nbytes = self._buffer.memory.numel() // num_waves // ALIGN_NBYTES * ALIGN_NBYTES
         return max(0, nbytes - len(self._leaves) * aligned(1)) // sum(self.row_nbytes)
 
@@ -229,7 +226,7 @@ class RowStream:
         return sum(aligned(num * nbytes) for nbytes in self.row_nbytes)
 
     def parted(self, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Of these rows those that are read in slots, and those that are copied."""
+        """Those of the rows that are read in slots, and those that are copied."""
         slots = self._buffer.slots(self.cache)
         if not slots or any(leaf.slots is None for leaf in self._leaves):
             return (), rows
@@ -290,6 +287,12 @@ class RowStream:
             ]
             for leaf in self._leaves
         ]
+
+
+def _among(rows: Sequence[int], asked: Collection[int]) -> RowWave:
+    """The part of a wave of these rows that is asked for."""
+    places = [place for place, row in enumerate(rows) if row in asked]
+    return RowWave([rows[place] for place in places], places, RowsAt.COMING)
 
 
 def _parts(rows: Sequence[int], most: int) -> Iterator[Sequence[int]]:
