@@ -149,7 +149,7 @@ class StreamBuffer:
             return False
         over = [read for read in self._read if read.begin < end and begin < read.end]
         if not self._is_ordered():
-            over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer, or write to slots
+            over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer
         self._newest = filled = backend.event()  # before any copy: `drop` waits for it even if an error cuts this call
         for read in over:
             backend.wait(Side.AHEAD, read.event)
