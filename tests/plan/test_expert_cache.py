@@ -118,6 +118,23 @@ def test_slots_use_the_available_memory(percent: int) -> None:
     assert found[0].num_slots < found[1].num_slots
 
 
+@pytest.mark.parametrize("more", [0, 1, 777])
+@pytest.mark.parametrize("waves", [1, 100 << 20])
+def test_slots_start_at_an_aligned_address(more: int, waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the buffer for waves, whatever the budget: rows are viewed in their dtype, and fetched by words."""
+    monkeypatch.setattr(expert_cache, "_WAVES_NBYTES", waves + more)
+    units = tuple(replace(unit, in_waves=bool(unit.stacks)) for unit in MIXTURE.units)
+    manifest = replace(MIXTURE, units=units)
+    plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4 + more, codec="none")(manifest)
+    assert 0 < plan.shared_nbytes < plan.buffer_nbytes
+    assert plan.own_buffer_nbytes % 512 == 0
+    prove(plan)
+    wrong = replace(plan, shared_nbytes=plan.shared_nbytes + 2)
+    assert list(violations(wrong)) == [
+        f"slots start at byte {wrong.own_buffer_nbytes} of the buffer, which is not aligned"
+    ]
+
+
 def test_slots_hold_at_least_the_picks_of_a_step() -> None:
     """With a smaller budget other weights stream instead."""
     least = BUFFER_NBYTES + NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048)

@@ -12,11 +12,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rig import Rig, equal_plan, small_plan
 from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.backend import Copy, Event, Side
 from weightstream.runtime.devices.host_stream import Worker
 from weightstream.runtime.experts.prefetch import Ahead
+from weightstream.runtime.experts.row_stream import StreamBuffer
 from weightstream.runtime.ring.engine import Engine
 from weightstream.runtime.ring.graphs import Graphs as StreamerGraphs
 from wrapped import ClockBackend, Delay, Poison, QueueBackend, Wrapper
@@ -181,6 +184,7 @@ class GraphRig(Rig):
             let_go=self.engine.release,
             abandon=self.engine.abandon,
             ahead=Ahead(self.graphs, 0, {}, lambda unit: None),
+            streams=StreamBuffer(torch.empty(0, dtype=torch.uint8), self.graphs),
             **buffer,
         )
         self.captures = StreamerGraphs(self.graphs, self)

@@ -24,7 +24,7 @@ _FETCH_RATE = 0.92  # share of the link's rate that the fetching kernel reaches 
 _HEADROOM = 1.02  # a compressed row may have more escapes than the mean of its stack
 # of the buffer for rows that are read in waves: the larger it is, the more of them come during attention
 _WAVES_NBYTES, _WAVES_SHARE = 512 << 20, 1 / 32  # at least, and of the budget
-_LEAST_ROWS = 4  # of a unit: in two waves of a stack or more
+_LEAST_ROWS = 4  # of a unit, so that a stack is read in two waves or more
 _SLOT_NBYTES = 1024  # bytes of a slot that may be lost to alignment
 MAX_PREFETCHED_ROWS = 8  # per unit
 LEAST_USED = 0.25  # share of prefetched rows that are used; below it the device prefetches no longer
@@ -117,7 +117,7 @@ def caches(
     most = min(t.shape[0] for t in every)
     in_waves = all(manifest.units[index].in_waves for index in stacks)
     largest = max(sum(t.nbytes for t in of_unit) // of_unit[0].shape[0] for of_unit in stacks.values())
-    waves = max(_WAVES_NBYTES, int(_WAVES_SHARE * budget), _LEAST_ROWS * largest)
+    waves = aligned(max(_WAVES_NBYTES, int(_WAVES_SHARE * budget), _LEAST_ROWS * largest))  # slots follow
     for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
         if 0 < len(coded) < len(held):

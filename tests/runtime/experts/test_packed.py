@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from packed_rig import CASES, ODD, both, packed_modules
 from streaming import striped
 from unpack_launches import launches_from_now
 from weightstream.adapters.hf import packed_matrices
-from weightstream.adapters.hf.packed_formats import PackedFormat
+from weightstream.adapters.hf.packed_formats import PackedFormat, packed_leaves, packed_stacks
+from weightstream.adapters.hf.packed_matrices import PackedMatrices
 from weightstream.codec import unpack_kernels, unpacking
 from weightstream.plan.plan import Plan
 from weightstream.runtime.experts.row_stream import RowStream
@@ -220,6 +221,60 @@ def test_waves_of_the_next_layer_come_during_attention(
         assert not streams._begun
         fails.clear()
         assert torch.equal(model(prompt(40)).logits, plain(prompt(40)).logits)
+
+
+class Resolving:
+    """Stands in for a graph of decode steps: its launch changes slots, without any call of the library."""
+
+    def __init__(self, streamer: weightstream.Streamer) -> None:
+        self._caches = caches(streamer)
+        self._turn = 0
+
+    def replay(self) -> None:
+        self._turn += 1
+        for cache in self._caches:
+            cache.resolve(torch.tensor([(self._turn * 3 + index) % 8 for index in range(4)]))
+
+
+@pytest.mark.few(1)
+@formats
+def test_a_graph_may_change_slots_between_two_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one `step()`."""
+    model, plain = both(name, "grouped_mm")
+    small_waves(plain, monkeypatch)
+    with held(model, "cached", 4) as streamer, torch.no_grad():
+        model(prompt(1))
+        graph = Resolving(streamer)
+        monkeypatch.setattr(streamer._backend, "capture", lambda *_, **__: nullcontext())
+        with streamer.capture(graph):
+            pass
+        with streamer.step():
+            for length in (40, 30, 41):
+                streamer.replay(graph)
+                assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
+            assert streamer._binding.streams._slots
+            with streamer.capture(graph):
+                assert not streamer._binding.streams._slots, "what is dropped in a capture may have to wait for copies"
+
+
+@pytest.mark.parametrize("ids", [[-1, 0], [3, -8, 7, 3], [2, 5, 6], [], [8], [-9]], ids=str)
+def test_any_ids_pass_the_slots(ids: list[int]) -> None:
+    """As for a tensor: negative ones count from the end, some twice, or none at all."""
+    model, plain = both("block float8", "grouped_mm")
+    with held(model, "cached") as streamer, torch.no_grad():
+        assert torch.equal(model(prompt(1)).logits, plain(prompt(1)).logits)
+        module, stack = packed_modules(model)[0], experts_of(plain)[0].down_proj
+        (unit, *_) = (unit for unit in streamer._binding.units if unit.rows is not None)
+        unit.rows.forget()
+        unit.rows.cache.resolve(torch.tensor([6, 1]))
+        packed = packed_stacks(module)["down_proj"]
+        stream = unit.rows.stream([id(leaf) for leaf in packed_leaves(module, packed)])
+        index = torch.tensor(ids, dtype=torch.int64)
+        if any(not -8 <= row < 8 for row in ids):
+            with pytest.raises(IndexError):
+                PackedMatrices(packed, stream)[index]
+        else:
+            assert torch.equal(PackedMatrices(packed, stream)[index], stack[index])
 
 
 def update(model: Any, plain: Any, name: str, part: int) -> None:

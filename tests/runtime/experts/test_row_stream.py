@@ -146,6 +146,7 @@ def test_an_error_in_a_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
         patch.setattr(RowStream, "copied", failing)
         with pytest.raises(KeyboardInterrupt):
             read(first, stacks, EVERY, 3)
+    buffer.drop()  # as after every failed step
     clocks.use(buffer.memory)
     assert read(first, stacks, EVERY, 3) == EVERY
 
@@ -159,3 +160,55 @@ def test_a_wave_that_was_not_begun(backend: CpuBackend) -> None:
     assert read(stream, stacks, EVERY, 4) == EVERY
     with pytest.raises(InvariantError, match="not begun"):
         next(stream.bring([wave._replace(at=RowsAt.COMING) for wave in coming]))
+
+
+def test_a_failed_forward_that_is_freed_late(backend: CpuBackend) -> None:
+    """A traceback keeps its stream, and may be freed by any later step."""
+    stacks = host_stacks()
+    buffer = buffer_of(backend, num_rows=1)
+    (stream,) = streams_of(stacks, buffer, 1)
+    failed = stream.bring(stream.cut(EVERY, 1))
+    next(failed)
+    buffer.drop()
+    waves = stream.cut(EVERY, 1)
+    for wave, leaves in zip(waves, stream.bring(waves), strict=True):
+        failed.close()
+        for stack, leaf in zip(stacks, leaves, strict=True):
+            held = leaf[list(wave.places)].view(torch.uint8)
+            assert torch.equal(held, stack.values[list(wave.rows)].view(torch.uint8))
+
+
+@pytest.mark.parametrize("again", [EVERY, EVERY[:2], EVERY[3:], [8, 1]], ids=str)
+def test_a_stream_that_was_left_in_the_middle(again: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read of it is overwritten only after these reads."""
+    clocks = Clocks()
+    stacks = host_stacks()
+    first, second, _ = streams_of(stacks, buffer_of(clocks, 2), 3)
+    monkeypatch.setattr(RowStream, "copied", clocks.watched(RowStream.copied))
+    assert read(first, stacks, EVERY, 2) == EVERY
+    for _ in range(3):
+        coming = second.bring(second.cut(EVERY, 2))
+        clocks.read(next(coming))
+        clocks.read(next(coming))
+        waves = second.cut(again, 2)
+        for leaves in second.bring(waves):
+            clocks.read(leaves)
+    assert clocks.num_reads >= 3 * (2 + len(again[::2]))
+
+
+def test_a_call_of_few_rows_copies_none_of_the_next_unit(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next unit reads as few, and which ones is unknown."""
+    stacks, copied = host_stacks(), list[tuple[int, list[int]]]()
+    streams = streams_of(stacks, buffer_of(backend), 3)
+    plain_copied = RowStream.copied
+
+    def spied(self: RowStream, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        copied.append((self.unit, list(rows)))
+        return plain_copied(self, rows, memory)
+
+    monkeypatch.setattr(RowStream, "copied", spied)
+    for _ in range(2):
+        copied.clear()
+        for stream, rows in zip(streams, ([2, 7], [1, 2, 3], [5]), strict=True):
+            assert read(stream, stacks, rows, 4) == rows
+        assert copied == [(0, [2, 7]), (1, [1, 2, 3]), (2, [5])]

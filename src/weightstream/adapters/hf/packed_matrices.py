@@ -223,11 +223,16 @@ class PackedMatrices:
         """These rows as matrices, of shape (rows, ...)."""
         if isinstance(self._held, Sequence):
             return self._unpack(self._held, rows)
-        asked: list[int] = rows.tolist()
+        if not len(rows):
+            return self._unpack((), rows)
+        every = range(len(self))
+        asked = [every[row] for row in rows.tolist()]  # negative ones count from the end
         waves = self._held.cut(list(dict.fromkeys(asked)), len(self))
         coming = zip(waves, self._held.bring(waves), strict=True)
         found = _joined([self._unpack(leaves, self._places(wave.places)) for wave, leaves in coming])
         place_of = {row: place for place, row in enumerate(row for wave in waves for row in wave.rows)}
+        if list(place_of) == asked:
+            return found
         return found[self._places([place_of[row] for row in asked])]
 
     def _places(self, rows: Sequence[Any]) -> torch.Tensor:

@@ -6,15 +6,16 @@ are read there, the others are copied from host memory. The host knows the rows,
 [Note: waves ahead]
 For long prompts attention takes longer than copying the experts of a layer does. So copies run as far ahead as the
 buffer has room: after the last wave of a stack come those of the unit's next stack, and then those of the next unit,
-if no unit in between uses the buffer. Which rows that unit will read is not known yet: all of them are assumed, so
-waves may hold rows that are not read. Rows in slots are read after the waves that have come, as these make room for
-others. Anything else that uses the buffer or changes slots calls `drop` first.
+if no unit in between uses the buffer. Which rows that unit will read is not known yet. After a call that read at least
+half of its rows, all of them are copied, and some for nothing; after a call that read fewer, none. Rows in slots are
+read after the waves that have come, as these make room for others. Anything else that uses the buffer or changes slots
+calls `drop` first: also a launch of a graph, which does both.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise, takewhile
 from typing import NamedTuple
@@ -73,23 +74,22 @@ class StreamBuffer:
         self._backend = backend
         self._following = following
         self._sizes: dict[tuple[int, ...], int] = {}  # rows of a wave, by the bytes of a row in each leaf
-        self._slots: dict[SlotCache, Sequence[int]] = {}  # the slot of each row, for the calls of one step
+        self._slots: dict[SlotCache, Sequence[int]] = {}  # the slot of each row, until `drop`
         self._begun: deque[_Wave] = deque()  # waves that were not read yet
         self._read: list[_Read] = []  # of bytes that no wave has overwritten since
         self._at = 0  # where the next wave begins
-        self._is_used = False  # copies may be in flight that compute does not wait for
+        self._newest: Event | None = None  # the end of the last copies; None: compute waits for all copies
 
     def drop(self) -> None:
         """Forget all waves, and order compute after their copies: the buffer or the slots are about to change."""
-        if not self._is_used:
-            return
-        end = self._backend.event()  # not those of the waves: an error may have cut the begin of one
-        self._backend.record(Side.AHEAD, end)
-        self._backend.wait(Side.COMPUTE, end)
+        if self._newest is not None:
+            end = self._backend.event()  # another one: an error may have come before `_newest` was recorded
+            self._backend.record(Side.AHEAD, end)
+            self._backend.wait(Side.COMPUTE, end)
         self._begun.clear()
         self._read.clear()
         self._slots.clear()
-        self._is_used = False
+        self._newest = None
 
     def close(self) -> None:
         """Drop the reference to the memory."""
@@ -97,30 +97,30 @@ class StreamBuffer:
         self.memory = self.memory[:0].clone()
 
     def begun_for(self, stream: RowStream, rows: Sequence[int], most: int) -> list[RowWave]:
-        """The waves that a stream of these rows begins with and whose copies have begun, each with the rows that are
-        read of it. The others are forgotten."""
+        """The waves of a stream whose copies have begun, each with the rows of it that are asked for: the first ones of
+        `rows`, in their order. Other waves of the stream are forgotten."""
         self._sizes[stream.row_nbytes] = most
-        asked = set(rows)
         own = list(takewhile(lambda wave: wave.stream is stream, self._begun))
-        places = [[place for place, row in enumerate(wave.rows) if row in asked] for wave in own]
-        held = [
-            RowWave([wave.rows[place] for place in of], of, RowsAt.COMING) for wave, of in zip(own, places, strict=True)
-        ]
-        named = [row for wave in held for row in wave.rows]
         later = list(self._begun)[len(own) :]
-        fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in held)
+        found = [_among(wave.rows, set(rows)) for wave in own]
+        named = [row for wave in found for row in wave.rows]
+        fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in found)
         if not fits or (later and len(named) < len(rows)):  # waves are read in the order of their copies
             self.drop()
             return []
-        self._begun = deque([*(wave for wave, of in zip(own, places, strict=True) if of), *later])
-        return [wave for wave in held if wave.rows]
+        both = list(zip(own, found, strict=True))
+        # a forward that failed may have begun to read a wave without any of these rows
+        self._read += [_Read(wave.begin, wave.end, self._now()) for wave, its in both if not its.rows]
+        self._begun = deque([*(wave for wave, its in both if its.rows), *later])
+        return [wave for wave in found if wave.rows]
 
     def after(self, stream: RowStream, rows: Sequence[int]) -> list[tuple[RowStream, Sequence[int]]]:
         """The waves to be begun after a stream of these rows, as far as their sizes are known."""
         has_begun = {(wave.stream, row) for wave in self._begun for row in wave.rows}
         found: list[tuple[RowStream, Sequence[int]]] = []
         for later in self._streams_after(stream):
-            if (size := self._sizes.get(later.row_nbytes)) is None:
+            is_unknown = later.unit != stream.unit and 2 * len(rows) < stream.num_rows
+            if is_unknown or (size := self._sizes.get(later.row_nbytes)) is None:
                 break
             _, its_rows = later.parted(rows if later.unit == stream.unit else range(later.num_rows))
             left = [row for row in its_rows if (later, row) not in has_begun]
@@ -128,8 +128,7 @@ class StreamBuffer:
         return found
 
     def find_slots(self, stream: RowStream) -> None:
-        """Read the slots of the rows that this stream and those after it copy. Waits for the device, so that beginning
-        their waves does not."""
+        """Read the slots of this unit and the next one. Waits for the device, so that `begin` does not have to."""
         for each in (stream, *self._streams_after(stream)):
             self.slots(each.cache)
 
@@ -138,7 +137,6 @@ class StreamBuffer:
         if cache is None:
             return ()
         if (found := self._slots.get(cache)) is None:
-            self._is_used = True  # so that `drop` forgets them
             found = self._slots[cache] = cache.slots()
         return found
 
@@ -151,13 +149,12 @@ class StreamBuffer:
             return False
         over = [read for read in self._read if read.begin < end and begin < read.end]
         if not self._is_ordered():
-            over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer, or write to slots
-        self._is_used = True  # before any copy: `drop` has to wait for it even if an error cuts this call
+            over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer
+        self._newest = filled = backend.event()  # before any copy: `drop` waits for it even if an error cuts this call
         for read in over:
             backend.wait(Side.AHEAD, read.event)
         with backend.aside(), _disable_current_modes(), torch.no_grad():
             leaves = stream.copied(rows, self.memory[begin:end])
-        filled = backend.event()
         backend.record(Side.AHEAD, filled)
         self._read = [read for read in self._read if read not in over]
         self._begun.append(_Wave(stream, rows, leaves, filled, begin, end))
@@ -170,6 +167,8 @@ class StreamBuffer:
         if wave is None or wave.stream is not stream:
             raise InvariantError("a wave of rows is read that was not begun")
         self._backend.wait(Side.COMPUTE, wave.filled)
+        if wave.filled is self._newest:
+            self._newest = None
         return wave.leaves
 
     def passed(self) -> None:
@@ -215,10 +214,10 @@ class RowStream:
         self.row_nbytes = tuple(leaf.nbytes for leaf in leaves)
         self._leaves = leaves
         self._buffer = buffer
-        self.most = self._fitting(4) or min(1, self._fitting(2))
+        self.most = self._fitting(4) or min(1, self._fitting(2))  # the more waves, the further ahead copies run
 
     def _fitting(self, num_waves: int) -> int:
-        """Rows of a wave of which the buffer holds as many."""
+        """The largest number of rows for which the buffer holds so many waves."""
         nbytes = self._buffer.memory.numel() // num_waves // ALIGN_NBYTES * ALIGN_NBYTES
         return max(0, nbytes - len(self._leaves) * aligned(1)) // sum(self.row_nbytes)
 
@@ -227,7 +226,7 @@ class RowStream:
         return sum(aligned(num * nbytes) for nbytes in self.row_nbytes)
 
     def parted(self, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Of these rows those that are read in slots, and those that are copied."""
+        """Those of the rows that are read in slots, and those that are copied."""
         slots = self._buffer.slots(self.cache)
         if not slots or any(leaf.slots is None for leaf in self._leaves):
             return (), rows
@@ -254,18 +253,15 @@ class RowStream:
             while coming and buffer.begin(*coming[0]):
                 coming.popleft()
 
-        try:
-            for wave in waves:
-                advance()
-                if wave.at is RowsAt.SLOTS:
-                    yield tuple(leaf.slots for leaf in self._leaves if leaf.slots is not None)
-                    continue
-                yield buffer.arrived(self)
-                buffer.passed()
+        # nothing is undone if the caller fails: its traceback may be freed, and close this, in any later step
+        for wave in waves:
             advance()
-        except BaseException:  # also if no further wave is asked for
-            buffer.drop()
-            raise
+            if wave.at is RowsAt.SLOTS:
+                yield tuple(leaf.slots for leaf in self._leaves if leaf.slots is not None)
+                continue
+            yield buffer.arrived(self)
+            buffer.passed()
+        advance()
 
     def copied(self, rows: Sequence[int], memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queue copies of these rows, for each leaf to memory of shape (rows, *row)."""
@@ -291,6 +287,12 @@ class RowStream:
             ]
             for leaf in self._leaves
         ]
+
+
+def _among(rows: Sequence[int], asked: Collection[int]) -> RowWave:
+    """The part of a wave of these rows that is asked for."""
+    places = [place for place, row in enumerate(rows) if row in asked]
+    return RowWave([rows[place] for place in places], places, RowsAt.COMING)
 
 
 def _parts(rows: Sequence[int], most: int) -> Iterator[Sequence[int]]:

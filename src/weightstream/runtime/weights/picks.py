@@ -69,8 +69,8 @@ class RowWaves(Protocol):
     def bring(self, waves: Sequence[RowWave]) -> Iterator[tuple[torch.Tensor, ...]]:
         """For each of the waves of a `cut`, in order, memory of shape (places, *row) for each stack.
 
-        Work that is queued before the next wave is asked for may read that memory. Ask until the waves end, or copies
-        that were made ahead are lost.
+        Work that is queued before the next wave is asked for may read that memory. Ask until the waves end: only then
+        is all memory free for later waves.
         """
 
 
