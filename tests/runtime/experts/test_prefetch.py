@@ -336,9 +336,10 @@ class Log(CpuBackend):
         super().__init__()
         self.log: list[tuple[str, Any]] = []
         self.number = 0
+        self.captures = True
 
     def capturing(self) -> bool:
-        return True
+        return self.captures
 
     def edge(self) -> Any:
         self.number += 1
@@ -411,4 +412,8 @@ def test_compute_waits_when_the_next_unit_requests_rows() -> None:
     ahead.drop()
     ahead.join()
     assert log.log[-1] == ("compute", None), "nothing waits for a fetch of a failed capture"
+    log.captures = False
+    units[0].look_ahead(torch.tensor([[3, 1]]))
+    ahead.drop()
+    assert log.log[-1] == ("compute waits", 8), "a failed step may be followed by one that uses the slot"
     log.close()

@@ -25,10 +25,12 @@ from weightstream.runtime.weights.picks import ForwardCall, Picks
 
 
 class _Fetch(NamedTuple):
-    """A fetch in flight: the event at its end, and the states that it reads, which have to live as long."""
+    """A fetch in flight: the event at its end, the states that it reads, which have to live as long, and whether it is
+    part of a capture."""
 
     end: Event
     states: torch.Tensor
+    is_captured: bool
 
 
 class Ahead:
@@ -58,8 +60,10 @@ class Ahead:
             self._backend.wait(Side.COMPUTE, running.end)
 
     def drop(self) -> None:
-        """Forget the fetch in flight: the capture that it was part of failed."""
-        self._running = None
+        """Forget the fetch in flight if a capture that it was part of has failed; order compute after any other."""
+        if self._running is not None and self._running.is_captured:
+            self._running = None
+        self.join()
 
     def _begin(self, unit: int, states: torch.Tensor) -> None:
         backend, kind = self._backend, self._backend.device.type
@@ -76,4 +80,4 @@ class Ahead:
             if (ids := picks.guess(states)) is not None:
                 rows.cache.fetch_ahead(ids.reshape(-1).to(torch.int64).contiguous(), self._most)
             backend.record(Side.AHEAD, end)
-        self._running = _Fetch(end, states)
+        self._running = _Fetch(end, states, backend.capturing())
