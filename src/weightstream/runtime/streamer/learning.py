@@ -52,7 +52,7 @@ class _Orders:
         `is_part`: the step began at another entry than the forward.
         """
         before, self._before = self._before, sequence
-        planned = plan.opened_units
+        planned = plan.opened_units()
         if is_part or sequence == planned:
             self._ran = planned
         rest = iter(planned)  # consumed by `in`: so these are units of `planned` in the same order
