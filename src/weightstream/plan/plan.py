@@ -53,6 +53,7 @@ class Plan(PlanReport):
         workload: the step of a language model that is predicted; None for any other model.
         activation_nbytes: bytes of activations at most; 0: unknown.
         cache_nbytes: bytes of the KV cache.
+        trained_nbytes: bytes of adapters that are no weights of the model yet, of gradients and of the optimizer.
         machine: name of the machine that the prediction is for; "": its rates are assumed.
         mapped: alias groups in host memory that kernels read over the link (zero-copy).
         disk: alias groups that stream from files.
@@ -74,7 +75,8 @@ class Plan(PlanReport):
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
         *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
-        *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
+        *("cache_nbytes", "trained_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes"),
+        "step_disk_nbytes",
         *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
         *("num_slots", "slots_nbytes", "ahead", "found_share", "counted_rows", "fetched_nbytes"),
     )
@@ -97,6 +99,7 @@ class Plan(PlanReport):
     workload: Workload | None = None
     activation_nbytes: int = 0
     cache_nbytes: int = 0
+    trained_nbytes: int = 0
     machine: str = ""
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
@@ -316,8 +319,8 @@ class Plan(PlanReport):
 
     @property
     def beside_nbytes(self) -> int:
-        """Bytes of activations and cache."""
-        return self.activation_nbytes + self.cache_nbytes
+        """Bytes of activations, cache, and of adapters with gradients and optimizer."""
+        return self.activation_nbytes + self.cache_nbytes + self.trained_nbytes
 
     @property
     def tokens_per_s(self) -> float | None:

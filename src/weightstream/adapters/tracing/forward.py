@@ -29,7 +29,7 @@ logger = logging.getLogger("weightstream")
 
 _CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-T = TypeVar("T")
+Returned = TypeVar("Returned")
 
 
 class ModuleCall(NamedTuple):
@@ -57,11 +57,11 @@ class StorageRead(NamedTuple):
 
 def run_on_copy(
     model: nn.Module,
-    run: Callable[[meta_copy.Copied, float, meta_copy.Storages], T],
+    run: Callable[[meta_copy.Copied, float, meta_copy.Storages], Returned],
     values: tuple[Any, ...] = (),
     limit_s: float = math.inf,
     device: torch.device = _CPU,
-) -> T:
+) -> Returned:
     """Copy a model to meta, and return what `run(copy, until, storages)` finds there. Nothing of the copy is left.
 
     Args:
@@ -76,7 +76,7 @@ def run_on_copy(
     storages = meta_copy.Storages()
     until_s = time.perf_counter() + limit_s
 
-    def copy_and_run() -> T:
+    def copy_and_run() -> Returned:
         with torch.no_grad():
             made = meta_copy.copied(model, *values, storages=storages)
             try:
@@ -84,7 +84,7 @@ def run_on_copy(
             finally:
                 meta_copy.untie(made)
 
-    found: list[T] = []
+    found: list[Returned] = []
     failed = ""
     try:
         global_state.refuse_side_effects(model, values)
@@ -129,7 +129,7 @@ class Forward(OperatorMode):
         self.calls: list[ModuleCall] = []
         self.ops: list[KernelLaunch] = []
         self.launches: dict[Any, Launch] = {}
-        self.memory = Memory((*model.parameters(), *model.buffers()), storages)
+        self.memory = LiveMemory((*model.parameters(), *model.buffers()), storages)
         self._draws = process_states.Draws()
         self.cache_nbytes = 0
         self.captured: Forward | None = None  # the same step, with another cache
@@ -228,7 +228,7 @@ def _is_composite(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
-class Memory:
+class LiveMemory:
     """The bytes of live storages except weights, in blocks as PyTorch's CUDA allocator takes them."""
 
     def __init__(self, weights: Iterable[torch.Tensor], storages: meta_copy.Storages) -> None:

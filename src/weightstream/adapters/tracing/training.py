@@ -19,9 +19,9 @@ from weightstream.adapters.tracing import meta_copy
 from weightstream.adapters.tracing.block_series import Series, Visit, series_of
 from weightstream.adapters.tracing.footprint import Footprint, footprint_of
 from weightstream.adapters.tracing.forward import run_on_copy
-from weightstream.adapters.tracing.op_cost import Launch
+from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
-from weightstream.adapters.tracing.training_step import TrainingStep, prepared
+from weightstream.adapters.tracing.training_step import TrainingStep, prepare_training
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, mean
 from weightstream.runtime.weights.alias_groups import UnitModule
@@ -52,6 +52,16 @@ class TrainingFootprint:
     num_added: int
     loss_nbytes: int
     series: tuple[Series, ...]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward computes parts of the forward again."""
+        return self.num_forward_calls < len(self.step.calls)
+
+    @property
+    def launches(self) -> tuple[CountedLaunch, ...]:
+        """The different operators of the step."""
+        return self.step.launches
 
     def tried(self, trials: Mapping[Launch, Trial]) -> TrainingFootprint:
         """This footprint with the measured times of the operators in `trials`; their workspaces are known already."""
@@ -192,7 +202,7 @@ def _trained(
     until_s: float,
     storages: meta_copy.Storages,
 ) -> TrainingFootprint:
-    trainable = prepared(made, model, train, series)
+    trainable = prepare_training(made, model, train, series)
     step = TrainingStep(made, trainable, series, until_s, storages)
     return TrainingFootprint(
         step=replace(footprint_of([step], made), activation_nbytes=step.peak_nbytes()),

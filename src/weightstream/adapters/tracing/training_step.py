@@ -57,7 +57,9 @@ class Trainable(NamedTuple):
     num_added: int
 
 
-def prepared(made: meta_copy.Copied, model: nn.Module, train: TrainConfig, series: Sequence[Series]) -> Trainable:
+def prepare_training(
+    made: meta_copy.Copied, model: nn.Module, train: TrainConfig, series: Sequence[Series]
+) -> Trainable:
     """Make a copy of a model ready for a training step: trainable parameters, checkpoints, fewer blocks.
 
     A model without trainable parameters gets adapters at all linear layers of its blocks.
@@ -68,7 +70,8 @@ def prepared(made: meta_copy.Copied, model: nn.Module, train: TrainConfig, serie
     args, kwargs = made.values or _token_inputs(made.model, train)
     parameters = zip(model.parameters(), made.model.parameters(), strict=True)
     trained = [copy.requires_grad_() for own, copy in parameters if own.requires_grad and own.is_floating_point()]
-    is_plain = len(trained) in (0, sum(1 for _ in model.parameters()))  # a model as it was loaded: none was frozen
+    num_floats = sum(parameter.is_floating_point() for parameter in model.parameters())
+    is_plain = len(trained) in (0, num_floats)  # as it was loaded, or all frozen: adapters follow
     num_added = 0
     if is_plain and train.rank:
         made.model.requires_grad_(False)
