@@ -74,6 +74,7 @@ def test_a_step_of_few_blocks_gives_that_of_all(build: Any, checkpoints: bool) -
     assert short.step.activation_nbytes == pytest.approx(whole.step.activation_nbytes, rel=0.02)
     assert short.loss_nbytes == pytest.approx(whole.loss_nbytes, rel=0.02, abs=4096)
     grains: list[Grain] = ["block", "half", "matrix"]
+    assert not short.step.outside(find_units(model, "block"))
     for units in (find_units(model, grain) for grain in grains):
         few, all_of = short.turns(units), whole.turns(units)
         assert few.order == all_of.order

@@ -49,12 +49,14 @@ class Trainable(NamedTuple):
         args, kwargs: the arguments.
         num_trained: elements of trainable parameters of the whole model.
         num_added: elements of those that the model does not have yet, which are among these.
+        left_out: blocks that the copy no longer has. Kept, so that no other tensor gets the addresses of their weights.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     num_trained: int
     num_added: int
+    left_out: Sequence[nn.Module]
 
 
 def prepare_training(
@@ -72,7 +74,7 @@ def prepare_training(
     trained = [copy.requires_grad_() for own, copy in parameters if own.requires_grad and own.is_floating_point()]
     num_floats = sum(parameter.is_floating_point() for parameter in model.parameters())
     is_plain = len(trained) in (0, num_floats)  # as it was loaded, or all frozen: adapters follow
-    num_added = 0
+    num_added, left_out = 0, list[Any]()
     if is_plain and train.rank:
         made.model.requires_grad_(False)
         trained = []
@@ -84,7 +86,7 @@ def prepare_training(
         missing = {id(copies[id(each.blocks[index])]) for index in each.missing}
         for module in made.model.modules():
             for name in [name for name, child in module._modules.items() if id(child) in missing]:
-                del module._modules[name]
+                left_out.append(module._modules.pop(name))
     if train.checkpoints and not any(getattr(m, "gradient_checkpointing", False) for m in made.model.modules()):
         for block in (copies[id(block)] for each in series for block in each.blocks[: each.num_followed]):
             vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -92,7 +94,7 @@ def prepare_training(
     num_trained = num_added + sum(parameter.numel() for parameter in trained)
     if not num_trained:
         raise UnsupportedError(f"{type(model).__name__}: nothing of it is trainable, and it has no linear layers")
-    return Trainable(args, kwargs, num_trained, num_added)
+    return Trainable(args, kwargs, num_trained, num_added, left_out)
 
 
 def _token_inputs(model: nn.Module, train: TrainConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
