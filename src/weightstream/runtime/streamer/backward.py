@@ -214,7 +214,7 @@ class Backward:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def admits(self) -> bool:
-        """Whether the calling thread, which runs a graph task, computes a forward again; it belongs to a pass from now on.
+        """Whether the calling thread, which runs a graph task, computes a forward again: it belongs to a pass then.
 
         Otherwise a forward is a step, or belongs to the step under way.
         """

@@ -191,7 +191,7 @@ class Streamer(BaseStreamer):
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
         self._gate.refuse_forked()
-        has_grad = torch.is_grad_enabled()
+        has_grad = not self._gate.is_fixed and torch.is_grad_enabled()
         if has_grad and graph_task() != NO_TASK and self._backward.admits():
             return forward(*args, **kwargs)
         return self._in_turn(partial(self._step, forward, args, kwargs, what, has_grad))
