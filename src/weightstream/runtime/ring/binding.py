@@ -160,11 +160,26 @@ class Binding:
         at = tensor.data_ptr()
         return any(begin <= at < end for begin, end in self._ours)
 
+    def addresses(self, index: int) -> list[tuple[int, int]]:
+        """Ranges of addresses in which the open unit shows its weights, and no activations are."""
+        if (borrowed := self.units[index].borrowed) is None:
+            return self._ours
+        storages = (streamed.ring.untyped_storage() for streamed in borrowed.tensors)
+        return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+    def reschedule(self, plan: Plan) -> None:
+        """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""
+        self.plan = plan
+        self.engine.reschedule(plan)
+
     # -- units of eager steps --------------------------------------------------------------------------------------
 
     @unseen
-    def open(self, index: int) -> None:
-        """Make the unit's tensors show its bytes in the ring; kernels queued from now on run after their fill."""
+    def open(self, index: int) -> bool:
+        """Make the unit's tensors show its bytes in the ring; kernels queued from now on run after their fill.
+
+        Returns whether the unit was closed before.
+        """
         unit = self.units[index]
         unit.opened += 1
         self.open_units.append(unit)
@@ -180,6 +195,7 @@ class Binding:
                 if self.engine.fences[index].state is State.IN_USE:
                     self.engine.release(index)
             raise
+        return unit.opened == 1
 
     def _bring(self, unit: BoundUnit) -> None:
         """Order compute after the fill of the unit, and decode; if its memory is in use, fill memory of its own."""

@@ -168,6 +168,11 @@ class Engine:
         if not self._is_at(self.plan.schedule(what)):
             self._fill_due(self._cursor.needed())
 
+    def comes_to_forward(self, what: str) -> bool:
+        """Whether the next position in the order of this kind of step has the first unit again: a second forward."""
+        cursor = self._cursors[self.plan.schedule(what).what]
+        return 0 < cursor.position < len(cursor.order) and cursor.order[cursor.position] == cursor.order[0]
+
     def _is_at(self, schedule: Schedule) -> bool:
         """Whether the cursor was that of this schedule; it is from now on."""
         before, self._cursor = self._cursor, self._cursors[schedule.what]

@@ -86,6 +86,11 @@ class StreamedTensor:
         if self.source.is_undecoded:
             self.member.guard(self.on_access)
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd computes a gradient of it, or of the wrapper that it is in."""
+        return self.tensor.requires_grad or any(shell.tensor.requires_grad for shell in self.member.shells)
+
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
         return self.member.version != self.version

@@ -264,9 +264,12 @@ class Timeline:
     # -- called by the streamer --------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, kind: Kind, *, inside: bool = True, whole: bool = True) -> Iterator[None]:
-        """Time a step, or a piece of one, and with `inside` the units in it. A step that fails is not timed."""
-        is_due, tracing = self._count(kind, whole), self._tracing
+    def step(self, kind: Kind, *, inside: bool = True, whole: bool = True, counts: bool = True) -> Iterator[None]:
+        """Time a step, or a piece of one, and with `inside` the units in it. A step that fails is not timed.
+
+        Without `counts` it is only recorded in a trace.
+        """
+        is_due, tracing = counts and self._count(kind, whole), self._tracing
         if (not is_due and tracing is None) or self._backend.capturing():
             yield
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -56,7 +56,7 @@ class Attachment:
         self._run_unit = run_unit
         self._undo = Undo()
         self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # the weights of the plans, by id
-        self._adopted: frozenset[int] = frozenset()  # ids of tensors that were added since
+        self._adopted: dict[int, torch.Tensor] = {}  # tensors that were added since, by id
         self.adopted_nbytes = 0  # of these, which stay on the device
         self.on_adopted: Callable[[], None] = lambda: None  # called when `adopted_nbytes` changes
         self.has_new = True  # a module may have got a parameter, a buffer or a child
@@ -100,7 +100,7 @@ class Attachment:
 
     def was_replaced(self) -> bool:
         """Whether tensors were added since the last step began, perhaps instead of weights; the next adopts them."""
-        has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted
+        has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted.keys()
         self.has_new |= has_new
         return has_new
 
@@ -152,7 +152,7 @@ class Attachment:
         self.has_new = False
         every, before = self._leaves(), self.adopted_nbytes
         added = {id(leaf.tensor): leaf for leaf in every if id(leaf.tensor) not in self._weights}
-        self._adopted = frozenset(added)
+        self._adopted = {id(leaf.tensor): leaf.tensor for leaf in added.values()}
         self.adopted_nbytes = sum(leaf.tensor.nbytes for leaf in added.values())
         weights = [leaf for leaf in every if id(leaf.tensor) in self._weights] if device is None else []
         with torch.inference_mode(False), torch.no_grad():
@@ -162,6 +162,10 @@ class Attachment:
                     to_device(leaf, to)
         if self.adopted_nbytes != before:
             self.on_adopted()
+
+    def trains_any(self) -> bool:
+        """Whether a parameter requires a gradient, an added one or a weight of the plan."""
+        return any(tensor.requires_grad for tensor in chain(self._adopted.values(), self._weights.values()))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object of the model."""

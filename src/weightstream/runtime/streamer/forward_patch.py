@@ -533,13 +533,15 @@ def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callab
     return undo
 
 
-def refuse_backward(unit: str) -> AbstractContextManager[None]:
+def refuse_backward(unit: str, reason: str = "") -> AbstractContextManager[None]:
     """Inside, autograd saves no tensors, and a backward pass that needs one raises `OffloadError` with the reason."""
+    why = reason or "its forward read single rows of its weights, as in a captured step or with model.eval()"
 
     def refuse(nothing: object) -> torch.Tensor:
         raise OffloadError(
-            f"a backward pass reached {unit or 'the model'}, whose weights are streamed: their bytes were overwritten "
-            "after its forward, so its gradients would be wrong. Offloading is for inference: call remove() to train."
+            f"a backward pass reached {unit or 'the model'}: {why}. To train adapters, call model.train(), and freeze "
+            "streamed weights before the forward (requires_grad_(False)). To train weights of the model, freeze all "
+            "others before you offload, so that the trained ones stay on the device; or call remove() first"
         )
 
     found: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
@@ -555,8 +557,8 @@ def refuse_transforms() -> None:
             return  # not `pass`: CPython keeps that outside of the block, so an error at it would leave the hooks
     except RuntimeError as error:
         raise OffloadError(
-            "gradients through streamed weights, whose bytes are overwritten after a forward: offloading is for "
-            "inference, call remove() first"
+            "gradients by torch.func through streamed weights, whose bytes are overwritten after a forward: call "
+            "remove() first, or backward() on an output"
         ) from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from weightstream.errors import OffloadError, PlanError, StoreError
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.runtime.ring import tensor_views
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
@@ -42,8 +44,15 @@ class _Orders:
         self._before: tuple[int, ...] | None = None
         self._ran: tuple[int, ...] | None = None  # the planned order, if a step has run in it
 
-    def new(self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool) -> tuple[int, ...] | None:
-        """The order of the step that ended, if the plan is to take it over; else None.
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether a step has run in the planned order."""
+        return self._ran is not None
+
+    def new(
+        self, plan: Plan, sequence: tuple[int, ...], *, is_part: bool = False, what: str = FORWARD
+    ) -> tuple[int, ...] | None:
+        """The order of the step of the kind `what` that ended, if the plan is to take it over; else None.
 
         The plan takes over the order of the first step, or one that two steps in a row had. It does not if a step has
         run in the planned order and this one only left out some of the units, as steps do with caches, or in a model
@@ -52,7 +61,7 @@ class _Orders:
         `is_part`: the step began at another entry than the forward.
         """
         before, self._before = self._before, sequence
-        planned = plan.opened_units()
+        planned = plan.opened_units(what)
         if is_part or sequence == planned:
             self._ran = planned
         rest = iter(planned)  # consumed by `in`: so these are units of `planned` in the same order
@@ -64,6 +73,16 @@ class _Orders:
         self._before = None
 
 
+@dataclass(eq=False, slots=True)
+class _TrainingStep:
+    """The units of a training step, in their order: its forwards, and then its backward passes."""
+
+    units: list[int] = field(default_factory=list)
+    forward: tuple[int, ...] | None = None  # those before the first backward pass
+    is_watched: bool = False  # one of its forwards was watched
+    has_ended: bool = False  # a backward pass has ended
+
+
 class Learning:
     """Keeps which units the steps ran and which weights they read, and changes the plan accordingly."""
 
@@ -72,7 +91,9 @@ class Learning:
         self.outside: dict[str, set[str]] = {}  # reading module -> alias groups read outside of their units
         self.sequence: list[int] = []
         self._installed = installed
-        self._orders = _Orders()
+        self.trains = False  # the forward under way is of a training step
+        self._training: _TrainingStep | None = None  # the last one, until the plan takes over what it has shown
+        self._orders, self._training_orders = _Orders(), _Orders()
         self._to_stay: frozenset[str] = frozenset()  # alias groups that are to stay on the device
         self._has_room = True  # the device has room for all of `_to_stay`
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
@@ -156,6 +177,76 @@ class Learning:
             return f"{', '.join(training)} may update buffers in training mode; call model.eval()"
         return None
 
+    # -- the kind of a step ------------------------------------------------------------------------------------------
+
+    def begin_step(self, *, trains: bool) -> None:
+        """Begin a forward, which may be one of several in a training step. `trains`: a backward pass may follow it."""
+        engine, training = self._installed.binding.engine, self._training
+        self.trains = trains
+        is_open = training is not None and not training.has_ended and bool(self._installed.graphs_alive)
+        is_planned = is_open and engine.comes_to_forward(TRAIN)
+        if not is_open:
+            self._training = training = _TrainingStep() if trains else None
+        self.sequence = training.units if training is not None and (trains or is_planned) else []
+        if is_planned:
+            engine.resume(TRAIN)
+        else:
+            engine.begin_step(TRAIN if trains else FORWARD)
+
+    def begin_alone(self) -> None:
+        """Begin a step that is one unit, which was called by itself."""
+        self.trains, self.sequence = False, []
+
+    def begin_backward(self) -> None:
+        """A backward pass begins, of the last training step."""
+        if self._training is None:
+            self._training = _TrainingStep()
+        if self._training.forward is None:
+            self._training.forward = tuple(self._training.units)
+        self.sequence = self._training.units
+        self._installed.binding.engine.resume(TRAIN)
+
+    def end_backward(self, *, has_failed: bool = False) -> None:
+        if has_failed:
+            self._training = None
+        elif self._training is not None:
+            self._training.has_ended = True
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a training step has ended, and is to be learned from."""
+        return self._training is not None and self._training.has_ended
+
+    def learn_training(self) -> None:
+        """Before a step: learn from the training step that has ended."""
+        training = self._training
+        if training is None or not training.has_ended:
+            return
+        if training.is_watched and self._installed.graphs_alive:
+            return  # the plan cannot change yet
+        self._training = None
+        found = None
+        if training.forward:
+            found = self._training_orders.new(self._installed.plan, tuple(training.units), what=TRAIN)
+        if training.is_watched:
+            self._take_over(None, frozenset())
+        plan = self._installed.plan
+        if found is not None and set(found) <= {unit for unit in range(len(plan.extents)) if plan.opens(unit)}:
+            self._reschedule(found, training.forward or ())
+
+    def _reschedule(self, order: tuple[int, ...], forward: tuple[int, ...]) -> None:
+        """Have training steps follow this order, and extents the order of their forwards, which no step has run yet."""
+        plan = self._installed.plan
+        is_other = not self._orders.is_confirmed and dict.fromkeys(plan.opened_units()) != dict.fromkeys(forward)
+        if is_other and not self._installed.graphs_alive and plan.what == FORWARD:
+            plan = plan.reordered(forward)
+        plan = plan.scheduled(TRAIN, order)
+        logger.debug("a training step runs the units in the order %s", order)
+        if plan.has_memory_of(self._installed.plan):
+            self._installed.reschedule(plan)
+        else:
+            self._try_switch(plan)
+
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Before a call of a new kind: trace it with meta tensors, and change the plan for its work and its order.
 
@@ -164,7 +255,7 @@ class Learning:
         exact, kind, last = kind, _class_of(kind), self._last
         self._last = kind
         is_new = kind not in self._foreseen and kind != self._planned and (self._planned is None or kind == last)
-        if not is_new or self._installed.graphs or len(self._foreseen) >= _KINDS:
+        if not is_new or self._installed.graphs or self._installed.graphs_alive or len(self._foreseen) >= _KINDS:
             return
         self._foreseen.add(kind)
         with torch.inference_mode(False), torch.no_grad():
@@ -193,19 +284,31 @@ class Learning:
         `is_whole`: the step runs all of the model. If not, weights of units that it did not reach are to stay on the
         device, as code that was not watched may read them outside of their units.
         """
-        binding, plan = self._installed.binding, self._installed.plan
-        is_part = self._last is not None and self._last.what != "forward"
-        order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
+        plan, training = self._installed.plan, self._training
         missed = frozenset[str]() if is_whole else self._unreached(plan)
         if watched:
             self._seen |= plan.opened
             self.watching = bool(self.outside or missed)
-            for unit in binding.units:
-                binding.look_for_kept(unit)
-        if watched and (found := self._installed.without_cache()) is not None:
-            self._try_switch(found)
-            return
-        if self._installed.graphs:  # they hold the addresses of this plan
+        if training is not None:
+            if self.sequence is training.units:  # the rest is learned once its backward pass has ended
+                training.is_watched |= watched
+                return
+            if not training.has_ended:  # a forward without gradients between a forward and its backward pass
+                training.units += self.sequence
+        is_part = self._last is not None and self._last.what != "forward"
+        order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
+        if watched:
+            if not self._installed.graphs_alive:  # a graph keeps views, which its backward pass reads in time
+                for unit in self._installed.binding.units:
+                    self._installed.binding.look_for_kept(unit)
+            if (found := self._installed.without_cache()) is not None:
+                self._try_switch(found)
+                return
+        self._take_over(order, missed)
+
+    def _take_over(self, order: tuple[int, ...] | None, missed: frozenset[str]) -> None:
+        """Change the plan for what steps have shown: weights that are to stay on the device, and an order of units."""
+        if self._installed.graphs or self._installed.graphs_alive:  # they hold the addresses of this plan
             self.correct()
             return
         if not (wanted := missed.union(self._to_keep())) <= self._to_stay:
@@ -213,7 +316,7 @@ class Learning:
             self._keep(order)
         elif order is not None and not self.outside:
             logger.debug("units run in another order than planned: %s", order)
-            self._try_switch(plan.reordered(order))
+            self._try_switch(self._installed.plan.reordered(order))
         elif not self.watching:
             self.correct()
 
@@ -302,9 +405,15 @@ class Learning:
 
     def switch(self, plan: Plan) -> None:
         """As `Installation.switch`. If the units are of another grain, the next step is watched."""
-        units = self._installed.modules.units
+        units, before = self._installed.modules.units, self._installed.plan
+        every = zip(plan.manifest.units, before.manifest.units, strict=False)  # one may end with weights that are kept
+        if all(unit.name == known.name for unit, known in every):
+            for schedule in before.schedules:
+                if plan.schedule(schedule.what).what != schedule.what:
+                    plan = plan.scheduled(schedule.what, schedule.order)
         self._installed.switch(plan)
         self._orders.forget()
+        self._training_orders.forget()
         if self._installed.modules.units is not units:
             self._seen = frozenset()
             self.outside = {}

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -32,14 +32,15 @@ from weightstream.runtime.ring.timeline import Kind, kind_of, profiler_range
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.attachment import Attachment
+from weightstream.runtime.streamer.backward import NO_TASK, Backward, Followed, graph_task
 from weightstream.runtime.streamer.base import BaseStreamer
 from weightstream.runtime.streamer.compiled import Compiled
 from weightstream.runtime.streamer.drafting import Drafting
 from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.streamer.stats import Stats, stats_of
-from weightstream.runtime.tensors.pytree import moved
-from weightstream.runtime.tensors.thread_state import restored_block, restoring
+from weightstream.runtime.tensors.pytree import moved, tensors_in
+from weightstream.runtime.tensors.thread_state import quietly, restored_block, restoring
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
@@ -83,6 +84,9 @@ class Streamer(BaseStreamer):
         self._gate = self._installed.gate
         self.graphs = self._installed.graphs
         self._learning = Learning(self._installed)
+        self._backward = Backward(
+            self._installed, self._learning, self._close_again, heal=self._heal, heal_if_cut=self._heal_if_cut
+        )
         self.drafting = Drafting()
         self._installed.start(plan)
 
@@ -187,13 +191,17 @@ class Streamer(BaseStreamer):
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
         self._gate.refuse_forked()
-        return self._in_turn(partial(self._step, forward, args, kwargs, what))
+        has_grad = not self._gate.is_fixed and torch.is_grad_enabled()
+        if has_grad and graph_task() != NO_TASK and self._backward.admits():
+            return forward(*args, **kwargs)
+        return self._in_turn(partial(self._step, forward, args, kwargs, what, has_grad))
 
-    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
+    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str, has_grad: bool) -> Any:
         if self._gate.is_running or self._gate.is_removed:  # a call from inside its own step, or after `remove()`
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
-        if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
+        trains = has_grad and self._expects_backward((args, kwargs))
+        if self._gate.is_fixed or (what == "forward" and not trains and self._is_compiled()):
             step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if `compile` was called
             return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
         if self._backend.capturing():
@@ -204,7 +212,19 @@ class Streamer(BaseStreamer):
         kind = kind_of(args, kwargs, what)
         if not _is_traced():
             self.foresee(kind, args, kwargs)
-        return self.run(partial(forward, *args, **kwargs), kind)
+        return self.run(partial(forward, *args, **kwargs), kind, trains=trains)
+
+    def _expects_backward(self, arguments: Any) -> bool:
+        """Whether a backward pass may follow a forward that begins now; not where a streamed weight is trained."""
+        if torch.is_inference_mode_enabled() or _is_traced():
+            return False
+        self._modules.adopt(self.device)  # adapters may be new
+        return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
+
+    def _requires_grad(self, arguments: Any) -> bool:
+        if any(streamed.requires_grad for streamed in self._binding.tensors):
+            return False
+        return self._modules.trains_any() or any(tensor.requires_grad for tensor in tensors_in(arguments))
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Prepare a call that runs these units: plan for its work, and bring tensors that were added to the device."""
@@ -214,14 +234,17 @@ class Streamer(BaseStreamer):
             self._modules.adopt(self.device)
             self._learning.foresee(kind, args, kwargs)
 
-    def run(self, step: Callable[[], Any], kind: Kind) -> Any:
-        """Run an eager step, and learn from it."""
-        return self._in_turn(partial(self._run_and_learn, step, kind))
+    def run(self, step: Callable[[], Any], kind: Kind, *, trains: bool = False) -> Any:
+        """Run an eager step, and learn from it. `trains`: a backward pass may follow."""
+        return self._in_turn(partial(self._run_and_learn, step, kind, trains))
 
-    def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
+    def _run_and_learn(self, step: Callable[[], Any], kind: Kind, trains: bool) -> Any:
+        if self._learning.has_trained:
+            with torch.inference_mode(False), torch.no_grad():
+                self._learning.learn_training()
         mode = StepState.LEARNING if self._learning.watches else StepState.EAGER
-        with self._installed.timeline.step(kind):
-            output = self._run_eager(step, mode)
+        with self._installed.timeline.step(kind, counts=not trains):
+            output = self._run_eager(step, mode, trains=trains)
         if _is_traced():
             return output
         if mode is StepState.LEARNING:
@@ -230,13 +253,12 @@ class Streamer(BaseStreamer):
             self._learning.learn(watched=mode is StepState.LEARNING)
         return output
 
-    def _run_eager(self, step: Callable[[], Any], mode: StepState) -> Any:
+    def _run_eager(self, step: Callable[[], Any], mode: StepState, *, trains: bool = False) -> Any:
         def whole() -> Any:
-            self._binding.engine.begin_step()
+            self._learning.begin_step(trains=trains)
             self._installed.counters.steps += 1
             return step()
 
-        self._learning.sequence.clear()
         try:
             return self._awake(whole, mode)
         except RuntimeError as error:
@@ -318,6 +340,8 @@ class Streamer(BaseStreamer):
         if get_ident() in self._gate.threads:
             return self._run_opened(unit, forward, args, kwargs)
         self._gate.refuse_forked()
+        if graph_task() != NO_TASK and self._backward.admits():
+            return self._run_opened(unit, forward, args, kwargs)
         return self._in_turn(partial(self._run_alone, self._modules.units, unit, forward, args, kwargs), self._progress)
 
     def _run_alone(
@@ -333,6 +357,7 @@ class Streamer(BaseStreamer):
         def alone() -> Any:
             if self._binding.engine.is_behind(unit):
                 self._binding.engine.begin_step()
+            self._learning.begin_alone()
             return self._run_opened(unit, forward, args, kwargs)
 
         if self._gate.is_removed:
@@ -359,35 +384,58 @@ class Streamer(BaseStreamer):
         [Note: whose call it is]. At fixed addresses it is the present time, so that the forward never seems to stall: a
         unit of a joining thread may have no room in the ring there.
         """
-        if not self._gate.is_running:
+        if not self._gate.is_running or (self._gate.mode is StepState.BACKWARD and not self._backward.is_recomputing):
             return None
         return time.monotonic_ns() if self._gate.is_fixed else len(self._learning.sequence)
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
-        if self._modules.units[unit].picks:
+        in_pass = self._gate.mode is StepState.BACKWARD
+        is_picked = False
+        if self._modules.units[unit].picks and not (in_pass or (self._learning.trains and self._modules.trains(unit))):
             with self._gate.lock:
-                forward = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed) or forward
+                picked = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed)
+            is_picked, forward = picked is not None, picked or forward
+        followed: Followed | None = None
         with self._gate.lock:
             if fixed:
                 self.graphs.wait(unit)
             else:
-                self._installed.binding.open(unit)
-                self._learning.sequence.append(unit)
+                if in_pass:
+                    self._backward.make_way(unit)
+                if self._installed.binding.open(unit):
+                    self._learning.sequence.append(unit)
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
-                with forward_patch.refuse_backward(name), profiler_range(name), _uncached():
+                hooks: AbstractContextManager[None] = nullcontext()
+                if torch.is_grad_enabled():
+                    trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
+                    if fixed or is_picked or trained is not None:
+                        reason = f"{trained.member.names[0]} is trained (requires_grad) and streams" if trained else ""
+                        hooks = forward_patch.refuse_backward(name, reason)
+                    elif (followed := self._backward.follow(unit)) is not None:
+                        hooks = followed.hooks
+                with hooks, profiler_range(name), _uncached():
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             has_ended = True
             return output
         finally:
+            if followed is not None:
+                followed.end(output)
             self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
+            if in_pass:
+                self._backward.end_way()
+
+    def _close_again(self, unit: int) -> None:
+        """Close a unit that was opened for a backward pass, which updates no weight."""
+        self._installed.binding.close(unit, None, training=False, watched=True)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
-        watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the traceback, holds views
+        # the watch, the traceback or a graph holds views
+        watched = self._gate.mode is StepState.LEARNING or not has_ended or bool(self._installed.graphs_alive)
         binding = self._installed.binding
         with self._gate.lock:
             training = binding.units[unit].has_buffers and self._modules.trains(unit)
