@@ -187,6 +187,8 @@ class Gatherer:
 
         None if the call cannot be traced. Neither the model nor the arguments change. Takes a few seconds at most.
         """
+        if inputs.demands[0].training is not None and entry != TRAIN:
+            return None  # an evaluation in between: the plan is one for training
         if entry == TRAIN:
             found = self._trained(inputs, Example(args, kwargs))
             return None if found is None else self.complete(found)

@@ -90,6 +90,9 @@ def prepare_training(
     if train.checkpoints and not any(getattr(m, "gradient_checkpointing", False) for m in made.model.modules()):
         for block in (copies[id(block)] for each in series for block in each.blocks[: each.num_followed]):
             vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    for module in (copies[id(m)] for m in model.modules() if isinstance(m, nn.Embedding) and m._forward_hooks):
+        # transformers' `enable_input_require_grads`, which reentrant checkpoints need; a copy has no hooks
+        module.register_forward_hook(lambda _, __, output: output.requires_grad_())
     made.model.train()
     num_trained = num_added + sum(parameter.numel() for parameter in trained)
     if not num_trained:

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.manifest import Workload
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.runtime.devices.backend import Backend, Side, Stamp
 from weightstream.runtime.experts.counters import Tally, since
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -50,7 +51,7 @@ def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
 
 def kind_of_workload(workload: Workload) -> Kind:
     """The kind of the forwards of a language model's workload."""
-    return Kind("forward", workload.batch * workload.tokens)
+    return Kind(TRAIN if workload.trains else FORWARD, workload.batch * workload.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -295,7 +295,7 @@ class Learning:
                 return
             if not training.has_ended:  # a forward without gradients between a forward and its backward pass
                 training.units += self.sequence
-        is_part = self._last is not None and self._last.what != "forward"
+        is_part = self._last is not None and self._last.what not in (FORWARD, TRAIN)
         order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         if watched:
             if not self._installed.graphs_alive:  # a graph keeps views, which its backward pass reads in time

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.multi_device import Lane
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.plan.speculation import PassSeconds
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.binding import Binding
@@ -209,7 +210,7 @@ class Streamer(BaseStreamer):
                 raise OffloadError(CAPTURED)
             return forward(*args, **kwargs)
         forward_patch.refuse_transforms()
-        kind = kind_of(args, kwargs, what)
+        kind = kind_of(args, kwargs, TRAIN if trains and what == FORWARD else what)
         if not _is_traced():
             self.foresee(kind, args, kwargs)
         return self.run(partial(forward, *args, **kwargs), kind, trains=trains)
