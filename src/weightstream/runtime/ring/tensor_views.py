@@ -88,8 +88,8 @@ class StreamedTensor:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd computes a gradient of it, or of the wrapper that it is in."""
-        return self.tensor.requires_grad or any(shell.tensor.requires_grad for shell in self.member.shells)
+        """As `Member.requires_grad`."""
+        return self.member.requires_grad
 
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""

@@ -79,7 +79,6 @@ class _TrainingStep:
 
     units: list[int] = field(default_factory=list)
     forward: tuple[int, ...] | None = None  # those before the first backward pass
-    is_watched: bool = False  # one of its forwards was watched
     has_ended: bool = False  # a backward pass has ended
 
 
@@ -91,10 +90,13 @@ class Learning:
         self.outside: dict[str, set[str]] = {}  # reading module -> alias groups read outside of their units
         self.sequence: list[int] = []
         self._installed = installed
+        self._to_take_over = False  # forwards of training steps were watched, and the plan could not change yet
         self.trains = False  # the forward under way is of a training step
         self._training: _TrainingStep | None = None  # the last one, until the plan takes over what it has shown
         self._orders, self._training_orders = _Orders(), _Orders()
         self._to_stay: frozenset[str] = frozenset()  # alias groups that are to stay on the device
+        self.keeps_trained = False  # whether trained weights were looked for since the plan changed
+        self._refused = frozenset[str]()  # trained alias groups for which the device has no room
         self._has_room = True  # the device has room for all of `_to_stay`
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
         self._has_warned = False  # whether it warned that reads outside of units are slow
@@ -219,19 +221,16 @@ class Learning:
 
     def learn_training(self) -> None:
         """Before a step: learn from the training step that has ended."""
-        training = self._training
-        if training is None or not training.has_ended:
+        training, self._training = self._training, None
+        if training is None:
             return
-        if training.is_watched and self._installed.graphs_alive:
-            return  # the plan cannot change yet
-        self._training = None
-        found = None
+        units, found = self._installed.modules.units, None
         if training.forward:
             found = self._training_orders.new(self._installed.plan, tuple(training.units), what=TRAIN)
-        if training.is_watched:
+        if self._to_take_over and not self._installed.graphs_alive:
             self._take_over(None, frozenset())
-        plan = self._installed.plan
-        if found is not None and set(found) <= {unit for unit in range(len(plan.extents)) if plan.opens(unit)}:
+            self._to_take_over = False
+        if found is not None and self._installed.modules.units is units:
             self._reschedule(found, training.forward or ())
 
     def _reschedule(self, order: tuple[int, ...], forward: tuple[int, ...]) -> None:
@@ -246,6 +245,22 @@ class Learning:
             self._installed.reschedule(plan)
         else:
             self._try_switch(plan)
+
+    def keep_trained(self) -> None:
+        """Have the weights that are trained stay on the device, if most of the model is frozen."""
+        installed, nbytes = self._installed, self._installed.plan.manifest.aliases
+        self.keeps_trained = True
+        members = ((alias, m) for alias, home in installed.homes.homes.items() for m in home.group.members)
+        trained = frozenset(alias for alias, m in members if m.requires_grad) - self._refused
+        is_held = bool(installed.graphs) or bool(installed.graphs_alive)
+        if trained <= self._to_stay or is_held or 2 * sum(map(nbytes.__getitem__, trained)) > sum(nbytes.values()):
+            return
+        before, self._to_stay = self._to_stay, self._to_stay | trained
+        self._keep(None)
+        self.keeps_trained = True
+        if left := trained - installed.plan.resident:
+            self._refused, self._to_stay = self._refused | left, before
+            logger.warning("%s are trained, and there is no room for them on the device", ", ".join(sorted(left)))
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Before a call of a new kind: trace it with meta tensors, and change the plan for its work and its order.
@@ -291,7 +306,7 @@ class Learning:
             self.watching = bool(self.outside or missed)
         if training is not None:
             if self.sequence is training.units:  # the rest is learned once its backward pass has ended
-                training.is_watched |= watched
+                self._to_take_over |= watched
                 return
             if not training.has_ended:  # a forward without gradients between a forward and its backward pass
                 training.units += self.sequence
@@ -412,6 +427,7 @@ class Learning:
                 if plan.schedule(schedule.what).what != schedule.what:
                     plan = plan.scheduled(schedule.what, schedule.order)
         self._installed.switch(plan)
+        self.keeps_trained = False
         self._orders.forget()
         self._training_orders.forget()
         if self._installed.modules.units is not units:

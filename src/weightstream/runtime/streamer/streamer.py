@@ -223,8 +223,11 @@ class Streamer(BaseStreamer):
         return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
 
     def _requires_grad(self, arguments: Any) -> bool:
-        if any(streamed.requires_grad for streamed in self._binding.tensors):
-            return False
+        if not self._learning.keeps_trained or any(streamed.requires_grad for streamed in self._binding.tensors):
+            with torch.inference_mode(False), torch.no_grad():
+                self._learning.keep_trained()
+            if any(streamed.requires_grad for streamed in self._binding.tensors):
+                return False
         return self._modules.trains_any() or any(tensor.requires_grad for tensor in tensors_in(arguments))
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
