@@ -88,7 +88,7 @@ def test_no_plan_is_below_its_bound() -> None:
 
 def test_a_turn_of_the_backward_takes_longer() -> None:
     """Whatever a forward copies, it waits for; a backward computes longer than it copies. One mean would hide that."""
-    inputs = training_inputs(tokens=1024, device_budget=BUDGET, codec="none")
+    inputs = training_inputs(tokens=8192, device_budget=BUDGET, codec="none")
     planner, manifest = inputs.planner(0), inputs.grains[0]
     profile = planner.profile(manifest)
     seconds = {}
