@@ -214,7 +214,7 @@ def _training_notes(inputs: PlannerInputs) -> dict[str, str]:
         return {}
     note = f"{_count(training.num_trained)} trainable parameters: {training.explained(demand.activation_nbytes)}"
     if training.loss_nbytes > demand.activation_nbytes / 2:
-        note += "; a loss in chunks (Liger kernels, TRL's loss_type) takes less"
+        note += "; a loss in chunks, as that of TRL's SFTTrainer or of Liger kernels, takes less"
     return {"training": note}
 
 
