@@ -61,7 +61,8 @@ def followed(model: nn.Module, train: TrainConfig = TRAIN, *, whole: bool = Fals
     if not whole:
         return follow_training(model, train, blocks, () if call else None, call or None)
     series = tuple(each.whole() for each in series_of(model, blocks))
-    return run_on_copy(model, partial(training._trained, model, train, series), ((), call) if call else ())
+    values = ((), call) if call else ()
+    return run_on_copy(model, partial(training._trained, model, train, series, values), values)
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])

@@ -19,11 +19,13 @@ from weightstream.adapters.tracing import meta_copy
 from weightstream.adapters.tracing.block_series import Series, Visit, series_of
 from weightstream.adapters.tracing.footprint import Footprint, footprint_of
 from weightstream.adapters.tracing.forward import run_on_copy
+from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
 from weightstream.adapters.tracing.training_step import TrainingStep, prepare_training
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, mean
+from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.settings.config import TrainConfig
 
@@ -186,24 +188,26 @@ def follow_training(
     short = tuple(series_of(model, blocks))
     whole = tuple(each.whole() for each in short)
     try:
-        return run_on_copy(model, partial(_trained, model, train, short), values, limit_s, device)
+        return run_on_copy(model, partial(_trained, model, train, short, values), values, limit_s, device)
     except UnsupportedError:
         if short == whole:
             raise
     # it may be that the model's code needs the blocks that were left out
-    return run_on_copy(model, partial(_trained, model, train, whole), values, limit_s, device)
+    return run_on_copy(model, partial(_trained, model, train, whole, values), values, limit_s, device)
 
 
 def _trained(
     model: nn.Module,
     train: TrainConfig,
     series: tuple[Series, ...],
+    values: tuple[Any, ...],
     made: meta_copy.Copied,
     until_s: float,
     storages: meta_copy.Storages,
 ) -> TrainingFootprint:
     trainable = prepare_training(made, model, train, series)
-    step = TrainingStep(made, trainable, series, until_s, storages)
+    known = KnownValues(zip(tensors_in(values), tensors_in(made.values), strict=True))
+    step = TrainingStep(made, trainable, series, until_s, storages, known)
     return TrainingFootprint(
         step=replace(footprint_of([step], made), activation_nbytes=step.peak_nbytes()),
         num_forward_calls=step.num_forward_calls,

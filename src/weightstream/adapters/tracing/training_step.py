@@ -6,6 +6,7 @@ a module an operator belongs to. Fused attention is one kernel with a backward o
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from weightstream.adapters.steps.decode_steps import takes_ids
 from weightstream.adapters.tracing import meta_copy
 from weightstream.adapters.tracing.block_series import Series
 from weightstream.adapters.tracing.forward import Forward
+from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import HALF
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -70,6 +72,8 @@ def prepare_training(
         id(made.originals[key]): module for module in made.model.modules() if (key := id(module)) in made.originals
     }
     args, kwargs = made.values or _token_inputs(made.model, train)
+    if "use_cache" in inspect.signature(made.model.forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}  # what is computed again must not add to a cache
     parameters = zip(model.parameters(), made.model.parameters(), strict=True)
     trained = [copy.requires_grad_() for own, copy in parameters if own.requires_grad and own.is_floating_point()]
     num_floats = sum(parameter.is_floating_point() for parameter in model.parameters())
@@ -79,9 +83,10 @@ def prepare_training(
         made.model.requires_grad_(False)
         trained = []
         blocks = [block for each in series for block in each.blocks] or [model]
-        for linear in (m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)):
-            num_added += train.rank * (linear.in_features + linear.out_features)
-            _adapt(copies[id(linear)], train.rank)
+        for linear in (m for block in blocks for m in block.modules()):
+            if (features := _features(linear)) is not None:
+                num_added += train.rank * sum(features)
+                _adapt(copies[id(linear)], train.rank, features)
     for each in series:
         missing = {id(copies[id(each.blocks[index])]) for index in each.missing}
         for module in made.model.modules():
@@ -107,14 +112,29 @@ def _token_inputs(model: nn.Module, train: TrainConfig) -> tuple[tuple[Any, ...]
     config.pad_token_id = None  # some models search the ids for it, which have no values here
     tokens = min(train.tokens, getattr(config, "max_position_embeddings", None) or train.tokens)
     ids = torch.empty(train.batch, tokens, dtype=torch.long, device="meta")
-    options = {"labels": ids, "use_cache": False}
-    return (), {"input_ids": ids} | {name: value for name, value in options.items() if name in takes}
+    return (), {"input_ids": ids} | ({"labels": ids} if "labels" in takes else {})
 
 
-def _adapt(linear: Any, rank: int) -> None:
+class _Features(NamedTuple):
+    """The sizes of a linear layer's input and output."""
+
+    inputs: int
+    outputs: int
+
+
+def _features(module: Any) -> _Features | None:
+    """The sizes of a linear layer; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return _Features(module.in_features, module.out_features)
+    if type(module).__name__ == "Conv1D":  # transformers' linear layer of GPT-2
+        return _Features(*module.weight.shape)
+    return None
+
+
+def _adapt(linear: nn.Module, rank: int, features: _Features) -> None:
     """Add an adapter, as peft's with float32 parameters computes under autocast."""
-    down = nn.Parameter(torch.empty(rank, linear.in_features, dtype=torch.float32, device="meta"))
-    up = nn.Parameter(torch.empty(linear.out_features, rank, dtype=torch.float32, device="meta"))
+    down = nn.Parameter(torch.empty(rank, features.inputs, dtype=torch.float32, device="meta"))
+    up = nn.Parameter(torch.empty(features.outputs, rank, dtype=torch.float32, device="meta"))
     linear.register_parameter("weightstream_down", down)
     linear.register_parameter("weightstream_up", up)
 
@@ -142,6 +162,7 @@ class TrainingStep(Forward):
         series: Sequence[Series],
         until_s: float,
         storages: meta_copy.Storages,
+        known: KnownValues,
     ) -> None:
         self.num_forward_calls = self.num_forward_ops = 0
         self._series = series
@@ -163,7 +184,15 @@ class TrainingStep(Forward):
         hooks = [p.register_post_accumulate_grad_hook(lambda p: self.memory.discount(p.grad)) for p in trained]
         try:
             with torch.enable_grad(), _FusedAttention():
-                super().__init__(made.model, made.weights, until_s, storages, trainable.args, dict(trainable.kwargs))
+                super().__init__(
+                    made.model,
+                    made.weights,
+                    until_s,
+                    storages,
+                    trainable.args,
+                    dict(trainable.kwargs),
+                    known=known,
+                )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -175,7 +204,7 @@ class TrainingStep(Forward):
         self.num_forward_calls, self.num_forward_ops = len(self.calls), len(self.ops)
         self._is_backward = True
         loss.backward()
-        self._go(None)
+        self._end_segment()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._is_backward and not self._open:  # in a backward no such mode is in force
@@ -189,9 +218,9 @@ class TrainingStep(Forward):
         if block is not None and not self._is_backward and id(module) in self._blocks:
             self._go(Segment(*block, is_after=False, is_loss=False))
             self._called += [block[0]] * (block[0] not in self._called)
-            if block in self._entered:
+            if block in self._entered and any(each.missing for each in self._series):
                 raise UnsupportedError("a block runs twice")
-            self._entered[block] = self.memory.live_nbytes
+            self._entered.setdefault(block, self.memory.live_nbytes)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave(module, args, output)
@@ -220,9 +249,12 @@ class TrainingStep(Forward):
     def _go(self, segment: Segment | None) -> None:
         """Begin a segment."""
         if segment != self._segment:
-            self._peaks[self._segment] = max(self._peaks.get(self._segment, 0), self.memory.peak_nbytes)
-            self.memory.peak_nbytes = self.memory.live_nbytes
+            self._end_segment()
             self._segment = segment
+
+    def _end_segment(self) -> None:
+        self._peaks[self._segment] = max(self._peaks.get(self._segment, 0), self.memory.peak_nbytes)
+        self.memory.peak_nbytes = self.memory.live_nbytes
 
     def peak_nbytes(self, *, with_loss: bool = True) -> int:
         """The most bytes of activations in a step of the whole model; also without the loss and what it reads."""
