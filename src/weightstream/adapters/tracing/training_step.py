@@ -72,7 +72,7 @@ def prepare_training(
         id(made.originals[key]): module for module in made.model.modules() if (key := id(module)) in made.originals
     }
     args, kwargs = made.values or _token_inputs(made.model, train)
-    if "use_cache" in inspect.signature(made.model.forward).parameters:
+    if "use_cache" in inspect.signature(_base_of(made.model).forward).parameters:
         kwargs = {"use_cache": False, **kwargs}  # what is computed again must not add to a cache
     parameters = zip(model.parameters(), made.model.parameters(), strict=True)
     trained = [copy.requires_grad_() for own, copy in parameters if own.requires_grad and own.is_floating_point()]
@@ -107,12 +107,17 @@ def prepare_training(
 
 def _token_inputs(model: nn.Module, train: TrainConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a language model for a step that is made up."""
-    base: Any = getattr(model, "get_base_model", lambda: model)()  # of peft's
+    base = _base_of(model)
     takes, config = takes_ids(base), base.config
     config.pad_token_id = None  # some models search the ids for it, which have no values here
     tokens = min(train.tokens, getattr(config, "max_position_embeddings", None) or train.tokens)
     ids = torch.empty(train.batch, tokens, dtype=torch.long, device="meta")
     return (), {"input_ids": ids} | ({"labels": ids} if "labels" in takes else {})
+
+
+def _base_of(model: Any) -> Any:
+    """The model that a wrapper of peft adapts; any other model itself."""
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 class _Features(NamedTuple):
