@@ -209,7 +209,8 @@ def test_a_forward_of_another_thread_waits_for_the_pass() -> None:
         assert not outputs, "the pass has the turn"
 
     with offloaded(model):
-        model.eval()
+        trained(model, 1), trained(plain.train(), 1)
+        model.eval(), plain.eval()
         for seed in range(3):
             for each in (model, plain):
                 hook = each.blocks[2].query.up.weight.register_hook(begin) if each is model else None
@@ -226,9 +227,11 @@ def test_a_forward_of_another_thread_waits_for_the_pass() -> None:
 def test_two_passes_at_once_in_two_threads() -> None:
     """The second waits for the end of the first."""
     plain, model = net(), net()
-    losses = {each: [square(each.eval(), inputs(seed, each)) for seed in range(2)] for each in (plain,)}
+    losses = {}
     with offloaded(model):
-        losses[model] = [square(model.eval(), inputs(seed, model)) for seed in range(2)]
+        for each in (model, plain):
+            trained(each, 1)
+            losses[each] = [square(each.eval(), inputs(seed, each)) for seed in range(2)]
         barrier = threading.Barrier(2)
         found: dict[int, Any] = {}
 

@@ -72,6 +72,7 @@ class Installation:
         self.counters = Counters()
         self.timeline = Timeline(backend, Tally(self._caches))
         self.graphs_alive: WeakSet[object] = WeakSet()  # of forwards, whose backward passes may still come
+        self.nodes_alive: WeakSet[object] = WeakSet()  # of forwards; nodes may keep weights after their pass
         self._on_close = on_close
 
     @property
@@ -140,6 +141,11 @@ class Installation:
             raise InvariantError("the plan has weights at other addresses")
         with self.gate.lock:
             self.binding.reschedule(plan)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether autograd may hold views of weights."""
+        return bool(self.graphs_alive) or bool(self.nodes_alive)
 
     def _why_not_switched(self) -> str | None:
         if self.gate.mode is StepState.HELD:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime.ring.turn import StepTurn
-from weightstream.runtime.streamer import custom_ops, forward_patch
+from weightstream.runtime.streamer import custom_ops, distributed, forward_patch
 from weightstream.runtime.streamer.forward_patch import Run
 from weightstream.runtime.streamer.read_watch import calling_method, reading_module
 from weightstream.runtime.tensors.leaves import Leaf, Role, computed_by_hooks, leaves_of
@@ -77,18 +77,36 @@ class Attachment:
         self._undo.add(forward_patch.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
-        self._undo.add(forward_patch.refuse_moves(self.model, self._device))
+        self._undo.add(forward_patch.refuse_moves(self.model, self._device, self._stays))
+        self._undo.add(distributed.leave_alone(self.model, self._frozen))
         self._undo.add(_notice(self))
         setattr(self.model, forward_patch.ATTRIBUTE, self._streamer)
         self._undo.add(lambda: self.model.__dict__.pop(forward_patch.ATTRIBUTE, None))
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._code = _Code(self.model)
 
+    def _stays(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether `fn` changes no tensor that is on the device. If so, tensors that were added come to the device."""
+        if self._device is None:
+            return False
+        for dtype in {tensor.dtype for tensor in self._weights.values()}:
+            probe = torch.empty(1, dtype=dtype, device=self._device)
+            at = probe.data_ptr()
+            if fn(probe) is not probe or probe.data_ptr() != at:  # `share_memory_` returns the same tensor
+                return False
+        self.adopt(self._device)
+        return True
+
+    def _frozen(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._weights.values() if not tensor.requires_grad]
+
     def _enter_by(self, name: str) -> None:
         self._undo.add(forward_patch.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
-        """For a unit that runs outside of any step: the model's public method that called it is a step from now on."""
+        """For a unit that runs outside of any step: the model's public method that called it, or the forward that was
+        assigned to the model since, is a step from now on."""
+        forward_patch.stand_in_again(self.model)
         name = calling_method(self.model)
         if name is not None and name not in self.entries and "forward" not in (name, *self.entries):
             self.entries.add(name)

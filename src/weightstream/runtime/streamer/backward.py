@@ -59,7 +59,7 @@ NO_TASK = -1
 class _Place:
     """The unit that the nodes of one forward need."""
 
-    __slots__ = ("binding", "is_running", "origin", "unit")
+    __slots__ = ("__weakref__", "binding", "is_running", "origin", "unit")
 
     def __init__(self, unit: int, binding: Binding, origin: _Pass | None) -> None:
         self.unit = unit
@@ -197,7 +197,7 @@ class Backward:
         place = _Place(unit, binding, self._pass)
         graphs = self._installed.graphs_alive
         saving = _Saving(place, self._enter, binding.addresses(unit), theirs, graphs.add)
-        return Followed(saving, partial(self._before_node, place))
+        return Followed(saving, partial(self._before_node, place), self._installed.nodes_alive.add)
 
     def make_way(self, unit: int) -> None:
         """A forward of the unit is computed again in a pass: close the unit that is open for nodes, if it is another.
@@ -353,14 +353,18 @@ class Backward:
 
 
 class Followed:
-    """One forward of a unit that is followed: `hooks` are to be in force around it."""
+    """One forward of a unit that is followed: `hooks` are to be in force around it.
 
-    def __init__(self, saving: _Saving, before_node: Callable[..., None]) -> None:
+    `before_node()` is to be called before its nodes run, and `on_hooked(place)` if there are such.
+    """
+
+    def __init__(self, saving: _Saving, before_node: Callable[..., None], on_hooked: Callable[[_Place], None]) -> None:
         self._place = saving.place
         # with hooks around, such as a checkpoint's, an output's node need not open the unit: it would close again for
         # the forward that is computed first
         self._before_outputs = saving.theirs is None
         self._before_node = before_node
+        self._on_hooked = on_hooked
         self._since: int = torch._C._autograd._get_sequence_nr()
         self.hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
 
@@ -371,6 +375,7 @@ class Followed:
         for node in self._nodes(outputs):
             if isinstance(node, BackwardCFunction) or (self._before_outputs and node in outputs):
                 node.register_prehook(self._before_node)
+                self._on_hooked(self._place)
 
     def _nodes(self, outputs: set[Any]) -> Iterator[Any]:
         """The nodes that the forward has made, as far as its outputs lead to them."""

@@ -313,7 +313,7 @@ class Learning:
         is_part = self._last is not None and self._last.what not in (FORWARD, TRAIN)
         order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         if watched:
-            if not self._installed.graphs_alive:  # a graph keeps views, which its backward pass reads in time
+            if not self._installed.has_graphs:  # a graph keeps views, which its backward pass reads in time
                 for unit in self._installed.binding.units:
                     self._installed.binding.look_for_kept(unit)
             if (found := self._installed.without_cache()) is not None:

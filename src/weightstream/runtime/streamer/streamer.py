@@ -88,6 +88,7 @@ class Streamer(BaseStreamer):
         self._backward = Backward(
             self._installed, self._learning, self._close_again, heal=self._heal, heal_if_cut=self._heal_if_cut
         )
+        self._has_made_graph = False  # the last forward has, for which an argument may have required a gradient
         self.drafting = Drafting()
         self._installed.start(plan)
 
@@ -202,7 +203,8 @@ class Streamer(BaseStreamer):
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
         trains = has_grad and self._expects_backward((args, kwargs))
-        if self._gate.is_fixed or (what == "forward" and not trains and self._is_compiled()):
+        is_training = trains and self._modules.model.training
+        if self._gate.is_fixed or (what == "forward" and not is_training and self._is_compiled()):
             step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if `compile` was called
             return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
         if self._backend.capturing():
@@ -223,12 +225,17 @@ class Streamer(BaseStreamer):
         return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
 
     def _requires_grad(self, arguments: Any) -> bool:
-        if not self._learning.keeps_trained or any(streamed.requires_grad for streamed in self._binding.tensors):
+        if self._modules.model.training and not self._learning.keeps_trained:
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.keep_trained()
-            if any(streamed.requires_grad for streamed in self._binding.tensors):
-                return False
-        return self._modules.trains_any() or any(tensor.requires_grad for tensor in tensors_in(arguments))
+        if any(streamed.requires_grad for streamed in self._binding.tensors):
+            self._learning.keeps_trained = False  # it was unfrozen since
+            return False
+        return (
+            self._has_made_graph
+            or self._modules.trains_any()
+            or any(tensor.requires_grad for tensor in tensors_in(arguments))
+        )
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Prepare a call that runs these units: plan for its work, and bring tensors that were added to the device."""
@@ -249,6 +256,8 @@ class Streamer(BaseStreamer):
         mode = StepState.LEARNING if self._learning.watches else StepState.EAGER
         with self._installed.timeline.step(kind, counts=not trains):
             output = self._run_eager(step, mode, trains=trains)
+        if torch.is_grad_enabled():
+            self._has_made_graph = bool(self._installed.graphs_alive)
         if _is_traced():
             return output
         if mode is StepState.LEARNING:
@@ -439,7 +448,7 @@ class Streamer(BaseStreamer):
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
         # the watch, the traceback or a graph holds views
-        watched = self._gate.mode is StepState.LEARNING or not has_ended or bool(self._installed.graphs_alive)
+        watched = self._gate.mode is StepState.LEARNING or not has_ended or self._installed.has_graphs
         binding = self._installed.binding
         with self._gate.lock:
             training = binding.units[unit].has_buffers and self._modules.trains(unit)
