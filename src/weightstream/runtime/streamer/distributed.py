@@ -6,6 +6,7 @@ It would broadcast them at its start and copy them to the device for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,10 @@ class _Names:
     def __init__(self, model: nn.Module, frozen: Callable[[], Iterable[torch.Tensor]], before: Iterable[str]) -> None:
         self._model = model
         self._frozen = frozen
-        self._before = before
+        self._before = tuple(before)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._before,)  # a copy of the model streams nothing
 
     def __iter__(self) -> Iterator[str]:
         yield from self._before
@@ -34,5 +38,5 @@ class _Names:
 
 def leave_alone(model: nn.Module, frozen: Callable[[], Iterable[torch.Tensor]]) -> Callable[[], None]:
     """Have `DistributedDataParallel` leave the tensors `frozen()` alone; returns a function that undoes it."""
-    before = tuple(getattr(model, _ATTRIBUTE, ()))
+    before = getattr(model, _ATTRIBUTE, ())
     return forward_patch.set_attribute(model, _ATTRIBUTE, _Names(model, frozen, before))  # type: ignore[arg-type]

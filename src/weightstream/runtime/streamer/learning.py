@@ -79,6 +79,7 @@ class _TrainingStep:
 
     units: list[int] = field(default_factory=list)
     forward: tuple[int, ...] | None = None  # those before the first backward pass
+    is_whole: bool = False  # its first forward was computed without gradients, and again in the backward pass
     has_ended: bool = False  # a backward pass has ended
 
 
@@ -201,12 +202,20 @@ class Learning:
 
     def begin_backward(self) -> None:
         """A backward pass begins, of the last training step."""
+        engine = self._installed.binding.engine
         if self._training is None:
             self._training = _TrainingStep()
+            engine.begin_step(TRAIN)
+        else:
+            engine.resume(TRAIN)
         if self._training.forward is None:
             self._training.forward = tuple(self._training.units)
         self.sequence = self._training.units
-        self._installed.binding.engine.resume(TRAIN)
+
+    def recompute_all(self) -> None:
+        """The whole forward is computed again in the backward pass under way."""
+        if self._training is not None:
+            self._training.is_whole = True
 
     def end_backward(self, *, has_failed: bool = False) -> None:
         if has_failed:
@@ -225,7 +234,7 @@ class Learning:
         if training is None:
             return
         units, found = self._installed.modules.units, None
-        if training.forward:
+        if training.forward or training.is_whole:
             found = self._training_orders.new(self._installed.plan, tuple(training.units), what=TRAIN)
         if self._to_take_over and not self._installed.graphs_alive:
             self._take_over(None, frozenset())
@@ -236,7 +245,11 @@ class Learning:
     def _reschedule(self, order: tuple[int, ...], forward: tuple[int, ...]) -> None:
         """Have training steps follow this order, and extents the order of their forwards, which no step has run yet."""
         plan = self._installed.plan
-        is_other = not self._orders.is_confirmed and dict.fromkeys(plan.opened_units()) != dict.fromkeys(forward)
+        is_other = (
+            bool(forward)
+            and not self._orders.is_confirmed
+            and dict.fromkeys(plan.opened_units()) != dict.fromkeys(forward)
+        )
         if is_other and not self._installed.graphs_alive and plan.what == FORWARD:
             plan = plan.reordered(forward)
         plan = plan.scheduled(TRAIN, order)

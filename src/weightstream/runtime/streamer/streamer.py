@@ -195,6 +195,7 @@ class Streamer(BaseStreamer):
         self._gate.refuse_forked()
         has_grad = not self._gate.is_fixed and torch.is_grad_enabled()
         if has_grad and graph_task() != NO_TASK and self._backward.admits():
+            self._learning.recompute_all()
             return forward(*args, **kwargs)
         return self._in_turn(partial(self._step, forward, args, kwargs, what, has_grad))
 
