@@ -120,3 +120,25 @@ def test_a_pipeline_is_not_trained_as_a_whole() -> None:
         ConfigError, match=r"Pipe is a pipeline, .*weightstream\.offload\(pipe\.transformer, train=True"
     ):
         weightstream.offload(type("Pipe", (), {})(), train=True)
+
+
+def test_a_model_that_trains_is_planned_for_at_its_first_step() -> None:
+    """Without `train=`: the first step shows it, and an evaluation does not undo it."""
+    model = nn.Sequential(*(Adapted() for _ in range(8)))
+    x = torch.randn(3, 64)
+    with weightstream.offload(model, device="cpu", device_budget=64 * KIB) as streamer:
+        assert streamer.plan.what == FORWARD
+        for _ in range(3):
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+        plan = streamer.plan
+        prove(plan)
+        assert plan.what == TRAIN
+        assert plan.step_s > 0
+        assert plan.activation_nbytes > 0
+        blocks = len(plan.schedule(FORWARD).order)
+        assert len(plan.manifest.order) == 2 * blocks - 1 or len(plan.manifest.order) == 2 * blocks
+        unplanned = streamer.stats().unplanned_fills
+        model(x).sum().backward()
+        assert streamer.stats().unplanned_fills == unplanned
