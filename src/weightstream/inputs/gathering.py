@@ -22,6 +22,7 @@ from weightstream.adapters.modules.partition import GRAINS, Grain, called, find_
 from weightstream.adapters.tracing import op_timing
 from weightstream.adapters.tracing.footprint import Footprint, follow, observe, observe_passes
 from weightstream.adapters.tracing.training import TrainingFootprint, follow_training
+from weightstream.adapters.tracing.training_step import trained_of
 from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
@@ -257,34 +258,51 @@ class Gatherer:
         return replace(inputs, demands=tuple(replace(demand, cache_nbytes=cache_nbytes) for demand in inputs.demands))
 
     def _trained(self, inputs: PlannerInputs, call: Example | None = None) -> PlannerInputs | None:
-        """The inputs for a training step: of a call, or of token ids; None if it cannot be traced."""
+        """The inputs for a training step: of a call, or of token ids; None if a call cannot be traced."""
         train = inputs.config.train or TrainConfig()
         blocks = called(find_blocks(self.called))
-        device = self.backend.device if self.backend is not None else torch.device("cpu")
-        args, kwargs = call or (None, None)
-        checkpointed_nbytes = 0
+        trained = trained_of(self.called, train.rank, blocks)
+        # adapters that the model has already are among its weights
+        held_nbytes = 0 if trained.num_added else sum(p.nbytes for p in self.called.parameters() if p.requires_grad)
+        training = Training(
+            num_trained=trained.num,
+            trained_nbytes=max(0, train.parameter_nbytes * trained.num - held_nbytes),
+            recomputes=train.checkpoints,
+        )
+        tokens = min(train.tokens, _positions(self.called) or train.tokens)
+        workload = Workload(batch=train.batch, tokens=tokens, context=tokens, trains=True) if call is None else None
         try:
-            work = follow_training(self.called, train, blocks, args, kwargs, device=device)
-            if not train.checkpoints:
-                other = follow_training(
-                    self.called, train.model_copy(update={"checkpoints": True}), blocks, args, kwargs, device=device
-                )
+            work = self._followed(train, blocks, call)
+            checkpointed_nbytes = 0
+            if not work.recomputes:
+                other = self._followed(train.model_copy(update={"checkpoints": True}), blocks, call)
                 checkpointed_nbytes = other.step.activation_nbytes
         except UnsupportedError as error:
             logger.info("activations and compute times of training are unknown before the first step: %s", error)
-            return None
-        # adapters that the model has already are among its weights
-        held_nbytes = 0 if work.num_added else sum(p.nbytes for p in self.called.parameters() if p.requires_grad)
-        training = Training(
-            num_trained=work.num_trained,
-            trained_nbytes=max(0, train.parameter_nbytes * work.num_trained - held_nbytes),
+            return self._turned(inputs, training, workload) if call is None else None
+        training = replace(
+            training,
             loss_nbytes=work.loss_nbytes,
             recomputes=work.recomputes,
             checkpointed_nbytes=checkpointed_nbytes,
         )
-        tokens = min(train.tokens, _positions(self.called) or train.tokens)
-        workload = Workload(batch=train.batch, tokens=tokens, context=tokens, trains=True) if call is None else None
         return self._with_training(inputs, self._timed(work, inputs.machine), training, workload)
+
+    def _followed(self, train: TrainConfig, blocks: Sequence[nn.Module], call: Example | None) -> TrainingFootprint:
+        device = self.backend.device if self.backend is not None else torch.device("cpu")
+        args, kwargs = call or (None, None)
+        return follow_training(self.called, train, blocks, args, kwargs, device=device)
+
+    def _turned(self, inputs: PlannerInputs, training: Training, workload: Workload | None) -> PlannerInputs:
+        """The inputs for a training step of unknown work, which is assumed to run all units forward and back."""
+        kept = self._trained_aliases()
+        grains = tuple(
+            replace(grain, order=(*grain.order, *reversed(grain.order))).keeping(kept) for grain in inputs.grains
+        )
+        demands = tuple(
+            Demand(workload=workload, training=replace(training, forward_order=grain.order)) for grain in inputs.grains
+        )
+        return replace(inputs, grains=grains, demands=demands, passes={})
 
     def _with_training(
         self, inputs: PlannerInputs, work: TrainingFootprint, training: Training, workload: Workload | None
@@ -315,7 +333,8 @@ class Gatherer:
     def _trained_aliases(self) -> frozenset[str]:
         """The alias groups that are trained, of a model in which others are frozen."""
         members = ((alias, m) for alias, group in self.by_alias.items() for m in group.members)
-        parameters = [(alias, m.tensor) for alias, m in members if m.role is Role.PARAMETER]
+        floats = [(alias, m.tensor) for alias, m in members if m.role is Role.PARAMETER]
+        parameters = [(alias, tensor) for alias, tensor in floats if tensor.is_floating_point()]
         trained = frozenset(alias for alias, tensor in parameters if tensor.requires_grad)
         return trained if len(trained) < len({alias for alias, _ in parameters}) else frozenset()
 

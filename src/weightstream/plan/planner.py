@@ -397,7 +397,7 @@ class Planner:
         if self.machine.on_cpu:
             return free
         if not self.demand.work:
-            return max(0, int(free * 0.9) - (1 << 30))  # activations are unknown
+            return max(0, int(free * 0.9) - (1 << 30) - self.demand.beside_nbytes)  # activations are unknown
         needed = self.demand.beside_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
 

@@ -105,7 +105,7 @@ def test_arithmetic_is_that_of_products_by_hand() -> None:
     for layer in layers[1:]:
         recompute, backward = frozen + adapters + 2 * pairs - last, frozen + 2 * adapters + 5 * pairs
         assert flops(turns.backward[layer]) == recompute + backward
-    assert found.num_trained == found.num_added == 6 * sum(RANK * (a + b) for a, b in matrices)
+    assert found.trained.num == found.trained.num_added == 6 * sum(RANK * (a + b) for a, b in matrices)
 
 
 def flops(ops: Any) -> float:
@@ -146,7 +146,7 @@ def test_adapters_that_a_model_has_are_the_trained_ones() -> None:
     plain = followed(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
     found = followed(adapted)
-    assert (found.num_trained, found.num_added) == (plain.num_trained, 0)
+    assert found.trained == (plain.trained.num, 0)
     assert found.step.activation_nbytes == pytest.approx(plain.step.activation_nbytes, rel=0.25)
     assert all(parameter.grad is None for parameter in adapted.parameters())
 

@@ -22,7 +22,7 @@ from weightstream.adapters.tracing.forward import run_on_copy
 from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
-from weightstream.adapters.tracing.training_step import TrainingStep, prepare_training
+from weightstream.adapters.tracing.training_step import Trained, TrainingStep, prepare_training
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, mean
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -41,8 +41,7 @@ class TrainingFootprint:
             those of the whole model, without gradients of parameters.
         num_forward_calls: calls of modules in the forward; others recompute.
         num_forward_ops: operators of the forward and of the loss.
-        num_trained: elements of trainable parameters.
-        num_added: elements of adapters that the model does not have yet, among these.
+        trained: elements of trainable parameters.
         loss_nbytes: bytes by which the loss, with its logits, raises the peak of the activations.
         series: the lists of repeated blocks.
     """
@@ -50,8 +49,7 @@ class TrainingFootprint:
     step: Footprint
     num_forward_calls: int
     num_forward_ops: int
-    num_trained: int
-    num_added: int
+    trained: Trained
     loss_nbytes: int
     series: tuple[Series, ...]
 
@@ -212,8 +210,7 @@ def _trained(
         step=replace(footprint_of([step], made), activation_nbytes=step.peak_nbytes()),
         num_forward_calls=step.num_forward_calls,
         num_forward_ops=step.num_forward_ops,
-        num_trained=trainable.num_trained,
-        num_added=trainable.num_added,
+        trained=trainable.trained,
         loss_nbytes=step.peak_nbytes() - step.peak_nbytes(with_loss=False),
         series=series,
     )

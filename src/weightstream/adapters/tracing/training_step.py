@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,20 +44,37 @@ class Segment(NamedTuple):
     is_loss: bool
 
 
+class Trained(NamedTuple):
+    """Elements of trainable parameters; `num_added` of them are of adapters that the model does not have yet."""
+
+    num: int
+    num_added: int
+
+
+def trained_of(model: nn.Module, rank: int, blocks: Sequence[nn.Module]) -> Trained:
+    """The trainable parameters of a model; if it has none, or only such, those of adapters at all linear layers of its
+    blocks."""
+    floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    num = sum(parameter.requires_grad for parameter in floats)
+    if num not in (0, len(floats)):  # else it is as it was loaded, or frozen: adapters follow
+        num = sum(parameter.numel() for parameter in floats if parameter.requires_grad)
+        return Trained(num, 0)
+    num = sum(rank * sum(features) for _, features in _linears(model, blocks))
+    return Trained(num, num)
+
+
 class Trainable(NamedTuple):
-    """The arguments of a training step on meta, and the elements of trainable parameters.
+    """A copy of a model that is ready for a training step.
 
     Attributes:
-        args, kwargs: the arguments.
-        num_trained: elements of trainable parameters of the whole model.
-        num_added: elements of those that the model does not have yet, which are among these.
+        args, kwargs: the arguments of the step.
+        trained: elements of trainable parameters of the whole model.
         left_out: blocks that the copy no longer has. Kept, so that no other tensor gets the addresses of their weights.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    num_trained: int
-    num_added: int
+    trained: Trained
     left_out: Sequence[nn.Module]
 
 
@@ -74,19 +91,16 @@ def prepare_training(
     args, kwargs = made.values or _token_inputs(made.model, train)
     if "use_cache" in inspect.signature(_base_of(made.model).forward).parameters:
         kwargs = {"use_cache": False, **kwargs}  # what is computed again must not add to a cache
-    parameters = zip(model.parameters(), made.model.parameters(), strict=True)
-    trained = [copy.requires_grad_() for own, copy in parameters if own.requires_grad and own.is_floating_point()]
-    num_floats = sum(parameter.is_floating_point() for parameter in model.parameters())
-    is_plain = len(trained) in (0, num_floats)  # as it was loaded, or all frozen: adapters follow
-    num_added, left_out = 0, list[Any]()
-    if is_plain and train.rank:
-        made.model.requires_grad_(False)
-        trained = []
-        blocks = [block for each in series for block in each.blocks] or [model]
-        for linear in (m for block in blocks for m in block.modules()):
-            if (features := _features(linear)) is not None:
-                num_added += train.rank * sum(features)
-                _adapt(copies[id(linear)], train.rank, features)
+    blocks, left_out = [block for each in series for block in each.blocks], list[Any]()
+    trained = trained_of(model, train.rank, blocks)
+    if not trained.num:
+        raise UnsupportedError(f"{type(model).__name__}: nothing of it is trainable, and it has no linear layers")
+    if trained.num_added:
+        for linear, features in _linears(model, blocks):
+            _adapt(copies[id(linear)], train.rank, features)
+    else:
+        for own, copy in zip(model.parameters(), made.model.parameters(), strict=True):
+            copy.requires_grad_(own.requires_grad and own.is_floating_point())
     for each in series:
         missing = {id(copies[id(each.blocks[index])]) for index in each.missing}
         for module in made.model.modules():
@@ -99,10 +113,7 @@ def prepare_training(
         # transformers' `enable_input_require_grads`, which reentrant checkpoints need; a copy has no hooks
         module.register_forward_hook(lambda _, __, output: output.requires_grad_())
     made.model.train()
-    num_trained = num_added + sum(parameter.numel() for parameter in trained)
-    if not num_trained:
-        raise UnsupportedError(f"{type(model).__name__}: nothing of it is trainable, and it has no linear layers")
-    return Trainable(args, kwargs, num_trained, num_added, left_out)
+    return Trainable(args, kwargs, trained, left_out)
 
 
 def _token_inputs(model: nn.Module, train: TrainConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,13 +138,14 @@ class _Features(NamedTuple):
     outputs: int
 
 
-def _features(module: Any) -> _Features | None:
-    """The sizes of a linear layer; None for any other module."""
-    if isinstance(module, nn.Linear):
-        return _Features(module.in_features, module.out_features)
-    if type(module).__name__ == "Conv1D":  # transformers' linear layer of GPT-2
-        return _Features(*module.weight.shape)
-    return None
+def _linears(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, _Features]]:
+    """The linear layers of the blocks, or of a model without blocks."""
+    for module in dict.fromkeys(module for block in blocks or (model,) for module in block.modules()):
+        if isinstance(module, nn.Linear):
+            yield module, _Features(module.in_features, module.out_features)
+        elif type(module).__name__ == "Conv1D":  # transformers' linear layer of GPT-2
+            weight: Any = module.weight
+            yield module, _Features(*weight.shape)
 
 
 def _adapt(linear: nn.Module, rank: int, features: _Features) -> None:
