@@ -72,6 +72,7 @@ class Binding:
         timeline: Timeline,
         block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
+        has_graphs: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
         self.memory = memory
@@ -81,6 +82,7 @@ class Binding:
         self.is_awake = False  # from the begin of `wake` to the end of `rest`
         # tensors that show the true bytes outside of their unit until a watched step ends
         self._served: list[StreamedTensor] = []
+        self._has_graphs = has_graphs  # whether autograd may hold views
         self._homes = homes
         self._backend = backend
         self._step_end = StepEnd(backend)
@@ -244,7 +246,7 @@ class Binding:
             has_views = borrowed is not None or unit.num_views() > 0
             return has_views and shown.clone_views(output)
         finally:
-            if has_views and borrowed is None and not watched:
+            if has_views and borrowed is None and not watched and not self._has_graphs():
                 self.look_for_kept(unit)
             self._forget_opening(unit)
             if borrowed is None and unit.streams:

@@ -142,7 +142,6 @@ class Installation:
         with self.gate.lock:
             self.binding.reschedule(plan)
 
-    @property
     def has_graphs(self) -> bool:
         """Whether autograd may hold views of weights."""
         return bool(self.graphs_alive) or bool(self.nodes_alive)
@@ -165,7 +164,15 @@ class Installation:
             block = self.gate.block
             memory = PlanMemory.allocate(plan, self.backend) if block is None else block.parts(plan)
             self.binding = Binding(
-                plan, memory, self.homes, self.backend, self.counters, self.timeline, block, self._picks()
+                plan,
+                memory,
+                self.homes,
+                self.backend,
+                self.counters,
+                self.timeline,
+                block,
+                self._picks(),
+                self.has_graphs,
             )
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)

@@ -92,7 +92,11 @@ class Attachment:
         for dtype in {tensor.dtype for tensor in self._weights.values()}:
             probe = torch.empty(1, dtype=dtype, device=self._device)
             at = probe.data_ptr()
-            if fn(probe) is not probe or probe.data_ptr() != at:  # `share_memory_` returns the same tensor
+            try:
+                is_same = fn(probe) is probe and probe.data_ptr() == at  # `share_memory_` returns the same tensor
+            except Exception:  # there is no such device: refused with the reason
+                is_same = False
+            if not is_same:
                 return False
         self.adopt(self._device)
         return True

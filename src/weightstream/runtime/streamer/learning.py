@@ -37,6 +37,11 @@ def _class_of(kind: Kind) -> Kind:
     return Kind(kind.what, kind.size.bit_length())
 
 
+def _ordered(plan: Plan, what: str, order: tuple[int, ...]) -> Plan:
+    """The plan with another order in steps of this kind. Extents follow that of the kind which it is planned for."""
+    return plan.reordered(order) if what == plan.what else plan.scheduled(what, order)
+
+
 class _Orders:
     """The orders in which steps ran the units."""
 
@@ -245,15 +250,14 @@ class Learning:
     def _reschedule(self, order: tuple[int, ...], forward: tuple[int, ...]) -> None:
         """Have training steps follow this order, and extents the order of their forwards, which no step has run yet."""
         plan = self._installed.plan
-        is_other = (
-            bool(forward)
-            and not self._orders.is_confirmed
-            and dict.fromkeys(plan.opened_units()) != dict.fromkeys(forward)
-        )
-        if is_other and not self._installed.graphs_alive and plan.what == FORWARD:
-            plan = plan.reordered(forward)
-        plan = plan.scheduled(TRAIN, order)
         logger.debug("a training step runs the units in the order %s", order)
+        is_open = not self._orders.is_confirmed and not self._installed.graphs_alive
+        if plan.what == FORWARD and forward and is_open and [*dict.fromkeys(forward)] != [*plan.opened_units()]:
+            plan = plan.reordered(forward)
+        self._put_in_order(_ordered(plan, TRAIN, order))
+
+    def _put_in_order(self, plan: Plan) -> None:
+        """Put a plan in force that differs in its orders, without a move of weights where they keep their addresses."""
         if plan.has_memory_of(self._installed.plan):
             self._installed.reschedule(plan)
         else:
@@ -326,7 +330,7 @@ class Learning:
         is_part = self._last is not None and self._last.what not in (FORWARD, TRAIN)
         order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         if watched:
-            if not self._installed.has_graphs:  # a graph keeps views, which its backward pass reads in time
+            if not self._installed.has_graphs():  # a graph keeps views, which its backward pass reads in time
                 for unit in self._installed.binding.units:
                     self._installed.binding.look_for_kept(unit)
             if (found := self._installed.without_cache()) is not None:
@@ -344,7 +348,7 @@ class Learning:
             self._keep(order)
         elif order is not None and not self.outside:
             logger.debug("units run in another order than planned: %s", order)
-            self._try_switch(self._installed.plan.reordered(order))
+            self._put_in_order(_ordered(self._installed.plan, FORWARD, order))
         elif not self.watching:
             self.correct()
 
@@ -372,7 +376,7 @@ class Learning:
         try:
             movable = installed.homes.movable
             plan = installed.replanning.replan(installed.manifest(), kept=self._to_stay, movable=movable)
-            reason = self._try_switch(plan.reordered(order) if order is not None else plan)
+            reason = self._try_switch(_ordered(plan, FORWARD, order) if order is not None else plan)
         except PlanError as error:
             reason = self._cut_finer(error)
             if reason is not None and self.outside and not self._has_warned:

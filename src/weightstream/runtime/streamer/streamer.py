@@ -448,8 +448,7 @@ class Streamer(BaseStreamer):
         self._installed.binding.close(unit, None, training=False, watched=True)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
-        # the watch, the traceback or a graph holds views
-        watched = self._gate.mode is StepState.LEARNING or not has_ended or self._installed.has_graphs
+        watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the traceback, holds views
         binding = self._installed.binding
         with self._gate.lock:
             training = binding.units[unit].has_buffers and self._modules.trains(unit)
