@@ -332,11 +332,11 @@ class Gatherer:
 
     def _trained_aliases(self) -> frozenset[str]:
         """The alias groups that are trained, of a model in which others are frozen."""
-        members = ((alias, m) for alias, group in self.by_alias.items() for m in group.members)
-        floats = [(alias, m.tensor) for alias, m in members if m.role is Role.PARAMETER]
-        parameters = [(alias, tensor) for alias, tensor in floats if tensor.is_floating_point()]
-        trained = frozenset(alias for alias, tensor in parameters if tensor.requires_grad)
-        return trained if len(trained) < len({alias for alias, _ in parameters}) else frozenset()
+        are_trained = {p.requires_grad for p in self.called.parameters() if p.is_floating_point()}
+        if len(are_trained) < 2:
+            return frozenset()
+        every = self.by_alias.items()
+        return frozenset(alias for alias, group in every if any(member.requires_grad for member in group.members))
 
     def _engine_step(
         self, config: OffloadConfig, machine: Machine, grains: tuple[Manifest, ...], subset: LayerSubset
