@@ -291,7 +291,8 @@ class Gatherer:
     def _followed(self, train: TrainConfig, blocks: Sequence[nn.Module], call: Example | None) -> TrainingFootprint:
         device = self.backend.device if self.backend is not None else torch.device("cpu")
         args, kwargs = call or (None, None)
-        return follow_training(self.called, train, blocks, args, kwargs, device=device)
+        limit_s = math.inf if call is None else _FOLLOW_S
+        return follow_training(self.called, train, blocks, args, kwargs, limit_s=limit_s, device=device)
 
     def _turned(self, inputs: PlannerInputs, training: Training, workload: Workload | None) -> PlannerInputs:
         """The inputs for a training step of unknown work, which is assumed to run all units forward and back."""

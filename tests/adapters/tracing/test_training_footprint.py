@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightstream.adapters.modules.partition import Grain, called, find_blocks, find_units
 from weightstream.adapters.tracing import training
@@ -15,6 +18,8 @@ from weightstream.adapters.tracing.block_series import series_of
 from weightstream.adapters.tracing.forward import run_on_copy
 from weightstream.adapters.tracing.training import TrainingFootprint, follow_training
 from weightstream.errors import UnsupportedError
+from weightstream.plan.schedule import aligned
+from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.settings.config import TrainConfig
 
 transformers = pytest.importorskip("transformers")
@@ -149,6 +154,59 @@ def test_adapters_that_a_model_has_are_the_trained_ones() -> None:
     assert found.trained == (plain.trained.num, 0)
     assert found.step.activation_nbytes == pytest.approx(plain.step.activation_nbytes, rel=0.25)
     assert all(parameter.grad is None for parameter in adapted.parameters())
+
+
+class Storages(TorchDispatchMode):
+    """The most bytes that were alive at once in tensors that operators made."""
+
+    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._held = {tensor.untyped_storage()._cdata for tensor in held}
+        self._alive: dict[int, Any] = {}
+        self.nbytes: dict[int, int] = {}
+        self.peak_nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in tensors_in(output)):
+            if (key := storage._cdata) not in self._held and key not in self._alive:
+                self._alive[key] = weakref.ref(storage, partial(self._drop, key))
+                self.nbytes[key] = aligned(storage.nbytes())
+                self.peak_nbytes = max(self.peak_nbytes, sum(self.nbytes.values()))
+        return output
+
+    def _drop(self, key: int, _: Any) -> None:
+        del self._alive[key], self.nbytes[key]
+
+    def leave_out(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self.nbytes[parameter.grad.untyped_storage()._cdata] = 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_the_peak_is_that_of_a_real_step(checkpoints: bool) -> None:
+    """Of peft's adapters under autocast, on the CPU, where attention is a fused kernel as well."""
+    peft = pytest.importorskip("peft")
+    model = llama(8, vocab_size=2000, max_position_embeddings=256).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    found = followed(model, replace_config(TRAIN, batch=1, tokens=256, checkpoints=checkpoints))
+    if checkpoints:
+        model.activation_checkpointing_enable()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
+    adapted.train()
+    ids = torch.randint(0, 2000, (1, 256))
+    storages = Storages((*adapted.parameters(), *adapted.buffers(), ids))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(storages.leave_out)
+    with storages:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    assert found.step.activation_nbytes == pytest.approx(storages.peak_nbytes, rel=0.01)
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
