@@ -60,6 +60,7 @@ class Attachment:
         self.adopted_nbytes = 0  # of these, which stay on the device
         self.on_adopted: Callable[[], None] = lambda: None  # called when `adopted_nbytes` changes
         self.has_new = True  # a module may have got a parameter, a buffer or a child
+        self._modules = frozenset[int]()  # ids of the modules of the model, as of the last look at them
         self._code: _Code
         self.is_other_code = False  # the code has changed, and no watched step has run with it
 
@@ -171,7 +172,7 @@ class Attachment:
         """
         if not (self.has_new or again):
             return
-        self.has_new = False
+        self._look()
         every, before = self._leaves(), self.adopted_nbytes
         added = {id(leaf.tensor): leaf for leaf in every if id(leaf.tensor) not in self._weights}
         self._adopted = {id(leaf.tensor): leaf.tensor for leaf in added.values()}
@@ -184,6 +185,10 @@ class Attachment:
                     to_device(leaf, to)
         if self.adopted_nbytes != before:
             self.on_adopted()
+
+    def _look(self) -> None:
+        self.has_new = False
+        self._modules = frozenset(map(id, self.model.modules()))
 
     def trains_any(self) -> bool:
         """Whether a parameter requires a gradient, an added one or a weight of the plan."""
@@ -328,12 +333,15 @@ def _forgetting(module: nn.Module, run: Run) -> Run:
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:
-    """Set `has_new` when any module gets a parameter, a buffer or a child; returns a function that ends this. torch's
-    hooks hold the attachment weakly."""
+    """Set `has_new` when a module of the model gets a parameter, a buffer or a child; returns a function that ends it.
+
+    Others do not count, such as a slice of a list of layers, which some models make in every forward. torch's hooks
+    hold the attachment weakly.
+    """
     found = weakref.ref(attachment)
 
     def on_registration(module: nn.Module, name: str, value: object) -> None:
-        if (noticing := found()) is not None:
+        if (noticing := found()) is not None and id(module) in noticing._modules:
             noticing.has_new = True
 
     ends = Undo()

@@ -88,6 +88,9 @@ class Streamer(BaseStreamer):
         self._backward = Backward(
             self._installed, self._learning, self._close_again, heal=self._heal, heal_if_cut=self._heal_if_cut
         )
+        self._why_no_backward = ""
+        if any(member.blind for home in homes.homes.values() for member in home.group.members):
+            self.refuse_backward("training with tensor parallelism is not supported")
         self._has_made_graph = False  # the last forward has, for which an argument may have required a gradient
         self.drafting = Drafting()
         self._installed.start(plan)
@@ -181,6 +184,10 @@ class Streamer(BaseStreamer):
         with self._turn():
             self._learning.switch(plan)
 
+    def refuse_backward(self, reason: str) -> None:
+        """Have backward passes through streamed weights raise `OffloadError` with this reason."""
+        self._why_no_backward = reason
+
     def on_added(self, callback: Callable[[], None]) -> None:
         """Call `callback` whenever tensors that are not in the plan, such as adapters, come to the device or leave."""
         self._modules.on_adopted = callback
@@ -220,9 +227,11 @@ class Streamer(BaseStreamer):
 
     def _expects_backward(self, arguments: Any) -> bool:
         """Whether a backward pass may follow a forward that begins now; not where a streamed weight is trained."""
-        if torch.is_inference_mode_enabled() or _is_traced():
+        if torch.is_inference_mode_enabled() or _is_traced() or self._why_no_backward:
             return False
-        self._modules.adopt(self.device)  # adapters may be new
+        if self._modules.has_new:  # such as adapters
+            self._learning.watching |= self._modules.has_other_code()
+            self._modules.adopt(self.device)
         return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
 
     def _requires_grad(self, arguments: Any) -> bool:
@@ -425,8 +434,9 @@ class Streamer(BaseStreamer):
                 hooks: AbstractContextManager[None] = nullcontext()
                 if torch.is_grad_enabled():
                     trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
-                    if fixed or is_picked or trained is not None:
+                    if fixed or is_picked or trained is not None or self._why_no_backward:
                         reason = f"{trained.member.names[0]} is trained (requires_grad) and streams" if trained else ""
+                        reason = self._why_no_backward or reason
                         hooks = forward_patch.refuse_backward(name, reason)
                     elif (followed := self._backward.follow(unit)) is not None:
                         hooks = followed.hooks
