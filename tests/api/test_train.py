@@ -11,7 +11,7 @@ from torch import nn
 
 import weightstream
 from models import MODELS
-from weightstream import ConfigError, OffloadConfig
+from weightstream import ConfigError, OffloadConfig, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.settings.config import TrainConfig
@@ -113,6 +113,30 @@ def test_options_of_generation_are_refused_with_training(folder: Path, options: 
     for function in (weightstream.from_pretrained, weightstream.plan_model):
         with pytest.raises(ConfigError, match=message):
             function(folder, device_budget=64 * KIB, train=True, **options)
+
+
+def test_work_that_is_unknown_is_planned_for_as_a_forward_and_its_reverse() -> None:
+    """A module that no step can be made up for: units turn around, and nothing is predicted of tokens."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    with weightstream.offload(model, device="cpu", device_budget=40 * KIB, train=True) as streamer:
+        plan = streamer.plan
+        prove(plan)
+        assert (plan.what, plan.workload) == (TRAIN, None)
+        assert plan.trained_nbytes == 16 * 6 * 16 * (64 + 64)
+        model.requires_grad_(False)
+        for _ in range(3):
+            model(torch.randn(2, 64, requires_grad=True)).sum().backward()
+        assert streamer.stats().unplanned_fills == 0
+    with pytest.raises(PlanError, match=r"Training takes unknown activations \+ adapters, gradients and optimizer 192"):
+        weightstream.offload(model, device="cpu", device_budget=1024, train=True)
+
+
+def test_more_tokens_than_a_model_has_positions_are_not_planned_for(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = weightstream.plan_model(folder, device_budget=140 * KIB, train={"tokens": 10**6, "rank": 2})
+    assert plan.workload is not None
+    assert f"train: {plan.workload.tokens} tokens are planned for" in caplog.text
 
 
 def test_a_pipeline_is_not_trained_as_a_whole() -> None:

@@ -271,6 +271,8 @@ class Gatherer:
         )
         tokens = min(train.tokens, _positions(self.called) or train.tokens)
         workload = Workload(batch=train.batch, tokens=tokens, context=tokens, trains=True) if call is None else None
+        if tokens < train.tokens and workload is not None:
+            logger.warning("train: %d tokens are planned for, as the model has no more positions", tokens)
         try:
             work = self._followed(train, blocks, call)
             checkpointed_nbytes = 0
@@ -279,7 +281,9 @@ class Gatherer:
                 checkpointed_nbytes = other.step.activation_nbytes
         except UnsupportedError as error:
             logger.info("activations and compute times of training are unknown before the first step: %s", error)
-            return self._turned(inputs, training, workload) if call is None else None
+            if call is not None:
+                return None
+            return self._turned(inputs, training, workload if _generates(self.called) else None)
         training = replace(
             training,
             loss_nbytes=work.loss_nbytes,

@@ -120,7 +120,7 @@ class Training:
     def explained(self, activation_nbytes: int) -> str:
         """The memory besides weights in words: with these activations."""
         loss = f" ({human(self.loss_nbytes)} of them for the loss)" if self.loss_nbytes else ""
-        text = f"activations {human(activation_nbytes)}{loss}"
+        text = f"activations {human(activation_nbytes)}{loss}" if activation_nbytes else "unknown activations"
         if self.checkpointed_nbytes:
             text += f" ({human(self.checkpointed_nbytes)} with checkpoints)"
         return f"{text} + adapters, gradients and optimizer {human(self.trained_nbytes)}"
