@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import weightstream
@@ -134,8 +135,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     def release_poisoned(engine: Engine, unit: int) -> None:
         is_last = engine.fences[unit].uses == 1
         if is_last:  # before other fills begin
-            for copy in engine.copies[unit]:
-                copy.dst.fill_(0xFF)
+            with _disable_current_modes():
+                for copy in engine.copies[unit]:
+                    copy.dst.fill_(0xFF)
         release(engine, unit)
         if is_last:
             engine.forget([unit])
@@ -145,7 +147,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             return close(binding, index, *args, **kwargs)
         finally:
             if not any(unit.coded and unit.opened and unit.borrowed is None for unit in binding.units):
-                binding.memory.buffer.fill_(0xFF)
+                with _disable_current_modes():
+                    binding.memory.buffer.fill_(0xFF)
 
     monkeypatch.setattr(Engine, "release", release_poisoned)
     monkeypatch.setattr(Binding, "close", close_poisoned)

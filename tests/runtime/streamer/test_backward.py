@@ -11,6 +11,7 @@ import torch
 
 import weightstream
 from training import (
+    Block,
     Net,
     Recompute,
     adapters,
@@ -25,6 +26,7 @@ from training import (
 )
 from weightstream.errors import OffloadError
 from weightstream.runtime.ring.state import StepState
+from weightstream.runtime.streamer.backward import Backward
 
 __all__ = ["poisoned"]
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -285,6 +287,54 @@ def test_a_change_between_a_forward_and_its_backward(change: str) -> None:
         model.zero_grad()
         plain.zero_grad()
         assert_equal(trained(model, 1), trained(plain, 1))
+
+
+class _Keeps(torch.autograd.Function):
+    """A product whose node keeps the weight without saving it, as those of bitsandbytes do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight.t()
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad @ ctx.weight.t(), None
+
+
+class _KeepingBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.stored = _Keeps.apply(x, self.query.base.weight)
+        return output if self.hides else output + self.stored
+
+    hides = False
+
+
+@pytest.mark.parametrize(("hides", "share"), [(False, 0.5), (True, 0.5), (True, 0.9)])
+@pytest.mark.parametrize("way", [square, only_stored])
+def test_nodes_that_keep_weights_without_saving_them(way: Any, hides: bool, share: float) -> None:
+    """Those that only a stored tensor leads to are found in the first step: their units stay on the device."""
+    plain, model = net(), net()
+    for block in (*plain.blocks[2:], *model.blocks[2:]):
+        block.__class__ = _KeepingBlock
+        block.hides = hides
+    with offloaded(model, share) as streamer:
+        assert_equal(trained(model, 3, way), trained(plain, 3, way))
+        staying = {f"blocks.{i}.query.base.weight" for i in (2, 3, 4)}
+        assert (staying <= streamer.plan.resident) == (hides and share > 0.5)
+
+
+def test_a_read_of_a_closed_unit_in_the_first_pass_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = net(), net()
+    with offloaded(model, 0.6) as streamer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Backward, "_enter", lambda *_: None)
+            with pytest.raises(OffloadError, match=r"blocks\.4\S* reads weights that are not there any more"):
+                square(model, inputs(0, model)).backward()
+        model.zero_grad()
+        assert_equal(trained(model, 2), trained(plain, 2))
+        assert streamer._learning._to_stay
 
 
 def test_second_derivatives_are_refused() -> None:

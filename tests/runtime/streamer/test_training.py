@@ -33,6 +33,7 @@ def test_bits(recompute: Recompute, codec: Any, share: float) -> None:
 def test_without_opening_units_again_gradients_are_wrong(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(Backward, "_enter", lambda *_: None)
+    monkeypatch.setattr(Backward, "hook_watched", lambda *_: None)
     plain, model = net(recompute), net(recompute)
     with offloaded(model):
         for each in (plain, model):

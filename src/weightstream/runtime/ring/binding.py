@@ -169,6 +169,21 @@ class Binding:
         storages = (streamed.ring.untyped_storage() for streamed in borrowed.tensors)
         return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Ranges of addresses of the ring, the buffer and slots."""
+        return self._ours
+
+    def is_open_at(self, address: int) -> bool:
+        """Whether a unit that is open now shows these bytes of the ring, or the buffer."""
+        ring = address - self.memory.ring.data_ptr()
+        for unit in self.open_units:
+            extent = self.plan.extents[unit.index]
+            if unit.borrowed is None and extent.offset <= ring < extent.offset + extent.nbytes:
+                return True
+        in_ring = 0 <= ring < self.memory.ring.numel()
+        return not in_ring and any(unit.coded and unit.borrowed is None for unit in self.open_units)
+
     def reschedule(self, plan: Plan) -> None:
         """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""
         self.plan = plan

@@ -17,7 +17,9 @@ One unit is open at a time: it closes where the next one opens, in the backward 
 again inside of it, and at the end of the pass. A node that still needs it opens it again.
 
 Not seen: nodes that the forward of a unit creates in threads of its own, and nodes in Python that keep weights without
-saving them and are only reached by a tensor that the forward has stored elsewhere.
+saving them and are only reached by a tensor that the forward has stored elsewhere. A watched forward finds the latter,
+and their unit stays on the device. In its backward pass, operators of the units' nodes that are given memory of a
+closed unit raise.
 
 [Note: whose backward pass it is]
 On an accelerator a backward pass runs in a thread of autograd, and the thread that called it waits. So no thread has
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
@@ -46,6 +48,7 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.learning import Learning
+from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import innermost_hooks
 
@@ -124,10 +127,7 @@ class _Saving:
         return kept  # type: ignore[no-any-return]
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        try:
-            at = tensor.data_ptr()
-        except RuntimeError:  # it has no memory of its own
-            return False
+        at = address_of(tensor)
         return any(begin <= at < end for begin, end in self._spans)
 
 
@@ -197,7 +197,7 @@ class Backward:
         place = _Place(unit, binding, self._pass)
         graphs = self._installed.graphs_alive
         saving = _Saving(place, self._enter, binding.addresses(unit), theirs, graphs.add)
-        return Followed(saving, partial(self._before_node, place), self._installed.nodes_alive.add)
+        return Followed(saving, self)
 
     def make_way(self, unit: int) -> None:
         """A forward of the unit is computed again in a pass: close the unit that is open for nodes, if it is another.
@@ -210,6 +210,36 @@ class Backward:
 
     def end_way(self) -> None:
         self._depth -= 1
+
+    def watch(self) -> ReadWatch | None:
+        """The watch of the step under way; None if it is not watched, or is a backward pass."""
+        return None if self._pass is not None else self._learning.watch
+
+    def hook(self, node: Any, place: _Place) -> None:
+        """Have the unit open before the node runs."""
+        node.register_prehook(partial(self._before_node, place))
+        self._installed.nodes_alive.add(place)
+
+    def hook_watched(self, node: Any, place: _Place) -> None:
+        """Watch the operators of the node."""
+        if type(node).__name__.startswith("CompiledFunction"):
+            return  # it may be compiled when it runs, where modes change what is compiled
+        watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))
+        node.register_prehook(lambda *_: watch.begin())
+        node.register_hook(lambda *_: watch.end())
+
+    def found_stale(self, place: _Place) -> None:
+        """A node of the unit would not find it open, were it not watched."""
+        self._learning.found_stale(place.unit)
+
+    def _refuse_closed(self, place: _Place, address: int) -> None:
+        if place.binding() is not self._installed.binding or self._installed.binding.is_open_at(address):
+            return
+        self._learning.found_stale(place.unit)
+        raise OffloadError(
+            f"the backward pass of {self._installed.modules.units[place.unit].name} reads weights that are not there "
+            "any more. From the next forward on they stay on the device: run this step again"
+        )
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -353,46 +383,59 @@ class Backward:
 
 
 class Followed:
-    """One forward of a unit that is followed: `hooks` are to be in force around it.
+    """One forward of a unit that is followed: `hooks` are to be in force around it."""
 
-    `before_node()` is to be called before its nodes run, and `on_hooked(place)` if there are such.
-    """
-
-    def __init__(self, saving: _Saving, before_node: Callable[..., None], on_hooked: Callable[[_Place], None]) -> None:
+    def __init__(self, saving: _Saving, backward: Backward) -> None:
         self._place = saving.place
         # with hooks around, such as a checkpoint's, an output's node need not open the unit: it would close again for
         # the forward that is computed first
         self._before_outputs = saving.theirs is None
-        self._before_node = before_node
-        self._on_hooked = on_hooked
+        self._backward = backward
         self._since: int = torch._C._autograd._get_sequence_nr()
+        self._watch = backward.watch()
+        self._num_made = len(self._watch.made) if self._watch is not None else 0
         self.hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
 
     def end(self, output: object) -> None:
         """The forward has ended: have its nodes open the unit before they run."""
         self._place.is_running = False
-        outputs = set(_nodes_of(output))
-        for node in self._nodes(outputs):
+        outputs = set(_nodes_of(tensors_in(output)))
+        nodes = self._nodes(outputs)
+        for node in nodes:
             if isinstance(node, BackwardCFunction) or (self._before_outputs and node in outputs):
-                node.register_prehook(self._before_node)
-                self._on_hooked(self._place)
+                self._backward.hook(node, self._place)
+        if self._watch is not None:
+            self._end_watched(nodes)
 
-    def _nodes(self, outputs: set[Any]) -> Iterator[Any]:
-        """The nodes that the forward has made, as far as its outputs lead to them."""
-        todo, seen = list(outputs), set(outputs)
+    def _end_watched(self, nodes: set[Any]) -> None:
+        """Watch the nodes, and those that only tensors lead to which the forward has stored elsewhere."""
+        made = self._watch.made[self._num_made :] if self._watch is not None else []
+        alive = (tensor for found in made if (tensor := found()) is not None)
+        others = self._nodes(set(_nodes_of(alive))) - nodes
+        for node in others:
+            if isinstance(node, BackwardCFunction):
+                self._backward.hook(node, self._place)
+                self._backward.found_stale(self._place)
+        for node in nodes | others:
+            self._backward.hook_watched(node, self._place)
+
+    def _nodes(self, first: set[Any]) -> set[Any]:
+        """The nodes that the forward has made, as far as these lead to them."""
+        todo, seen, found = list(first), set(first), set()
         while todo:
             node = todo.pop()
             if node._sequence_nr() < self._since:
                 continue
-            yield node
+            found.add(node)
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     todo.append(following)
+        return found
 
 
-def _nodes_of(output: object) -> Iterator[Any]:
-    for tensor in tensors_in(output):
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    for tensor in tensors:
         if tensor.grad_fn is not None:
             yield tensor.grad_fn
         # a view that was updated in place has a node of its own; that of the update is its base's

@@ -97,6 +97,8 @@ class Learning:
         self.sequence: list[int] = []
         self._installed = installed
         self._to_take_over = False  # forwards of training steps were watched, and the plan could not change yet
+        self.watch: ReadWatch | None = None  # that of the step under way
+        self._stale: set[int] = set()  # units whose weights a backward pass would read while they are closed
         self.trains = False  # the forward under way is of a training step
         self._training: _TrainingStep | None = None  # the last one, until the plan takes over what it has shown
         self._orders, self._training_orders = _Orders(), _Orders()
@@ -105,6 +107,7 @@ class Learning:
         self._refused = frozenset[str]()  # trained alias groups for which the device has no room
         self._has_room = True  # the device has room for all of `_to_stay`
         self._seen: frozenset[str] = frozenset()  # alias groups whose reads were watched, with the units of this grain
+        self._seen_trained = self._seen  # of these, those whose reads in a training step were watched
         self._has_warned = False  # whether it warned that reads outside of units are slow
         self._foreseen = set(map(_class_of, installed.replanning.known))
         self._last: Kind | None = None
@@ -115,6 +118,11 @@ class Learning:
     def watches(self) -> bool:
         """Whether the next step is watched: on request, or because a weight opens whose reads no step has watched."""
         return self.watching or not self._installed.plan.opened <= self._seen
+
+    @property
+    def watches_training(self) -> bool:
+        """Whether the next training step is watched, at least."""
+        return not self._installed.plan.opened <= self._seen_trained
 
     @property
     def read_outside(self) -> list[str]:
@@ -147,9 +155,10 @@ class Learning:
         streaming = {tensor.alias for tensor in binding.tensors}
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
-            with ReadWatch([streamed.tensor for streamed in by_id.values()], modules.tensors(), on_read, on_early):
+            with ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early) as self.watch:
                 yield
         finally:
+            self.watch = None
             binding.withdraw()
 
     def steps(self) -> Iterator[None]:
@@ -232,6 +241,15 @@ class Learning:
     def has_trained(self) -> bool:
         """Whether a training step has ended, and is to be learned from."""
         return self._training is not None and self._training.has_ended
+
+    def found_stale(self, unit: int) -> None:
+        """A node that no hook precedes needs the weights of the unit: they are to stay on the device."""
+        self._stale.add(unit)
+        self._to_take_over = True
+
+    def _streams_stale(self) -> bool:
+        """Whether such a unit streams, as it has no room on the device: then every step is watched."""
+        return any(map(self._installed.plan.opens, self._stale))
 
     def learn_training(self) -> None:
         """Before a step: learn from the training step that has ended."""
@@ -320,7 +338,9 @@ class Learning:
         missed = frozenset[str]() if is_whole else self._unreached(plan)
         if watched:
             self._seen |= plan.opened
-            self.watching = bool(self.outside or missed)
+            if self.trains:
+                self._seen_trained |= plan.opened
+            self.watching = bool(self.outside or missed or self._streams_stale())
         if training is not None:
             if self.sequence is training.units:  # the rest is learned once its backward pass has ended
                 self._to_take_over |= watched
@@ -354,7 +374,8 @@ class Learning:
 
     def _to_keep(self) -> frozenset[str]:
         """Alias groups that steps have shown to need memory of their own: read outside of units, or kept as a view."""
-        streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in self._installed.binding.kept)
+        units = {*self._installed.binding.kept, *self._stale}
+        streamed = (self._installed.plan.manifest.units[unit].aliases() for unit in units)
         return frozenset(self.read_outside).union(*streamed)
 
     def _unreached(self, plan: Plan) -> frozenset[str]:
@@ -370,6 +391,7 @@ class Learning:
         """
         installed = self._installed
         units = ", ".join(installed.modules.units[unit].name for unit in installed.binding.kept)
+        stale = ", ".join(installed.modules.units[unit].name for unit in self._stale)
         if self.outside:
             logger.info("weights read outside of their module's forward: %s", self.outside)
         reason: Exception | None = None
@@ -388,6 +410,12 @@ class Learning:
                 )
                 self._has_warned = True
         self._has_room = reason is None
+        if stale and reason is not None:
+            logger.warning(
+                "nodes of autograd keep weights of %s where only a watched step finds them, which is slow. These "
+                "would stay on the device with more room: %s",
+                *(stale, reason),
+            )
         if units:
             logger.warning(
                 "a view of the weights of %s outlived its forward: it shows other weights from the next fill on. %s",
@@ -448,7 +476,8 @@ class Learning:
         self._orders.forget()
         self._training_orders.forget()
         if self._installed.modules.units is not units:
-            self._seen = frozenset()
+            self._seen = self._seen_trained = frozenset()
+            self._stale.clear()
             self.outside = {}
             self.watching = True
 
@@ -466,7 +495,7 @@ class Learning:
         """
         try:
             self.switch(plan)
-            self.watching = self.watches
+            self.watching = self.watches or self._streams_stale()
         except (OffloadError, StoreError, PlanError, torch.OutOfMemoryError) as error:
             if self._installed.gate.mode is StepState.REMOVED:
                 raise

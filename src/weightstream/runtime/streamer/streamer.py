@@ -263,7 +263,8 @@ class Streamer(BaseStreamer):
         if self._learning.has_trained:
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.learn_training()
-        mode = StepState.LEARNING if self._learning.watches else StepState.EAGER
+        watches = self._learning.watches or (trains and self._learning.watches_training)
+        mode = StepState.LEARNING if watches else StepState.EAGER
         with self._installed.timeline.step(kind, counts=not trains):
             output = self._run_eager(step, mode, trains=trains)
         if torch.is_grad_enabled():
