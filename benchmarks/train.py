@@ -298,6 +298,7 @@ class Train:
             with rows.guarded(self.write, "resident", **about):
                 self.resident[key] = self.plain(case)
                 self.write(system="resident", **about, **self.resident[key])
+            timing.clear(self.device)
         for budget in case.budgets:
             for name, codec in (("ours", "auto"), ("plain", "none")):
                 if name in systems:
