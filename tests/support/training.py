@@ -82,18 +82,18 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def inputs(seed: int, like: nn.Module) -> torch.Tensor:
+def inputs(seed: int, like: nn.Module, device: str = "cpu") -> torch.Tensor:
     first = next(like.parameters())
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).to(first.dtype)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device, first.dtype)
     return x.requires_grad_()
 
 
-def offloaded(model: nn.Module, share: float = 0.4, **settings: Any) -> weightstream.Streamer:
+def offloaded(model: nn.Module, share: float = 0.4, device: str = "cpu", **settings: Any) -> weightstream.Streamer:
     """Offload with this share of the frozen bytes on the device, so that the rest streams."""
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     settings = {"codec": "none"} | settings
-    return weightstream.offload(model, device="cpu", device_budget=int(share * frozen) + trained, **settings)
+    return weightstream.offload(model, device=device, device_budget=int(share * frozen) + trained, **settings)
 
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -103,20 +103,19 @@ def square(model: Net, x: torch.Tensor) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def trained(model: Any, num_steps: int = 4, loss: Loss = square, *, evaluates: bool = True) -> list[torch.Tensor]:
+def trained(model: Any, num_steps: int = 4, loss: Loss = square, device: str = "cpu") -> list[torch.Tensor]:
     """All values of some steps: losses, gradients, outputs without gradients, adapters."""
     found, own = [], adapters(model)
     optimizer = torch.optim.AdamW(own, lr=0.02)
     for seed in range(num_steps):
         torch.manual_seed(seed)  # of the dropout
-        found.append(loss(model, inputs(seed, model)))
+        found.append(loss(model, inputs(seed, model, device)))
         found[-1].backward()
         found += [parameter.grad.clone() for parameter in own if parameter.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        if evaluates:
-            with torch.no_grad():
-                found.append(model(inputs(seed + 100, model)))
+        with torch.no_grad():
+            found.append(model(inputs(seed + 100, model, device)))
     return [value.detach().clone() for value in (*found, *own)]
 
 

@@ -251,13 +251,21 @@ def test_two_passes_at_once_in_two_threads() -> None:
             assert_equal([*found[index]], [*torch.autograd.grad(losses[plain][index], adapters(plain))])
 
 
-def test_a_pass_inside_of_a_forward() -> None:
+def directly(work: Callable[[], None]) -> None:
+    work()
+
+
+@pytest.mark.parametrize("run", [directly, in_pool])
+def test_a_pass_inside_of_a_forward(run: Callable[[Callable[[], None]], None]) -> None:
+    """As on a GPU, it may run in a thread of autograd, while the forward has the turn and waits."""
+
     class Inner(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: list[torch.Tensor] = []
             with torch.enable_grad():
-                y = super().forward(x.detach().requires_grad_())
-                (grad,) = torch.autograd.grad(y.sum(), self.blocks[0].query.up.weight)
-            return super().forward(x) * grad.sum()
+                y = super().forward(x.detach().requires_grad_()).sum()
+                run(lambda: found.extend(torch.autograd.grad(y, self.blocks[0].query.up.weight)))
+            return super().forward(x) * found[0].sum()
 
     plain, model = net(), net()
     plain.__class__ = model.__class__ = Inner

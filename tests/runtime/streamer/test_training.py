@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -59,3 +60,19 @@ def test_bytes_of_a_step(recompute: Recompute, share: float) -> None:
                 assert training["unplanned_fills"] == evaluation["unplanned_fills"] == 0
                 assert training["filled_nbytes"] == streamer.plan.step_nbytes_of(TRAIN)
                 assert evaluation["filled_nbytes"] == streamer.plan.step_nbytes_of("forward")
+
+
+def test_a_training_step_is_timed_to_the_end_of_its_backward_pass() -> None:
+    model = net()
+    with offloaded(model) as streamer:
+        with streamer.trace() as trace:
+            for step in range(6):
+                began_s = time.perf_counter()
+                square(model, inputs(step, model)).backward()
+                took_s = time.perf_counter() - began_s
+        steps = [span for span in trace.spans if span.kind == "step" and span.row == "compute"]
+        waits = [span for span in trace.spans if span.kind == "unit" and span.step == 5]
+        assert [span.name for span in steps] == [f"train {number}" for number in range(1, 7)]
+        assert len(waits) == len(streamer.plan.opened_units(TRAIN)) == 10
+        assert streamer.stats().step_s is not None
+        assert steps[-1].end_s - steps[-1].begin_s > 0.5 * took_s

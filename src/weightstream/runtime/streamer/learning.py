@@ -236,6 +236,7 @@ class Learning:
             self._training = None
         elif self._training is not None:
             self._training.has_ended = True
+            self._installed.timeline.end_step()
 
     @property
     def has_trained(self) -> bool:
@@ -264,6 +265,8 @@ class Learning:
             self._to_take_over = False
         if found is not None and self._installed.modules.units is units:
             self._reschedule(found, training.forward or ())
+        elif not self.watching:
+            self.correct()
 
     def _reschedule(self, order: tuple[int, ...], forward: tuple[int, ...]) -> None:
         """Have training steps follow this order, and extents the order of their forwards, which no step has run yet."""
@@ -458,7 +461,9 @@ class Learning:
 
     def correct(self) -> None:
         """Correct the predictions of the plan in force by measured times; nothing moves."""
-        installed = self._installed
+        installed, kind = self._installed, self._installed.timeline.kind
+        if kind is None or (kind.what == TRAIN) != (installed.plan.what == TRAIN):
+            return  # the plan predicts steps of another kind
         plan = installed.replanning.correct(installed.plan, installed.counters.steps, installed.timeline)
         if plan is not None:
             installed.binding.plan = plan

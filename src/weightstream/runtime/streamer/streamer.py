@@ -265,7 +265,8 @@ class Streamer(BaseStreamer):
                 self._learning.learn_training()
         watches = self._learning.watches or (trains and self._learning.watches_training)
         mode = StepState.LEARNING if watches else StepState.EAGER
-        with self._installed.timeline.step(kind, counts=not trains):
+        kind = kind._replace(what=TRAIN) if trains else kind
+        with self._installed.timeline.step(kind, ends=not trains):
             output = self._run_eager(step, mode, trains=trains)
         if torch.is_grad_enabled():
             self._has_made_graph = bool(self._installed.graphs_alive)
