@@ -178,6 +178,7 @@ class Backward:
         self._heal_if_cut = heal_if_cut
         self._pass: _Pass | None = None
         self._current: int | None = None  # the unit that is open for nodes
+        self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
         self._plain_of, self._plain = installed.modules.units, set[int]()
         self._depth = 0  # forwards of units that are computed again now
 
@@ -268,6 +269,8 @@ class Backward:
     def _enter(self, place: _Place) -> None:
         """Have the unit open: a node that may read its weights runs next."""
         task = graph_task()
+        if self._current == place.unit and self._opened_for == (task, place.binding):  # as for most nodes
+            return
         if place.is_running or task == NO_TASK:  # inside of the unit's own forward; or saved tensors are inspected
             return
         if torch.is_grad_enabled():
@@ -277,12 +280,12 @@ class Backward:
             )
         self._refuse_other_plan(place)
         self._join(task, place.origin)
-        if self._current == place.unit:
-            return
-        with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-            self._refuse_other_plan(place)
-            self._close_current()
-            self._open(place.unit)
+        if self._current != place.unit:
+            with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                self._refuse_other_plan(place)
+                self._close_current()
+                self._open(place.unit)
+        self._opened_for = task, place.binding
 
     def _refuse_other_plan(self, place: _Place) -> None:
         if self._gate.is_removed or place.binding() is not self._installed.binding:
@@ -304,7 +307,7 @@ class Backward:
             )
 
     def _close_current(self) -> None:
-        unit, self._current = self._current, None
+        unit, self._current, self._opened_for = self._current, None, None
         if unit is not None:
             self._close(unit)
 
