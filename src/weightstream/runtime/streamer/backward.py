@@ -19,7 +19,7 @@ again inside of it, and at the end of the pass. A node that still needs it opens
 Not seen: nodes that the forward of a unit creates in threads of its own, and nodes in Python that keep weights without
 saving them and are only reached by a tensor that the forward has stored elsewhere. A watched forward finds the latter,
 and their unit stays on the device. In its backward pass, operators of the units' nodes that are given memory of a
-closed unit raise.
+closed unit raise. Units whose nodes are all in C++ are not searched for others until a step is watched again.
 
 [Note: whose backward pass it is]
 On an accelerator a backward pass runs in a thread of autograd, and the thread that called it waits. So no thread has
@@ -178,7 +178,16 @@ class Backward:
         self._heal_if_cut = heal_if_cut
         self._pass: _Pass | None = None
         self._current: int | None = None  # the unit that is open for nodes
+        self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
+        self._plain_of, self._plain = installed.modules.units, set[int]()
         self._depth = 0  # forwards of units that are computed again now
+
+    @property
+    def plain_units(self) -> set[int]:
+        """Units whose forward has made no nodes in Python since a step was watched."""
+        if self._plain_of is not self._installed.modules.units:
+            self._plain_of, self._plain = self._installed.modules.units, set()
+        return self._plain
 
     @property
     def is_recomputing(self) -> bool:
@@ -260,6 +269,8 @@ class Backward:
     def _enter(self, place: _Place) -> None:
         """Have the unit open: a node that may read its weights runs next."""
         task = graph_task()
+        if self._current == place.unit and self._opened_for == (task, place.binding):  # as for most nodes
+            return
         if place.is_running or task == NO_TASK:  # inside of the unit's own forward; or saved tensors are inspected
             return
         if torch.is_grad_enabled():
@@ -269,12 +280,12 @@ class Backward:
             )
         self._refuse_other_plan(place)
         self._join(task, place.origin)
-        if self._current == place.unit:
-            return
-        with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-            self._refuse_other_plan(place)
-            self._close_current()
-            self._open(place.unit)
+        if self._current != place.unit:
+            with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                self._refuse_other_plan(place)
+                self._close_current()
+                self._open(place.unit)
+        self._opened_for = task, place.binding
 
     def _refuse_other_plan(self, place: _Place) -> None:
         if self._gate.is_removed or place.binding() is not self._installed.binding:
@@ -296,7 +307,7 @@ class Backward:
             )
 
     def _close_current(self) -> None:
-        unit, self._current = self._current, None
+        unit, self._current, self._opened_for = self._current, None, None
         if unit is not None:
             self._close(unit)
 
@@ -399,11 +410,15 @@ class Followed:
     def end(self, output: object) -> None:
         """The forward has ended: have its nodes open the unit before they run."""
         self._place.is_running = False
-        outputs = set(_nodes_of(tensors_in(output)))
-        nodes = self._nodes(outputs)
-        for node in nodes:
-            if isinstance(node, BackwardCFunction) or (self._before_outputs and node in outputs):
-                self._backward.hook(node, self._place)
+        outputs = {node for node in _nodes_of(tensors_in(output)) if node._sequence_nr() >= self._since}
+        plain = self._backward.plain_units
+        walks = self._place.unit not in plain  # a walk takes as long as 30 kernel launches
+        nodes = self._nodes(outputs) if walks else outputs
+        in_python = {node for node in nodes if isinstance(node, BackwardCFunction)}
+        for node in in_python | outputs if self._before_outputs else in_python:
+            self._backward.hook(node, self._place)
+        if walks and not in_python and outputs:
+            plain.add(self._place.unit)
         if self._watch is not None:
             self._end_watched(nodes)
 
