@@ -364,9 +364,11 @@ class Train:
         row["tokens_per_s"] = round(case.tokens / row["ms"]["p50"] * 1e3, 1)
         profile = load_profile(self.device) if self.device.type == "cuda" else None
         workspace = profile.workspace_nbytes if profile is not None else 0
+        # nothing accumulates here: gradients come after the peak, which is in the loss or in the last block
+        besides = plan.beside_nbytes + workspace - sum(adapter.nbytes for adapter in adapters)
         row |= {
             "predicted_ms": round(1e3 * plan.step_s, 2),
-            "predicted_peak_nbytes": plan.device_nbytes + plan.beside_nbytes + workspace,
+            "predicted_peak_nbytes": plan.device_nbytes + besides,
             "step_nbytes": streamer.plan.step_nbytes,
             "filled_nbytes": round((after.filled_nbytes - before.filled_nbytes) / num),
             "unplanned": after.unplanned_fills - before.unplanned_fills,

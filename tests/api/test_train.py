@@ -115,7 +115,7 @@ def test_options_of_generation_are_refused_with_training(folder: Path, options: 
             function(folder, device_budget=64 * KIB, train=True, **options)
 
 
-def test_work_that_is_unknown_is_planned_for_as_a_forward_and_its_reverse() -> None:
+def test_work_that_is_unknown_is_planned_for_as_a_forward_and_its_reverse(caplog: pytest.LogCaptureFixture) -> None:
     """A module that no step can be made up for: units turn around, and nothing is predicted of tokens."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     with weightstream.offload(model, device="cpu", device_budget=40 * KIB, train=True) as streamer:
@@ -127,6 +127,8 @@ def test_work_that_is_unknown_is_planned_for_as_a_forward_and_its_reverse() -> N
         for _ in range(3):
             model(torch.randn(2, 64, requires_grad=True)).sum().backward()
         assert streamer.stats().unplanned_fills == 0
+    with weightstream.offload(model, device="cpu", device_budget=40 * KIB, train={"checkpoints": False}):
+        assert "train: the weights are float32, without checkpoints" in caplog.text
     with pytest.raises(PlanError, match=r"Training takes unknown activations \+ adapters, gradients and optimizer 192"):
         weightstream.offload(model, device="cpu", device_budget=1024, train=True)
 

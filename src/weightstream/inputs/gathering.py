@@ -271,6 +271,11 @@ class Gatherer:
         )
         tokens = min(train.tokens, _positions(self.called) or train.tokens)
         workload = Workload(batch=train.batch, tokens=tokens, context=tokens, trains=True) if call is None else None
+        if not train.checkpoints and self._is_single():
+            logger.warning(
+                "train: the weights are float32, without checkpoints: under autocast, autograd keeps a cast of each of "
+                "them, which is not planned for. Load the model in bfloat16"
+            )
         if tokens < train.tokens and workload is not None:
             logger.warning("train: %d tokens are planned for, as the model has no more positions", tokens)
         try:
@@ -291,6 +296,11 @@ class Gatherer:
             checkpointed_nbytes=checkpointed_nbytes,
         )
         return self._with_training(inputs, self._timed(work, inputs.machine), training, workload)
+
+    def _is_single(self) -> bool:
+        """Whether most of the weights are float32."""
+        every = [(p.nbytes, p.dtype) for p in self.called.parameters()]
+        return 2 * sum(n for n, dtype in every if dtype is torch.float32) > sum(n for n, _ in every)
 
     def _followed(self, train: TrainConfig, blocks: Sequence[nn.Module], call: Example | None) -> TrainingFootprint:
         device = self.backend.device if self.backend is not None else torch.device("cpu")
