@@ -284,7 +284,6 @@ class TrainingStep(Forward):
             return 0
         series, before = self._series[segment.series], self._called[: self._called.index(segment.series)]
         whole = sum(self._kept(number, block) for number in before for block in self._series[number].missing)
-
         last = series.last(segment.block) if series.missing else segment.block
         blocks = range(segment.block + segment.is_after, last + segment.is_after)
         return whole + sum(self._kept(segment.series, block) for block in blocks)
