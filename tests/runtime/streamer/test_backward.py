@@ -345,6 +345,23 @@ def test_a_read_of_a_closed_unit_in_the_first_pass_raises(monkeypatch: pytest.Mo
         assert streamer._learning._to_stay
 
 
+def test_a_pass_inside_of_step_is_refused() -> None:
+    plain, model = net(), net()
+    with offloaded(model) as streamer:
+        trained(model, 2), trained(plain, 2)
+        model.eval(), plain.eval()
+        with torch.no_grad():
+            model(inputs(0, model))
+        loss = square(model, inputs(0, model))
+        with streamer.step(), pytest.raises(OffloadError, match=r"inside of its step\(\)"):
+            loss.backward()
+        losses = [square(each, inputs(0, each)) for each in (model, plain)]
+        for each in (model, plain):
+            each.zero_grad()
+        torch.stack(losses).sum().backward()
+        assert_equal(gradients(model), gradients(plain))
+
+
 def test_second_derivatives_are_refused() -> None:
     model = net()
     with offloaded(model):

@@ -326,6 +326,11 @@ class Backward:
                 )
             self._begin(_Pass(task, is_inner=True))
             return
+        if self._gate.turn.is_mine:  # it would wait for itself
+            raise OffloadError(
+                f"a backward pass cannot run here: the streamer is {self._gate.mode.value}, and this thread is inside "
+                "of its step(), or computes with another model that shares its device memory"
+            )
         is_owner = self._gate.turn.begin(self._progress)
         begun = _Pass(task, is_inner=not is_owner)
         if not is_owner:
@@ -345,8 +350,6 @@ class Backward:
         return len(self._learning.sequence) if is_forward else None
 
     def _wake(self) -> None:
-        if self._gate.mode is not StepState.IDLE:
-            raise OffloadError(f"a backward pass cannot run while the streamer is {self._gate.mode.value}")
         with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
             self._installed.binding.wake()
             self._gate.change(StepState.BACKWARD)
@@ -378,8 +381,11 @@ class Backward:
 
     def _fail(self, failed: _Pass) -> None:
         """The pass was cut short: its units close, and the turn is free again."""
-        self._pass, self._current, self._depth = None, None, 0
+        unit, self._pass, self._current, self._depth = self._current, None, None, 0
         try:
+            if failed.is_inner and unit is not None:
+                with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                    self._close(unit)
             if not failed.is_inner:
                 self._learning.end_backward(has_failed=True)
                 self._heal()

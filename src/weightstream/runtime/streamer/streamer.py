@@ -210,6 +210,9 @@ class Streamer(BaseStreamer):
         if self._gate.is_running or self._gate.is_removed:  # a call from inside its own step, or after `remove()`
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
+        if self._modules.model.training and not self._learning.keeps_trained and not self._gate.is_fixed:
+            with torch.inference_mode(False), torch.no_grad():
+                quietly(self._learning.keep_trained)
         trains = has_grad and self._expects_backward((args, kwargs))
         is_training = trains and self._modules.model.training
         if self._gate.is_fixed or (what == "forward" and not is_training and self._is_compiled()):
@@ -235,9 +238,6 @@ class Streamer(BaseStreamer):
         return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
 
     def _requires_grad(self, arguments: Any) -> bool:
-        if self._modules.model.training and not self._learning.keeps_trained:
-            with torch.inference_mode(False), torch.no_grad():
-                self._learning.keep_trained()
         if any(streamed.requires_grad for streamed in self._binding.tensors):
             self._learning.keeps_trained = False  # it was unfrozen since
             return False
@@ -438,7 +438,7 @@ class Streamer(BaseStreamer):
                 hooks: AbstractContextManager[None] = nullcontext()
                 if torch.is_grad_enabled():
                     trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
-                    if fixed or is_picked or trained is not None or self._why_no_backward:
+                    if fixed or is_picked or trained is not None or self._why_no_backward or _is_traced():
                         reason = f"{trained.member.names[0]} is trained (requires_grad) and streams" if trained else ""
                         reason = self._why_no_backward or reason
                         hooks = forward_patch.refuse_backward(name, reason)
