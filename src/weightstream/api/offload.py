@@ -85,7 +85,6 @@ def offload(
     """
     config = resolve_config(config, device_budget=device_budget, **settings)
     if not isinstance(model, nn.Module):
-        refuse_training(config, of=type(model).__name__)
         from weightstream.api.pipelines import offload_pipeline
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
@@ -291,6 +290,8 @@ def offload_layers(
         in_graphs: steps run as CUDA graphs, so the host launches no kernels.
     """
     config = config.resolved()
+    if config.train is not None:
+        raise ConfigError("an engine's layers are not trained: leave out train")
     if config.stripes:
         raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and give max_memory for one GPU only")
     root = rooted(layers)
