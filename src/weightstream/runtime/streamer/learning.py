@@ -24,7 +24,6 @@ from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.read_watch import ReadWatch
-from weightstream.runtime.tensors.thread_state import own_hooks
 from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
@@ -312,7 +311,7 @@ class Learning:
         if not is_new or self._installed.graphs or self._installed.graphs_alive or len(self._foreseen) >= _KINDS:
             return
         self._foreseen.add(kind)
-        with torch.inference_mode(False), torch.no_grad(), own_hooks():
+        with torch.inference_mode(False), torch.no_grad():
             try:
                 plan = self._installed.replanning.foresee(self._installed.plan, exact, args, kwargs)
             except Exception:  # the call itself is not at fault

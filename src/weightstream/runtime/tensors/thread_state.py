@@ -8,7 +8,7 @@ the classes of tensors, an update of a weight between steps would not be seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -76,11 +76,6 @@ class ThreadState:
 def innermost_hooks() -> Any:
     """The hooks of saved tensors that were entered last, a pair (pack, unpack); None if none is in force."""
     return _autograd._top_saved_tensors_default_hooks(True)
-
-
-def own_hooks() -> AbstractContextManager[None]:
-    """Inside, what autograd saves does not reach hooks of the caller, such as those of a checkpoint, which count it."""
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def _leave(mode: Any, pop: Callable[[], Any]) -> None:
