@@ -33,18 +33,21 @@ class Bound:
     tables_nbytes: int
     coded: Sequence[Plan]
 
-    def row(self, resident_s: float, link_bytes_per_s: float) -> dict[str, Any]:
-        """The bound and its parts, for these times of the resident model and rate of the link."""
-        bounds = {"plain": max(resident_s, (self.nbytes - self.budget) / link_bytes_per_s)}
+    def row(self, resident_s: float, link_bytes_per_s: float, passes: int = 1) -> dict[str, Any]:
+        """The bound and its parts, for these times of the resident model and rate of the link.
+
+        `passes` over the weights are in a step: two in a training step, forward and backward.
+        """
+        bounds = {"plain": max(resident_s, passes * (self.nbytes - self.budget) / link_bytes_per_s)}
         found: dict[str, Any] = {"budget_nbytes": self.budget, "plain_nbytes": self.nbytes}
         for plan in self.coded:
             nbytes = plan.manifest.nbytes - self.tables_nbytes
             over = nbytes - (self.budget - plan.buffer_nbytes)
-            seconds = max(resident_s + plan.decode_s, over / link_bytes_per_s)
+            seconds = max(resident_s + passes * plan.decode_s, passes * over / link_bytes_per_s)
             if seconds < bounds.setdefault("coded", float("inf")):
                 bounds["coded"] = seconds
                 found |= {"coded_nbytes": nbytes, "coded_buffer_nbytes": plan.buffer_nbytes}
-                found |= {"coded_decode_ms": round(1e3 * plan.decode_s, 3)}
+                found |= {"coded_decode_ms": round(1e3 * passes * plan.decode_s, 3)}
         found |= {f"bound_{form}_ms": round(1e3 * seconds, 4) for form, seconds in bounds.items()}
         found |= {"bound_ms": round(1e3 * min(bounds.values()), 4), "resident_ms": round(1e3 * resident_s, 4)}
         return found | {"link_gbps": round(link_bytes_per_s / 1e9, 3)}

@@ -37,10 +37,13 @@ _ALIGNMENT = 4096
 
 
 def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[Any, CallerFacts]:
-    """The model with this process's shards as `wanted` says, and the facts for `_offload`."""
+    """The model with this process's shards as `wanted` says, or the whole one, and the facts for `_offload`."""
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    tensor_parallel.shard(model, wanted)
+    rank = 0
+    if wanted is not None:
+        tensor_parallel.shard(model, wanted)
+        rank = torch.distributed.get_rank()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed
     params = dict(model.named_parameters())
     random = torch.Generator(device)
@@ -48,7 +51,7 @@ def drawn(config: Any, wanted: Any, device: torch.device, file: Path) -> tuple[A
     with file.open("wb") as out:
         for name in (name for name in params if _like(name) == name and params[name].dim() > 1):
             local = here(params[name])
-            random.manual_seed(crc32(name.encode()) + (local is not params[name]) * torch.distributed.get_rank())
+            random.manual_seed(crc32(name.encode()) + (local is not params[name]) * rank)
             plain = torch.randn(local.shape, generator=random, device=device, dtype=torch.bfloat16).mul_(0.02)
             layout, coded = coding.encode(plain.view(-1).view(torch.uint8), "bfloat16")
             out.seek(-(-out.tell() // _ALIGNMENT) * _ALIGNMENT)

@@ -21,7 +21,7 @@ import torch
 import weightstream
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("accelerate", "diffusers", "flextensor", "transformers", "triton")
+PACKAGES = ("accelerate", "deepspeed", "diffusers", "flextensor", "peft", "transformers", "triton")
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

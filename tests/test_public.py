@@ -66,7 +66,7 @@ METHODS = {
 }
 SETTINGS = {
     "OffloadConfig": "offload_backend uva prefetch device_budget host_budget max_memory gpus batch context tokens "
-    "offload_folder pin_memory use_uva zero_copy_params codec verify_checksums",
+    "train offload_folder pin_memory use_uva zero_copy_params codec verify_checksums",
     "PrefetchOffloadConfig": "offload_group_size offload_num_in_group offload_prefetch_step offload_params",
     "UVAOffloadConfig": "cpu_offload_gb cpu_offload_params",
 }

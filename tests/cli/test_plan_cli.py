@@ -179,6 +179,33 @@ def test_the_report_of_a_plan_is_on_the_screen(plan: Callable[..., Result]) -> N
     assert all(line in text for line in printed.splitlines()[1:])
 
 
+def test_a_training_step_is_planned(plan: Callable[..., Result]) -> None:
+    flags = ("--device-budget", "8MiB", "--train", "--tokens", "256", "--batch", "2", "--rank", "8")
+    text = " ".join(shown_of(plan(*flags)).split())
+    found = facts(plan(*flags, "--json"))
+    assert "tokens/s (training, batch 2, tokens 256)" in text
+    num = 4 * 8 * (4 * 512 + 2 * (512 + 128) + 3 * (512 + 1024))  # q and o, k and v, and the MLP
+    assert f"{num / 1e3:.1f}K trainable parameters: activations" in text
+    assert found["trained_nbytes"] == 16 * num
+    without = facts(plan(*flags, "--no-checkpoints", "--json"))
+    assert without["activation_nbytes"] > 1.5 * found["activation_nbytes"]
+    assert found["step_s"] > without["compute_s"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rank", "8"), "--rank: only for a training step; pass --train, too"),
+        (("--train", "--draft", "self"), "train: --draft: only for generation; leave out --draft, or train"),
+        (("--train", "--gpus", "2"), "train: a process trains on one GPU; leave out gpus"),
+    ],
+)
+def test_flags_that_contradict_training_are_refused(
+    plan: Callable[..., Result], flags: tuple[str, ...], message: str
+) -> None:
+    assert message in " ".join(refused(plan("--device-budget", "8MiB", *flags)).split())
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "note"),

@@ -16,7 +16,7 @@ from weightstream.errors import InvariantError
 from weightstream.plan.check import prove, violations
 from weightstream.plan.manifest import Manifest, UnitSpec
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import RingExtent
+from weightstream.plan.schedule import TRAIN, RingExtent, Schedule
 from weightstream.plan.search import map_to_host
 
 Fills = tuple[tuple[int, ...], ...]
@@ -336,3 +336,59 @@ def test_only_streamed_weights_are_on_disk(wrong: str) -> None:
     reported(replace(plan, disk=frozenset({"blocks.0.1", alias})), "alias groups on disk that no unit has")
     found = next(v for v in violations(replace(plan, disk=frozenset({alias}))) if "on disk" in v)
     assert alias in found
+
+
+def trained_plans() -> list[Plan]:
+    """Plans with a schedule of training steps, which run the units forward and then backward, or in any order."""
+    plans = [
+        equal_plan(num, slots).scheduled(TRAIN, (*range(num), *reversed(range(num))))
+        for num in range(2, 7)
+        for slots in range(1, num)
+    ]
+    sizes = [2 * GRAIN, GRAIN, 3 * GRAIN, GRAIN]
+    plans += [plan_of(sizes, range(4), 4 * GRAIN).scheduled(TRAIN, order) for order in orders(5, 4)]
+    return plans
+
+
+def test_every_schedule_is_proved_and_every_change_between_two_kinds_of_step() -> None:
+    for plan in trained_plans():
+        assert list(violations(plan)) == [], plan.schedules
+        (train,) = plan.schedules
+        for position, unit in ((p, u) for p, fills in enumerate(train.after) for u in fills):
+            broken = replace(train, after=without(train.after, position, unit))
+            reported(replace(plan, schedules=(broken,)), f"unit {unit} is read before it is filled")
+
+
+def test_a_step_of_another_kind_begins_with_its_first_units() -> None:
+    """The training order begins with other units than the forward: without `first`, only a change-over goes wrong."""
+    plan = equal_plan(4, 2).scheduled(TRAIN, (2, 3, 0, 1, 1, 0, 3, 2))
+    (train,) = plan.schedules
+    assert set(train.first) != set(plan.first)
+    assert list(violations(plan)) == []
+    reported(replace(plan, schedules=(replace(train, first=()),)), "is read before it is filled")
+
+
+@pytest.mark.parametrize(
+    ("schedules", "words"),
+    [
+        (lambda train: (train, train), "two schedules for one kind of step"),
+        (lambda train: (replace(train, what="forward"),), "two schedules for one kind of step"),
+        (lambda train: (replace(train, after=train.after[1:]),), "fills after 7 positions of 8"),
+        (lambda train: (replace(train, order=(*train.order[:-1], 4)),), "the order of a train step names unit 4 of 4"),
+    ],
+)
+def test_the_shape_of_schedules(schedules: Callable[[Schedule], tuple[Schedule, ...]], words: str) -> None:
+    plan = equal_plan(4, 2).scheduled(TRAIN, (0, 1, 2, 3, 3, 2, 1, 0))
+    reported(replace(plan, schedules=schedules(plan.schedules[0])), words)
+
+
+def test_a_training_step_moves_twice_the_bytes_that_the_ring_does_not_hold() -> None:
+    for num, slots in itertools.product(range(2, 9), range(1, 8)):
+        if slots < num:
+            plan = equal_plan(num, slots).scheduled(TRAIN, (*range(num), *reversed(range(num))))
+            assert plan.step_nbytes_of(TRAIN) == 2 * (num - slots) * GRAIN
+            assert plan.step_nbytes_of("forward") == plan.step_nbytes
+            assert Plan.from_json(plan.to_json()) == plan
+            assert not plan.acts_as(equal_plan(num, slots))
+            assert plan.has_memory_of(equal_plan(num, slots))
+            assert plan.reordered(plan.manifest.order) == plan

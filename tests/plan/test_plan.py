@@ -274,7 +274,17 @@ def test_another_order_keeps_the_tensors_on_disk() -> None:
 PREDICTED = (  # and requested values
     *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "found_share", "fetched_nbytes"),
     *("hit_curve", "counted_rows"),
-    *("workload", "passes", "activation_nbytes", "cache_nbytes", "machine", "budget", "slot_nbytes", "by_ends"),
+    *(
+        "workload",
+        "passes",
+        "activation_nbytes",
+        "cache_nbytes",
+        "trained_nbytes",
+        "machine",
+        "budget",
+        "slot_nbytes",
+        "by_ends",
+    ),
 )
 
 

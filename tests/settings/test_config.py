@@ -85,6 +85,7 @@ def test_defaults() -> None:
         "batch": 1,
         "context": None,
         "tokens": 1,
+        "train": None,
         "offload_folder": None,
         "pin_memory": True,
         "use_uva": True,
@@ -660,6 +661,7 @@ OTHER_VALUES: dict[str, Any] = {
     "use_uva": False,
     "zero_copy_params": {"a"},
     "codec": "compressed",
+    "train": {"rank": 8},
     "verify_checksums": False,
 }
 

@@ -112,6 +112,7 @@ class Stripes(StreamerGroup):
             builder.plan_with(inputs)
             with on(builder.device):
                 self.parts[name] = part = builder.attach(lane.plan)
+            part.refuse_backward("training over several GPUs of one process is not supported: start a process for each")
             self._undo.add(part.remove)
         self._undo.add(forward_patch.surround(self.model, self._run, session))
         self._undo.add(forward_patch.refuse_moves(self.model))

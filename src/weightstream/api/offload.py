@@ -36,7 +36,7 @@ from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
-from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
+from weightstream.settings.arguments import of_model, refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 logger = logging.getLogger("weightstream")
@@ -64,7 +64,7 @@ def offload(
             call.
         config: all settings in one object. Keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …)
             override it.
-        settings: any other setting of `OffloadConfig`.
+        settings: any other setting of `OffloadConfig`, such as `train=True`, to plan for training adapters.
 
     Returns:
         The streamer, which is also at `model.weightstream`. `remove()`, or the end of a `with` block, restores the
@@ -89,6 +89,7 @@ def offload(
 
         return offload_pipeline(model, device=device, config=config, example_inputs=example_inputs).weightstream
     facts = CallerFacts(example=_example(model, example_inputs), ranks=ranks_of(model))
+    refuse_training(config, ranks=facts.ranks is not None)
     with ranks_together(facts.ranks), _opened(device, config) as backends:
         return _placed(model, backends, config, facts)
 
@@ -173,7 +174,8 @@ def from_pretrained(
             all GPUs. With `distributed_config`, under torchrun, each process streams its tensor-parallel shards.
 
     Returns:
-        The transformers model, in eval mode. Its streamer is at `model.weightstream`.
+        The transformers model, in eval mode; with `train`, its parameters are frozen. Its streamer is at
+        `model.weightstream`.
 
     Raises:
         CheckpointError: a file is missing, malformed or of an unsupported format; the message names it.
@@ -190,7 +192,10 @@ def from_pretrained(
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}
     config, model_config = of_model(config)
     config = resolve_config(config, **settings)
-    ranks = join(tensor_parallel.wanted(kwargs), config)
+    drafts = {"draft": draft is not None, "speculate": speculate not in (None, "off")}
+    wanted = tensor_parallel.wanted(kwargs)
+    refuse_training(config, options=[name for name, is_set in drafts.items() if is_set], ranks=wanted is not None)
+    ranks = join(wanted, config)
     speculate = speculate or ("auto" if draft is not None else "off")
     if draft is not None and (config.stripes or ranks is not None):
         raise ConfigError("draft: only a model on one GPU has a draft model inside of its budget; leave it out")
@@ -217,6 +222,8 @@ def from_pretrained(
                 **kwargs,
             )
         kernels.wait()
+        if config.train is not None:
+            loaded.model.requires_grad_(False)
         if loaded.folder is not None:
             on_failure.callback(loaded.folder.close)
         memories = *loaded.mappings, *loaded.lazy
@@ -283,6 +290,8 @@ def offload_layers(
         in_graphs: steps run as CUDA graphs, so the host launches no kernels.
     """
     config = config.resolved()
+    if config.train is not None:
+        raise ConfigError("an engine's layers are not trained: leave out train")
     if config.stripes:
         raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and give max_memory for one GPU only")
     root = rooted(layers)

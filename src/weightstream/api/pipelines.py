@@ -58,7 +58,7 @@ from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import shared_between
-from weightstream.settings.arguments import requested_dtype, resolve_config
+from weightstream.settings.arguments import refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
@@ -105,6 +105,7 @@ def offload_pipeline(
         >>> pipe("a cat on the moon", height=768, width=768).images[0].save("cat.png")  # doctest: +SKIP
     """
     config = resolve_config(config, device_budget=device_budget, **settings)
+    refuse_training(config, of=type(pipe).__name__)
     _refuse(pipe)
     check_given(config, example_inputs)
     with opened_backend(config.device_for(device), config) as backend, torch.no_grad():
@@ -163,6 +164,7 @@ def pipeline_from_pretrained(
         ) from error
     settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
     config = resolve_config(config, **settings)
+    refuse_training(config, of=str(path_or_repo_id))
     check_given(config, example_inputs)
     with opened_backend(config.device_for(device), config, loads=True) as backend, ExitStack() as on_failure:
         dtype = requested_dtype(dtype, torch_dtype)

@@ -30,7 +30,7 @@ from weightstream.plan.speculation import MOST_ROWS, WIDTHS
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
 from weightstream.runtime.streamer.drafting import Speculate
-from weightstream.settings.arguments import of_model, requested_dtype, resolve_config
+from weightstream.settings.arguments import of_model, refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def plan_model(
         speculate, draft: as for `from_pretrained`. The plan then has the seconds of passes of several tokens; with a
             draft model it is the faster one of that with room for it and that without.
         variant, example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
-        settings: other settings of `from_pretrained`, such as `host_budget`, `batch`, `context` and `tokens`. With
+        settings: other settings of `from_pretrained`, such as `host_budget`, `batch`, `context` and `tokens`, or
+            `train={"tokens": 2048, "rank": 16}` for the plan of a training step. With
             `distributed_config`, or `tp_plan` and `tp_size`, the plan is for the first of that many processes, each on
             a machine like this.
 
@@ -88,6 +89,7 @@ def plan_model(
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
     drafts = {name: value for name, value in (("speculate", speculate), ("draft", draft)) if value is not None}
     if is_pipeline_checkpoint(path_or_repo_id):
+        refuse_training(config, of=str(path_or_repo_id))
         if sharded or drafts:
             raise ConfigError(f"{path_or_repo_id} is a diffusers pipeline: leave out {', '.join([*sharded, *drafts])}")
         sketch = sketch_pipeline(
@@ -102,6 +104,7 @@ def plan_model(
         return sketch.plan()
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant and example_inputs")
+    refuse_training(config, options=drafts, ranks=bool(sharded))
     loading = {"dtype": dtype, "trust_remote_code": trust_remote_code, "model_config": model_config}
     if sharded:
         from weightstream.adapters.hf import tensor_parallel

@@ -46,6 +46,7 @@ from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.speculation import PRIORS, PassChoice, Passes, choose_width
 from weightstream.plan.units import human, milliseconds, rate, scale
 from weightstream.runtime.streamer.drafting import Speculate
+from weightstream.settings.arguments import refuse_training
 from weightstream.settings.config import OffloadConfig
 
 _GIB = 2**30
@@ -64,6 +65,14 @@ def plan(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="Plan a training step of adapters, of --batch sequences of --tokens tokens."),
+    ] = False,
+    rank: Annotated[int | None, typer.Option(min=1, help="Rank of the adapters. Default: 16.")] = None,
+    checkpoints: Annotated[
+        bool | None, typer.Option(help="Recompute blocks in the backward. Default: on.", show_default=False)
+    ] = None,
     tp: Annotated[
         bool,
         typer.Option("--tp", help="With --gpus: tensor parallelism, a process for each GPU; shows the plan of one."),
@@ -81,13 +90,16 @@ def plan(
 
     Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is
     for the free memory. For a pipeline of diffusers it shows the time of a call, by component. With
+    --train it shows the time and the memory of a training step of adapters over the frozen model. With
     --speculate or --draft it also shows the time of passes of several tokens, and what drafts gain.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
     from weightstream.api.plan_model import is_pipeline_checkpoint
 
+    loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
     if is_pipeline_checkpoint(model):
+        refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(
             model,
@@ -102,6 +114,8 @@ def plan(
         )
         return
     pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+    drafts = {"--draft": draft is not None, "--speculate": speculate not in (None, "off")}
+    refuse_training(loading["config"], options=[name for name, is_set in drafts.items() if is_set], ranks=tp)
     if loading["config"].stripes and not tp:
         if flags := [f"--{name}" for name, value in (("sweep", sweep), ("plot", plot), ("save", save)) if value]:
             raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
@@ -118,6 +132,19 @@ def plan(
     _on_one(
         model, loading, profile, num_shards, sweep=sweep, plot=plot, save=save, as_json=as_json, mode=mode, draft=draft
     )
+
+
+def _with_training(config: OffloadConfig, *, train: bool, rank: int | None, checkpoints: bool | None) -> OffloadConfig:
+    """The settings with the training step of these flags. Raises `ConfigError` for flags that are only for it."""
+    given = {name: value for name, value in (("rank", rank), ("checkpoints", checkpoints)) if value is not None}
+    if not train:
+        if given:
+            raise ConfigError(
+                f"{', '.join(f'--{name}' for name in given)}: only for a training step; pass --train, too"
+            )
+        return config
+    tokens = {"tokens": config.tokens} if "tokens" in config.model_fields_set else {}
+    return config.merged(train={"batch": config.batch, **tokens, **given})
 
 
 def _on_one(
@@ -175,9 +202,20 @@ def _on_one(
         expected = _expected(planned)
         speed = f"{rate(expected.tokens_per_s)} tokens/s, {rate(expected.plain_tokens_per_s)} without"
         whole["lookup"] = f"passes of {expected.tokens} tokens are expected to make {speed}"
-    show_plan(model, planned, whole | advice(inputs, planned))
+    show_plan(model, planned, whole | _training_notes(inputs) | advice(inputs, planned))
     if sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
+
+
+def _training_notes(inputs: PlannerInputs) -> dict[str, str]:
+    """A labelled line on the memory of a training step; empty for any other step."""
+    demand = inputs.demands[0]
+    if (training := demand.training) is None:
+        return {}
+    note = f"{_count(training.num_trained)} trainable parameters: {training.explained(demand.activation_nbytes)}"
+    if training.loss_nbytes > demand.activation_nbytes / 2:
+        note += "; a loss in chunks, as that of TRL's SFTTrainer or of Liger kernels, takes less"
+    return {"training": note}
 
 
 def _expected(planned: Plan) -> PassChoice:
@@ -384,9 +422,9 @@ def _span(names: list[str]) -> str:
 
 def memory_line(plan: Plan) -> str:
     """The device memory of the plan, by use."""
-    names = ("resident", "ring", "buffer", "slots", "cache", "activations", "spare")
+    names = ("resident", "ring", "buffer", "slots", "cache", "activations", "training", "spare")
     sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.own_buffer_nbytes, plan.slots_nbytes]
-    sizes += [plan.cache_nbytes, plan.activation_nbytes]
+    sizes += [plan.cache_nbytes, plan.activation_nbytes, plan.trained_nbytes]
     sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
     parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]
     return f"{' + '.join(parts)} = {human(sum(sizes))}"

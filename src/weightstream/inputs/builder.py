@@ -271,7 +271,11 @@ class OffloadBuilder:
         return self.gatherer.with_passes(inputs)
 
     def _finish(self, streamer: Streamer, replanning: Replanning, on_added: Callable[[], None] | None) -> None:
-        budget_check = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], lambda: replanning.inputs.budget)
+        def budget() -> int | None:
+            planned = replanning.inputs.budget
+            return planned if planned is None else planned + streamer.plan.trained_nbytes  # adapters are planned for
+
+        budget_check = BudgetCheck(lambda: streamer.stats().held_nbytes["device"], budget)
         streamer.on_added(on_added or budget_check.check)
         if streamer.plan.manifest.codes and self._backend.device.type == "cuda":
             cuda.give_back(workspaces=False)  # memory that compressing took

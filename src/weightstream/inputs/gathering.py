@@ -11,16 +11,18 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from weightstream.adapters.hf.packed_formats import unpack_kernels_of
 from weightstream.adapters.modules.moe import why_whole
-from weightstream.adapters.modules.partition import GRAINS, Grain, find_units, row_tables
+from weightstream.adapters.modules.partition import GRAINS, Grain, called, find_blocks, find_units, row_tables
 from weightstream.adapters.tracing import op_timing
 from weightstream.adapters.tracing.footprint import Footprint, follow, observe, observe_passes
+from weightstream.adapters.tracing.training import TrainingFootprint, follow_training
+from weightstream.adapters.tracing.training_step import trained_of
 from weightstream.codec.estimate import ASSUMED_BITS, estimate
 from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import UnsupportedError
@@ -28,15 +30,15 @@ from weightstream.inputs.machine import can_decompress, compressible_dtypes, wit
 from weightstream.measure import bench
 from weightstream.plan.coding import Sizes
 from weightstream.plan.manifest import Manifest, Op, Rate, Workload
-from weightstream.plan.planner import Demand, Machine, Weights
+from weightstream.plan.planner import Demand, Machine, Training, Weights
 from weightstream.plan.planner_inputs import PlannerInputs
-from weightstream.plan.schedule import aligned
+from weightstream.plan.schedule import TRAIN, aligned
 from weightstream.plan.speculation import MOST_ROWS, WIDTHS
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.tensors.leaves import Role
 from weightstream.runtime.weights.alias_groups import Group, UnitModule, groups, manifest, merge_tied
 from weightstream.runtime.weights.homes import Homes
-from weightstream.settings.config import OffloadConfig
+from weightstream.settings.config import OffloadConfig, TrainConfig
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.mapping import Memory
 
@@ -47,6 +49,7 @@ _CONTEXT = 4096  # positions to plan for, unless configured, if the model has th
 _LOGITS_COPIES, _FLOAT_NBYTES = 2, 4  # of a pass that verifies drafts: transformers' loop keeps two, in float32
 _FOLLOW_S = 5.0  # limit for tracing a call on shapes; FLUX.1's transformer takes 0.4 s
 Grains = list[list[UnitModule]]
+Work = TypeVar("Work", Footprint, TrainingFootprint)
 Observe = Callable[[nn.Module, Workload], Footprint]
 _RATES: Mapping[str, Rate] = MappingProxyType({"bfloat16": "half", "float16": "half", "float32": "single"})
 
@@ -133,15 +136,17 @@ class Gatherer:
     def gather(self, config: OffloadConfig, machine: Machine, example: Example | None = None) -> PlannerInputs:
         """The inputs for the model's usual step, or for a forward with the arguments of `example`.
 
-        The usual step of a language model is a decode step. For layers that an engine runs, it is a product with every
-        matrix. For any other model, the work of a step is unknown before its first call.
+        The usual step of a language model is a decode step, or a training step if the config asks for one. For layers
+        that an engine runs, it is a product with every matrix. For any other model, the work of a step is unknown
+        before its first call.
         """
         # complete the inputs first: this waits for threads that compile kernels, which would disturb the timing of the
         # example's operators on the device
         inputs = self.complete(self._usual_step(config, machine))
         if example is None:
             return inputs
-        for_example = self.for_call(inputs, "forward", example.args, example.kwargs)
+        entry = "forward" if config.train is None else TRAIN
+        for_example = self.for_call(inputs, entry, example.args, example.kwargs)
         if for_example is None:
             logger.warning(
                 "a call of %s with example_inputs cannot be traced: its first steps show its work",
@@ -178,10 +183,16 @@ class Gatherer:
         return replace(inputs, passes=passes)
 
     def for_call(self, inputs: PlannerInputs, entry: str, args: Any, kwargs: Any) -> PlannerInputs | None:
-        """The inputs for one call of the method `entry`, with its units in the order in which they run.
+        """The inputs for one call of the method `entry`, with its units in the order in which they run. The entry
+        `TRAIN` is a forward with its backward.
 
         None if the call cannot be traced. Neither the model nor the arguments change. Takes a few seconds at most.
         """
+        if inputs.demands[0].training is not None and entry != TRAIN:
+            return None  # an evaluation in between: the plan is one for training
+        if entry == TRAIN:
+            found = self._trained(inputs, Example(args, kwargs))
+            return None if found is None else self.complete(found)
         device = self.backend.device if self.backend is not None else torch.device("cpu")
         try:
             work = follow(self.called, args, kwargs, entry=entry, limit_s=_FOLLOW_S, device=device)
@@ -227,6 +238,8 @@ class Gatherer:
             demands=(Demand(),) * len(grains),
             whole_experts=why_whole(self.called),
         )
+        if config.train is not None:
+            return self._trained(inputs) or inputs
         # the calls of a loaded model that is none of language have shapes of their own: traced when they come
         if self.loaded is not None and not _generates(self.called):
             return inputs
@@ -244,6 +257,102 @@ class Gatherer:
         cache_nbytes = int(subset.cache_share * inputs.demands[0].cache_nbytes)
         return replace(inputs, demands=tuple(replace(demand, cache_nbytes=cache_nbytes) for demand in inputs.demands))
 
+    def _trained(self, inputs: PlannerInputs, call: Example | None = None) -> PlannerInputs | None:
+        """The inputs for a training step: of a call, or of token ids; None if a call cannot be traced."""
+        train = inputs.config.train or TrainConfig()
+        blocks = called(find_blocks(self.called))
+        trained = trained_of(self.called, train.rank, blocks)
+        # adapters that the model has already are among its weights
+        held_nbytes = 0 if trained.num_added else sum(p.nbytes for p in self.called.parameters() if p.requires_grad)
+        training = Training(
+            num_trained=trained.num,
+            trained_nbytes=max(0, train.parameter_nbytes * trained.num - held_nbytes),
+            recomputes=train.checkpoints,
+        )
+        tokens = min(train.tokens, _positions(self.called) or train.tokens)
+        workload = Workload(batch=train.batch, tokens=tokens, context=tokens, trains=True) if call is None else None
+        if not train.checkpoints and self._is_single():
+            logger.warning(
+                "train: the weights are float32, without checkpoints: under autocast, autograd keeps a cast of each of "
+                "them, which is not planned for. Load the model in bfloat16"
+            )
+        if tokens < train.tokens and workload is not None:
+            logger.warning("train: %d tokens are planned for, as the model has no more positions", tokens)
+        try:
+            work = self._followed(train, blocks, call)
+            checkpointed_nbytes = 0
+            if not work.recomputes:
+                other = self._followed(train.model_copy(update={"checkpoints": True}), blocks, call)
+                checkpointed_nbytes = other.step.activation_nbytes
+        except UnsupportedError as error:
+            logger.info("activations and compute times of training are unknown before the first step: %s", error)
+            if call is not None:
+                return None
+            return self._turned(inputs, training, workload if _generates(self.called) else None)
+        training = replace(
+            training,
+            loss_nbytes=work.loss_nbytes,
+            recomputes=work.recomputes,
+            checkpointed_nbytes=checkpointed_nbytes,
+        )
+        return self._with_training(inputs, self._timed(work, inputs.machine), training, workload)
+
+    def _is_single(self) -> bool:
+        """Whether most of the weights are float32."""
+        every = [(p.nbytes, p.dtype) for p in self.called.parameters()]
+        return 2 * sum(n for n, dtype in every if dtype is torch.float32) > sum(n for n, _ in every)
+
+    def _followed(self, train: TrainConfig, blocks: Sequence[nn.Module], call: Example | None) -> TrainingFootprint:
+        device = self.backend.device if self.backend is not None else torch.device("cpu")
+        args, kwargs = call or (None, None)
+        limit_s = math.inf if call is None else _FOLLOW_S
+        return follow_training(self.called, train, blocks, args, kwargs, limit_s=limit_s, device=device)
+
+    def _turned(self, inputs: PlannerInputs, training: Training, workload: Workload | None) -> PlannerInputs:
+        """The inputs for a training step of unknown work, which is assumed to run all units forward and back."""
+        kept = self._trained_aliases()
+        grains = tuple(
+            replace(grain, order=(*grain.order, *reversed(grain.order))).keeping(kept) for grain in inputs.grains
+        )
+        demands = tuple(
+            Demand(workload=workload, training=replace(training, forward_order=grain.order)) for grain in inputs.grains
+        )
+        return replace(inputs, grains=grains, demands=demands, passes={})
+
+    def _with_training(
+        self, inputs: PlannerInputs, work: TrainingFootprint, training: Training, workload: Workload | None
+    ) -> PlannerInputs:
+        """The inputs for a training step that was traced. Trained weights stay on the device, as do weights that are
+        read outside of their units."""
+        aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
+        trained = self._trained_aliases()
+        manifests, demands = [], []
+        for units, grain in zip(self.grains, inputs.grains, strict=True):
+            turns, names = work.turns(units), [unit.name for unit in units]
+            of_grain = replace(
+                training,
+                backward=dict(zip(names, turns.backward, strict=True)),
+                forward_order=tuple(visit.unit for visit in turns.visits if not visit.is_backward),
+            )
+            demand = Demand(
+                workload=workload,
+                work=dict(zip(names, turns.forward, strict=True)),
+                activation_nbytes=work.step.activation_nbytes,
+                training=of_grain,
+            )
+            outside = {aliases[id(tensor)] for tensor in work.step.outside(units) if id(tensor) in aliases}
+            manifests.append(replace(grain, order=turns.order or grain.order).keeping(outside | trained))
+            demands.append(demand)
+        return replace(inputs, grains=tuple(manifests), demands=tuple(demands), passes={})
+
+    def _trained_aliases(self) -> frozenset[str]:
+        """The alias groups that are trained, of a model in which others are frozen."""
+        are_trained = {p.requires_grad for p in self.called.parameters() if p.is_floating_point()}
+        if len(are_trained) < 2:
+            return frozenset()
+        every = self.by_alias.items()
+        return frozenset(alias for alias, group in every if any(member.requires_grad for member in group.members))
+
     def _engine_step(
         self, config: OffloadConfig, machine: Machine, grains: tuple[Manifest, ...], subset: LayerSubset
     ) -> PlannerInputs:
@@ -260,7 +369,7 @@ class Gatherer:
             whole_experts=why_whole(self.model),
         )
 
-    def _timed(self, work: Footprint, machine: Machine) -> Footprint:
+    def _timed(self, work: Work, machine: Machine) -> Work:
         """The work with the measured seconds of its operators.
 
         On a CPU the work stays as it is: timing its operators would take as long as a real step.
@@ -455,11 +564,16 @@ def _workload(model: nn.Module, config: OffloadConfig) -> Workload | None:
     settings = getattr(model, "config", None)
     if settings is None:
         return None
-    positions = getattr(settings, "max_position_embeddings", None) or _CONTEXT
+    positions = _positions(model) or _CONTEXT
     usual = min(_CONTEXT if _generates(model) else _TEXT, positions)
     context = max(config.tokens, config.context or usual)
     tokens = config.tokens if _generates(model) else context  # an encoder takes the whole input in one step
     return Workload(batch=config.batch, tokens=tokens, context=context)
+
+
+def _positions(model: nn.Module) -> int | None:
+    """The most positions that a model takes; None: unknown."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def _generates(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from weightstream.plan.plan import by_unit, streamed_nbytes
 from weightstream.plan.schedule import aligned, neighbours_nbytes
 
 _DEPTHS = (1, 2, 3, 4, 6, 8)  # sizes of the ring, as multiples of the largest unit
+_DEEP = (12, 16, 24, 32)  # of a step with a backward, where a byte of the ring saves as much as a resident one
 _BY_ENDS = 0  # instead of a depth: a ring for any two neighbours, which may be smaller than two of the largest units
 _SHALLOW = (1, 2, 4)
 # Quarters of the bytes left over by complete columns that a partial column fills. Not always all of them: units that
@@ -77,7 +78,8 @@ def choices(
     """
     room = _Room(budget, share.kept_nbytes, share.ring_nbytes) if share else _Room(budget, budget, budget)
     columns = columns_of(manifest, forced)
-    yield from _columns_choices(manifest, forced, columns, room, (*_DEPTHS, _BY_ENDS))
+    depths = (*_DEPTHS, *_DEEP) if len(manifest.sweeps) > 1 else _DEPTHS
+    yield from _columns_choices(manifest, forced, columns, room, (*depths, _BY_ENDS))
     if counts_tensors:  # smallest columns first, so that few, large tensors stream
         yield from _columns_choices(manifest, forced, columns[::-1], room, (*_SHALLOW, _BY_ENDS))
     yield from _few_streaming(manifest, columns, room)

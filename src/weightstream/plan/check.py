@@ -1,13 +1,14 @@
-"""The proof of a plan: every rule of a schedule, checked by a walk over three steps. Trusts no planner."""
+"""The proof of a plan: every rule of its schedules, checked by walks over several steps. Trusts no planner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 
 from weightstream.errors import InvariantError
 from weightstream.plan.expert_cache import MAX_PREFETCHED_ROWS
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import ALIGN_NBYTES, Cursor
+from weightstream.plan.schedule import ALIGN_NBYTES, Schedule
 
 _STEPS = 3  # the first one, one that wraps around, and one in the steady state
 
@@ -24,18 +25,25 @@ def violations(plan: Plan) -> Iterator[str]:
     yield from shape
     if not shape:
         yield from _homes(plan)
-        yield from _schedule(plan)
+        yield from _schedules(plan)
 
 
 def _shape(plan: Plan) -> Iterator[str]:
     num = len(plan.manifest.units)
     if len(plan.extents) != num:
         yield f"{len(plan.extents)} extents for {num} units"
-    if len(plan.after) != len(plan.manifest.order):
-        yield f"fills after {len(plan.after)} positions of {len(plan.manifest.order)}"
-    for unit in (*plan.first, *(u for fills in plan.after for u in fills)):
-        if not 0 <= unit < num:
-            yield f"a fill names unit {unit} of {num}"
+    kinds = [plan.what, *(schedule.what for schedule in plan.schedules)]
+    if len(kinds) != len(set(kinds)):
+        yield f"two schedules for one kind of step: {kinds}"
+    for schedule in (plan.schedule(plan.what), *plan.schedules):
+        if len(schedule.after) != len(schedule.order):
+            yield f"fills after {len(schedule.after)} positions of {len(schedule.order)}"
+        for unit in (*schedule.first, *schedule.fills()):
+            if not 0 <= unit < num:
+                yield f"a fill names unit {unit} of {num}"
+        for unit in schedule.order:
+            if not 0 <= unit < num:
+                yield f"the order of a {schedule.what} step names unit {unit} of {num}"
 
 
 def _homes(plan: Plan) -> Iterator[str]:
@@ -81,34 +89,61 @@ def _homes(plan: Plan) -> Iterator[str]:
             yield f"unit {index} needs {end} bytes, its extent has {extent.nbytes}"
 
 
-def _schedule(plan: Plan) -> Iterator[str]:
-    """Walk the steps: a fill destroys the units that it overwrites, and a position must find its unit intact."""
-    intact: set[int] = set()
-    unread: set[int] = set()
+def _schedules(plan: Plan) -> Iterator[str]:
+    """Walk steps of each kind, and steps of each kind after those of each other one."""
+    every = [plan.schedule(plan.what), *plan.schedules]
+    for schedule in every:
+        for unit in {*schedule.first, *schedule.fills()} - set(schedule.order):
+            yield f"unit {unit} is filled, but no position reads it"
+        ring = _Ring(plan)
+        for unit in schedule.first:
+            yield from ring.fill(unit, "before the first step")
+        for step in range(_STEPS):
+            yield from ring.step(schedule, f"step {step}")
+    for before, after in permutations(every, 2):
+        ring = _Ring(plan, can_skip=True)
+        for schedule in (before, before, after, after, before):
+            yield from ring.begin(schedule)
+            yield from ring.step(schedule, f"{before.what} and {after.what} steps in turn, {schedule.what}")
 
-    def fill(unit: int, when: str) -> Iterator[str]:
-        if not plan.streams(unit):
-            yield f"{when}: unit {unit} is filled but does not stream"
-        if unit in intact:
-            yield f"{when}: unit {unit} is filled though it is in the ring"
-        for other in [o for o in intact if o != unit and plan.extents[o].overlaps(plan.extents[unit])]:
-            if other in unread:
-                yield f"{when}: unit {unit} overwrites unit {other}, which is not read yet"
-            intact.discard(other)
-        intact.add(unit)
-        unread.add(unit)
 
-    named = set(plan.manifest.order)
-    for unit in {*plan.first, *(u for fills in plan.after for u in fills)} - named:
-        yield f"unit {unit} is filled, but no position reads it"
-    for unit in plan.first:
-        yield from fill(unit, "before the first step")
-    cursor = Cursor(plan.manifest.order, plan.after)
-    for step in range(_STEPS):
-        for position, (unit, fills) in enumerate(cursor.step()):
-            when = f"step {step}, position {position}"
-            if plan.streams(unit) and unit not in intact:
-                yield f"{when}: unit {unit} is read before it is filled"
-            unread.discard(unit)
+class _Ring:
+    """The units in the ring: a fill destroys those that it overwrites, and a position must find its unit intact.
+
+    `can_skip`: fills of units that are in the ring are skipped, as the engine does, and not reported.
+    """
+
+    def __init__(self, plan: Plan, *, can_skip: bool = False) -> None:
+        self._plan = plan
+        self._can_skip = can_skip
+        self._intact: set[int] = set()
+        self._unread: set[int] = set()
+
+    def begin(self, schedule: Schedule) -> Iterator[str]:
+        """Begin a step after one of another kind, whose fills for its own next step may be overwritten unread."""
+        self._unread &= set(schedule.first)
+        for unit in schedule.first:
+            yield from self.fill(unit, f"before a {schedule.what} step")
+
+    def step(self, schedule: Schedule, when: str) -> Iterator[str]:
+        for position, (unit, fills) in enumerate(schedule.cursor().step()):
+            if self._plan.streams(unit) and unit not in self._intact:
+                yield f"{when}, position {position}: unit {unit} is read before it is filled"
+            self._unread.discard(unit)
             for refill in fills:
-                yield from fill(refill, when)
+                yield from self.fill(refill, f"{when}, position {position}")
+
+    def fill(self, unit: int, when: str) -> Iterator[str]:
+        extents = self._plan.extents
+        if unit in self._intact:
+            if self._can_skip:
+                return
+            yield f"{when}: unit {unit} is filled though it is in the ring"
+        if not self._plan.streams(unit):
+            yield f"{when}: unit {unit} is filled but does not stream"
+        for other in [o for o in self._intact if o != unit and extents[o].overlaps(extents[unit])]:
+            if other in self._unread:
+                yield f"{when}: unit {unit} overwrites unit {other}, which is not read yet"
+            self._intact.discard(other)
+        self._intact.add(unit)
+        self._unread.add(unit)

@@ -142,6 +142,8 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
     Reads from disk start when their copy is queued, one after another.
     """
     units = plan.manifest.units
+    num, more = len(plan.manifest.order), profile.more_s
+    more = more if len(more) == num else (Seconds(0.0, 0.0),) * num
     times = [*unit_times, Seconds(0.0, 0.0)]  # the last entry stands for the time before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
     after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
@@ -151,13 +153,14 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
     filled = [0.0] * len(computes)
     copy_free = disk_free = now = started = launched = 0.0
     is_late = False
-    step = tuple(Cursor(plan.manifest.order, plan.after).step())
-    for positions in (((len(units), plan.first),), *(step,) * _STEPS):
+    turns = Cursor(plan.manifest.order, plan.after).step()
+    step = tuple((unit, fills, *extra) for (unit, fills), extra in zip(turns, more, strict=True))
+    for positions in (((len(units), plan.first, 0.0, 0.0),), *(step,) * _STEPS):
         started = now
-        for unit, fills in positions:
-            launched += hosts[unit]
+        for unit, fills, device_s, host_s in positions:
+            launched += hosts[unit] + host_s * has_host
             begun = filled[unit]
-            ended = (now if now > begun else begun) + computes[unit]
+            ended = (now if now > begun else begun) + max(0.0, computes[unit] + device_s)
             if launched > ended:
                 ended, is_late = launched, True
             if fills:

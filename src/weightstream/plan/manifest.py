@@ -126,6 +126,17 @@ class Manifest:
         return {alias: n for unit in set(self.order) for alias, n in self.units[unit].aliases().items()}
 
     @cached_property
+    def sweeps(self) -> tuple[dict[str, int], ...]:
+        """For the forward of a step, and for the backward if it has one: the alias groups that are read -> their bytes.
+
+        The backward begins with the first unit that has a position before.
+        """
+        first = dict(zip(reversed(self.order), reversed(range(len(self.order))), strict=True))  # unit -> its first turn
+        turn = next((p for p, unit in enumerate(self.order) if first[unit] < p), len(self.order))
+        parts = [part for part in (self.order[:turn], self.order[turn:]) if part]
+        return tuple({a: n for unit in set(part) for a, n in self.units[unit].aliases().items()} for part in parts)
+
+    @cached_property
     def users(self) -> dict[str, list[int]]:
         """Every alias group of the model -> the units that use it."""
         users: dict[str, list[int]] = {alias: [] for alias in self.aliases}
@@ -304,6 +315,8 @@ class Profile:
         picked: the share of its stacks that the unit reads, and the seconds to copy that out. [Planner.profile]
         captured_s: seconds in a CUDA graph minus those in an eager step; captured steps use another KV cache.
             [Planner.profile; expert caches: expert_cache.profile_with_cache]
+        more_s: for each position of the order, the seconds of the device and of the host that it takes more than those
+            of its unit: a backward takes more than a forward; empty: none does. Not per unit. [Planner.profile]
         host_share: weight in the search of the seconds that the host adds to a step; not per unit. [assumed; it is
             below 1 as the host's time varies by a factor of 1.7 from minute to minute on an H200; Planner.profile
             lowers it for text from CUDA graphs]
@@ -346,6 +359,7 @@ class Profile:
     after_share: tuple[float, ...] = ()
     picked: tuple[Picked, ...] = ()
     captured_s: tuple[float, ...] = ()
+    more_s: tuple[Seconds, ...] = ()
     host_share: float = 0.95
 
     def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> Seconds:
@@ -423,13 +437,17 @@ class Workload:
         batch: the number of sequences.
         tokens: new tokens of each sequence.
         context: positions of each sequence, with the new tokens.
+        trains: the step is a forward, a loss and the backward.
     """
 
     batch: int = 1
     tokens: int = 1
     context: int = 4096
+    trains: bool = False
 
     def __str__(self) -> str:
+        if self.trains:
+            return f"training, batch {self.batch}, tokens {self.tokens}"
         return f"batch {self.batch}, tokens {self.tokens}, context {self.context}"
 
 

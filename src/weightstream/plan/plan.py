@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter, ValidationError
 from weightstream.errors import PlanError
 from weightstream.plan.manifest import Manifest, Workload
 from weightstream.plan.report import PlanReport
-from weightstream.plan.schedule import RingExtent, aligned, allocate, first_fills, refills
+from weightstream.plan.schedule import FORWARD, RingExtent, Schedule, aligned, allocate
 from weightstream.plan.speculation import PassSeconds
 from weightstream.plan.units import human, milliseconds, rate
 
@@ -23,6 +23,7 @@ _LESS = 0.9  # share of an eager step's time below which the time in a CUDA grap
 ACTS = (
     *("resident", "mapped", "disk", "ring_nbytes", "extents", "first", "after"),
     *("cached", "num_slots", "slots_nbytes", "shared_nbytes", "ahead"),
+    *("what", "schedules"),
 )
 
 
@@ -52,6 +53,7 @@ class Plan(PlanReport):
         workload: the step of a language model that is predicted; None for any other model.
         activation_nbytes: bytes of activations at most; 0: unknown.
         cache_nbytes: bytes of the KV cache.
+        trained_nbytes: bytes of adapters that are no weights of the model yet, of gradients and of the optimizer.
         machine: name of the machine that the prediction is for; "": its rates are assumed.
         mapped: alias groups in host memory that kernels read over the link (zero-copy).
         disk: alias groups that stream from files.
@@ -67,11 +69,14 @@ class Plan(PlanReport):
         counted_rows: rows that caches of this model have counted, by which the measured rates are corrected.
         fetched_nbytes: predicted bytes that a step in a CUDA graph fetches into slots.
         passes: predicted seconds of passes of several tokens; empty: none are planned.
+        what: the kind of step that `manifest.order` is the order of, and that is predicted.
+        schedules: of other kinds of step, over the same extents. A kind without a schedule has that of `what`.
     """
 
     NUMBERS: ClassVar[tuple[str, ...]] = (
         *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
-        *("cache_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes", "step_disk_nbytes"),
+        *("cache_nbytes", "trained_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes"),
+        "step_disk_nbytes",
         *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
         *("num_slots", "slots_nbytes", "ahead", "found_share", "counted_rows", "fetched_nbytes"),
     )
@@ -94,6 +99,7 @@ class Plan(PlanReport):
     workload: Workload | None = None
     activation_nbytes: int = 0
     cache_nbytes: int = 0
+    trained_nbytes: int = 0
     machine: str = ""
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
@@ -107,6 +113,8 @@ class Plan(PlanReport):
     counted_rows: int = 0
     fetched_nbytes: int = 0
     passes: tuple[PassSeconds, ...] = ()
+    what: str = FORWARD
+    schedules: tuple[Schedule, ...] = ()
 
     @classmethod
     def build(
@@ -117,20 +125,54 @@ class Plan(PlanReport):
         *,
         slot_nbytes: int = 0,
         by_ends: bool = False,
+        what: str = FORWARD,
     ) -> Plan:
-        """The plan for these residents and a ring of `ring_nbytes`; for other arguments see `schedule.allocate`."""
+        """The plan for these residents and a ring of `ring_nbytes`; for other arguments see `schedule.allocate`.
+
+        `what`: the kind of step that `manifest.order` is the order of.
+        """
         sizes = streamed_nbytes(manifest, resident)
         extents = allocate(manifest.order, sizes, ring_nbytes, slot_nbytes, by_ends=by_ends)
-        used, fills = max((e.offset + e.nbytes for e in extents), default=0), _fills(manifest.order, extents)
+        schedule = Schedule.of(what, manifest.order, extents)
         return cls(
-            manifest=manifest, resident=resident, ring_nbytes=used, slot_nbytes=slot_nbytes, by_ends=by_ends, **fills
+            manifest=manifest,
+            resident=resident,
+            ring_nbytes=max((e.offset + e.nbytes for e in extents), default=0),
+            extents=extents,
+            first=schedule.first,
+            after=schedule.after,
+            slot_nbytes=slot_nbytes,
+            by_ends=by_ends,
+            what=what,
         )
 
     def reordered(self, order: tuple[int, ...]) -> Plan:
         """The same homes and ring bytes, scheduled for another execution order."""
         sizes = streamed_nbytes(self.manifest, self.placed)
         extents = allocate(order, sizes, self.ring_nbytes, self.slot_nbytes, by_ends=self.by_ends)
-        return replace(self, manifest=replace(self.manifest, order=order), **_fills(order, extents))
+        schedule = Schedule.of(self.what, order, extents)
+        return replace(
+            self,
+            manifest=replace(self.manifest, order=order),
+            extents=extents,
+            first=schedule.first,
+            after=schedule.after,
+            schedules=tuple(Schedule.of(other.what, other.order, extents) for other in self.schedules),
+        )
+
+    def schedule(self, what: str) -> Schedule:
+        """The schedule of a kind of step: its own, or else that of `self.what`."""
+        own = next((schedule for schedule in self.schedules if schedule.what == what), None)
+        return own or Schedule(what=self.what, order=self.manifest.order, first=self.first, after=self.after)
+
+    def scheduled(self, what: str, order: tuple[int, ...]) -> Plan:
+        """The same homes and extents, with this order of units in steps of the kind `what`."""
+        schedule = Schedule.of(what, order, self.extents)
+        if what == self.what:
+            manifest = replace(self.manifest, order=order)
+            return replace(self, manifest=manifest, first=schedule.first, after=schedule.after)
+        others = (other for other in self.schedules if other.what != what)
+        return replace(self, schedules=(*others, schedule))
 
     def acts_as(self, other: Plan) -> bool:
         """Whether both plans have the same placement and the same schedule; predictions may differ."""
@@ -138,6 +180,13 @@ class Plan(PlanReport):
         if mine.units != theirs.units or any(getattr(self, name) != getattr(other, name) for name in ACTS):
             return False
         return mine.order == theirs.order or not self.opened
+
+    def has_memory_of(self, other: Plan) -> bool:
+        """Whether both plans have all weights at the same addresses; their schedules may differ."""
+        names = set(ACTS) - {"first", "after", "what", "schedules"}
+        return self.manifest.units == other.manifest.units and all(
+            getattr(self, name) == getattr(other, name) for name in names
+        )
 
     @cached_property
     def placed(self) -> frozenset[str]:
@@ -174,10 +223,9 @@ class Plan(PlanReport):
         """Whether the unit has to be opened before it computes: it streams, or uses the buffer."""
         return self.streams(unit) or bool(self._in_buffer(unit))
 
-    @cached_property
-    def opened_units(self) -> tuple[int, ...]:
-        """The order of the units that open."""
-        return tuple(unit for unit in self.manifest.order if self.opens(unit))
+    def opened_units(self, what: str = FORWARD) -> tuple[int, ...]:
+        """The order of the units that open in a step of this kind."""
+        return tuple(unit for unit in self.schedule(what).order if self.opens(unit))
 
     @cached_property
     def opened(self) -> frozenset[str]:
@@ -245,8 +293,12 @@ class Plan(PlanReport):
 
     @cached_property
     def step_nbytes(self) -> int:
-        """Bytes that a step in the steady state moves."""
-        return sum(self.unit_nbytes[u] for fills in self.after for u in fills)
+        """Bytes that a step in the steady state moves, of the kind `what`."""
+        return self.step_nbytes_of(self.what)
+
+    def step_nbytes_of(self, what: str) -> int:
+        """Bytes that a step of this kind in the steady state moves."""
+        return sum(self.unit_nbytes[unit] for unit in self.schedule(what).fills())
 
     @cached_property
     def step_disk_nbytes(self) -> int:
@@ -267,8 +319,8 @@ class Plan(PlanReport):
 
     @property
     def beside_nbytes(self) -> int:
-        """Bytes of activations and cache."""
-        return self.activation_nbytes + self.cache_nbytes
+        """Bytes of activations, cache, and of adapters with gradients and optimizer."""
+        return self.activation_nbytes + self.cache_nbytes + self.trained_nbytes
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -353,12 +405,6 @@ def _passes_text(passes: Sequence[PassSeconds]) -> str:
 def in_a_graph(graph_s: float, step_s: float) -> str:
     """Text to append to the time of an eager step: the time in a CUDA graph, if that is clearly less; else empty."""
     return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
-
-
-def _fills(order: Sequence[int], extents: tuple[RingExtent, ...]) -> dict[str, Any]:
-    """The fields of a plan that follow from the extents of its units."""
-    after = refills(order, extents)
-    return {"extents": extents, "first": first_fills(order, extents, after), "after": after}
 
 
 def _spread(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -15,7 +15,8 @@ All options, with all choices of residents and rings in each, are candidates of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -27,9 +28,11 @@ from weightstream.plan import cost, expert_cache, search
 from weightstream.plan.candidates import Share
 from weightstream.plan.coding import Sizes, codings, decoding_less
 from weightstream.plan.expert_cache import Cached, Counts
-from weightstream.plan.manifest import Manifest, Op, Picked, Profile, Workload, unit_seconds
+from weightstream.plan.manifest import Manifest, Op, Picked, Profile, Seconds, UnitSeconds, Workload, unit_seconds
 from weightstream.plan.plan import Plan, buffer_nbytes
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.plan.search import Candidate
+from weightstream.plan.units import human
 from weightstream.settings.arguments import selects
 from weightstream.settings.config import OffloadConfig
 
@@ -93,6 +96,37 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """The needs of a training step in addition to those of a forward.
+
+    Attributes:
+        backward: the ops of each unit in the backward, recomputing included, by the unit's name.
+        forward_order: the order of the units in a forward alone, as for evaluation; empty: unknown.
+        num_trained: elements of trainable parameters.
+        trained_nbytes: bytes of adapters that are no weights of the model yet, of gradients and of the optimizer.
+        loss_nbytes: bytes by which the loss, with its logits, raises the peak of the activations.
+        recomputes: the backward computes each block again, from a checkpoint.
+        checkpointed_nbytes: bytes of activations at most with checkpoints, for a step without; else 0.
+    """
+
+    backward: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
+    forward_order: tuple[int, ...] = ()
+    num_trained: int = 0
+    trained_nbytes: int = 0
+    loss_nbytes: int = 0
+    recomputes: bool = False
+    checkpointed_nbytes: int = 0
+
+    def explained(self, activation_nbytes: int) -> str:
+        """The memory besides weights in words: with these activations."""
+        loss = f" ({human(self.loss_nbytes)} of them for the loss)" if self.loss_nbytes else ""
+        text = f"activations {human(activation_nbytes)}{loss}" if activation_nbytes else "unknown activations"
+        if self.checkpointed_nbytes:
+            text += f" ({human(self.checkpointed_nbytes)} with checkpoints)"
+        return f"{text} + adapters, gradients and optimizer {human(self.trained_nbytes)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
     """The needs of a step besides weights.
 
@@ -104,6 +138,7 @@ class Demand:
         cache_nbytes: bytes of the KV cache.
         states_nbytes: bytes that a repeated block returns at most.
         is_text: the model generates text in CUDA graphs.
+        training: what a backward adds; None: the step is a forward.
     """
 
     workload: Workload | None = None
@@ -113,6 +148,13 @@ class Demand:
     cache_nbytes: int = 0
     states_nbytes: int = 0
     is_text: bool = False
+    training: Training | None = None
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of device memory besides weights."""
+        trained_nbytes = self.training.trained_nbytes if self.training is not None else 0
+        return self.activation_nbytes + self.cache_nbytes + trained_nbytes
 
 
 class Refusal(NamedTuple):
@@ -166,6 +208,33 @@ class Simulated(NamedTuple):
 
     plan: Plan
     profile: Profile
+
+
+class _Turns(NamedTuple):
+    """Seconds of a unit in the forward, and in each of its other turns of a training step; `num` counts all."""
+
+    forward: UnitSeconds
+    backward: UnitSeconds
+    num: int
+
+    @property
+    def mean(self) -> UnitSeconds:
+        def mean(first: float, others: float) -> float:
+            return (first + (self.num - 1) * others) / self.num
+
+        device_s = mean(self.forward.device_s, self.backward.device_s)
+        after_s = mean(*(each.after_share * each.device_s for each in self[:2]))
+        return UnitSeconds(device_s, mean(self.forward.host_s, self.backward.host_s), after_s / (device_s or 1.0))
+
+
+def _more_s(order: Sequence[int], turns: Mapping[int, _Turns]) -> Iterator[Seconds]:
+    """For each position, the seconds more than those of its unit on average."""
+    seen: set[int] = set()
+    for unit in order:
+        turn = turns[unit].backward if unit in seen else turns[unit].forward
+        seen.add(unit)
+        mean = turns[unit].mean
+        yield Seconds(turn.device_s - mean.device_s, turn.host_s - mean.host_s)
 
 
 class _UnitTimes(NamedTuple):
@@ -248,7 +317,15 @@ class Planner:
             for candidate in planner._placed(option.rest, profile):
                 yield Candidate(candidate.bound_s + read_s, partial(complete, candidate))
         except PlanError as error:
-            refusals.append(Refusal(rank, error))
+            refusals.append(Refusal(rank, self._explained(error)))
+
+    def _explained(self, error: PlanError) -> PlanError:
+        """The error with what training takes besides weights."""
+        if (training := self.demand.training) is None:
+            return error
+        besides = training.explained(self.demand.activation_nbytes)
+        given = "on top of the budget" if self.config.has_budget else "which the default budget leaves free"
+        return PlanError(f"{error} Training takes {besides}, {given}.")
 
     def profile(self, manifest: Manifest) -> Profile:
         """The machine's profile with the seconds of every unit: measured, or from its work, else from its bytes."""
@@ -259,11 +336,12 @@ class Planner:
             return profile
         times: list[_UnitTimes] = []
         picked: list[Picked] = []
+        turns = self._turns(manifest, profile)
         for index, unit in enumerate(manifest.plain().units):
             ops = work.get(unit.name, ())
-            device_s, host_s, after_share = unit_seconds(ops, profile)
+            device_s, host_s, after_share = turns[index].mean if index in turns else unit_seconds(ops, profile)
             captured_ops = (self.demand.captured or work).get(unit.name, ())
-            captured_s = unit_seconds(captured_ops, profile).device_s - device_s
+            captured_s = 0.0 if index in turns else unit_seconds(captured_ops, profile).device_s - device_s
             picks = [op for op in ops if unit.stacks and op.picked]
             share = max((op.picked for op in picks), default=0.0)
             picked.append(Picked(share, sum(op.seconds(profile) for op in picks if not op.unpacks)))
@@ -284,7 +362,25 @@ class Planner:
         if self.machine.on_cpu:  # one processor launches and computes: whichever takes longer counts, once
             unit_s = tuple(map(max, profile.unit_s, profile.host_s))
             profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
+        if turns:
+            profile = replace(profile, more_s=tuple(_more_s(manifest.order, turns)))
         return profile.decoding(manifest)
+
+    def _turns(self, manifest: Manifest, profile: Profile) -> dict[int, _Turns]:
+        """The seconds of each unit in the forward and in each of its turns of the backward; empty without training."""
+        if self.demand.training is None:
+            return {}
+        nums, backward = Counter(manifest.order), self.demand.training.backward
+        found: dict[int, _Turns] = {}
+        for index, unit in enumerate(manifest.units):
+            ops, num = (self.demand.work.get(unit.name, ()), backward.get(unit.name, ())), nums[index]
+            forward, back = (unit_seconds(each, profile) for each in ops)
+            if num > 1:
+                back = UnitSeconds(back.device_s / (num - 1), back.host_s / (num - 1), back.after_share)
+                found[index] = _Turns(forward, back, num)
+            elif num:  # both in one turn
+                found[index] = _Turns(unit_seconds((*ops[0], *ops[1]), profile), back, 1)
+        return found
 
     def _profile_with_cache(self, manifest: Manifest, cached: Cached | None, profile: Profile) -> Profile:
         return expert_cache.profile_with_cache(manifest, cached, profile, self.demand.workload, self.counts)
@@ -301,8 +397,8 @@ class Planner:
         if self.machine.on_cpu:
             return free
         if not self.demand.work:
-            return max(0, int(free * 0.9) - (1 << 30))  # activations are unknown
-        needed = self.demand.activation_nbytes + self.demand.cache_nbytes + self.machine.profile.workspace_nbytes
+            return max(0, int(free * 0.9) - (1 << 30) - self.demand.beside_nbytes)  # activations are unknown
+        needed = self.demand.beside_nbytes + self.machine.profile.workspace_nbytes
         return max(0, free - needed - max(free // _SLACK, _SLACK_NBYTES))
 
     @property
@@ -326,7 +422,7 @@ class Planner:
         Of the uncompressed and the compressed cache, the one with the shorter time on the device: captured steps do not
         wait for the host.
         """
-        is_tried = self._chooses and self.share is None and self.config.pin_memory
+        is_tried = self._chooses and self.share is None and self.config.pin_memory and self.demand.training is None
         budget = self.budget if is_tried and self.machine.maps_host_memory and self.machine.fetches_rows else None
         if budget is None or manifest.nbytes <= budget or not any(unit.stacks for unit in manifest.units):
             return None
@@ -354,7 +450,7 @@ class Planner:
         cache_nbytes = option.cached.nbytes if option.cached else 0
         is_bounded = self.config.backend == "none" and self.budget is not None
         kept_nbytes = (self.budget or 0) - cache_nbytes - buffer_nbytes(option.rest) if is_bounded else math.inf
-        over_nbytes = sum(option.rest.read.values()) - kept_nbytes
+        over_nbytes = sum(max(0, sum(read.values()) - kept_nbytes) for read in option.rest.sweeps)
         if option.rest.codes and over_nbytes <= 0:
             return read_s  # some of the compressed weights may be resident uncompressed, which saves decompression
         least_s = search.least_s(option.rest, profile.decoding(option.rest))
@@ -404,7 +500,7 @@ class Planner:
         """The weights of the one unit without which the ring could be much smaller, if kernels read them only once."""
         workload = self.demand.workload
         streamed = sorted((unit for unit in manifest.units if not unit.enclosing), key=lambda unit: unit.nbytes)
-        if workload is None or workload.batch > _READ_ROWS or len(streamed) < 2:
+        if workload is None or workload.trains or workload.batch > _READ_ROWS or len(streamed) < 2:
             return {}
         second, largest = streamed[-2:]
         if largest.layer is not None and workload.batch * workload.tokens > _READ_ROWS:
@@ -438,13 +534,18 @@ class Planner:
         predicted = cost.predicted(simulated, profile)
         predicted = self._with_cache(predicted, manifest, mapped, expert_cache.of_plan(plan))
         predicted = self._with_mapped(predicted, manifest, mapped, profile)
-        return replace(
+        predicted = replace(
             predicted,
             budget=plan.budget,
             workload=self.demand.workload,
             activation_nbytes=self.demand.activation_nbytes,
             cache_nbytes=self.demand.cache_nbytes,
         )
+        if (training := self.demand.training) is None:
+            return predicted
+        # a step with a backward is in no CUDA graph
+        predicted = replace(predicted, what=TRAIN, trained_nbytes=training.trained_nbytes, graph_s=predicted.step_s)
+        return predicted.scheduled(FORWARD, training.forward_order) if training.forward_order else predicted
 
     def simulated(self, plan: Plan) -> Simulated:
         """A plan without mapped and cached weights, and the profile with the seconds of its units."""

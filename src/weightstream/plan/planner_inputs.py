@@ -5,7 +5,7 @@ A model is cut into units in several grains, from blocks to single matrices; eac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -102,10 +102,21 @@ class PlannerInputs:
     def plan(self) -> ChosenPlan:
         """The plan with the shortest predicted step over all grains; if equal, that with the fewest device bytes.
 
-        Finer units need a smaller ring, but more launches. Raises the finest grain's `PlanError` if no plan fits.
+        Finer units need a smaller ring, but more launches. Where a backward recomputes whole blocks, finer units are
+        tried only if blocks have no plan: each would open three times in a step. Raises the finest grain's `PlanError`
+        if no plan fits.
         """
+        training = self.demands[0].training
+        if training is not None and training.recomputes and len(self.grains) > 1:
+            try:
+                return self._fastest(self.grains[:1])
+            except PlanError:
+                pass  # a smaller ring may do
+        return self._fastest(self.grains)
+
+    def _fastest(self, grains: Sequence[Manifest]) -> ChosenPlan:
         candidates: list[Candidate] = []
-        for manifest, planner in zip(self.grains, self.planners, strict=True):
+        for manifest, planner in zip(grains, self.planners, strict=False):
             refusals: list[Refusal] = []  # of the finest grain, after the loop
             candidates += planner.candidates(manifest, refusals)
         plan = fastest(candidates, refusals)
@@ -195,11 +206,19 @@ class PlannerInputs:
         """The arithmetic, if weights, activations and cache are more than the free device memory; None: they fit."""
         machine = self.machine
         workspace_nbytes = machine.profile.workspace_nbytes
-        needed = plan.device_nbytes + plan.activation_nbytes + plan.cache_nbytes + workspace_nbytes
+        needed = plan.device_nbytes + plan.beside_nbytes + workspace_nbytes
         needed += self.reserved_nbytes
         is_known = not machine.on_cpu and machine.free_nbytes and plan.activation_nbytes
         if not is_known or needed <= machine.free_nbytes:
             return None
+        training = self.demands[0].training
+        if training is not None:
+            checkpoints = "use checkpoints, " if training.checkpointed_nbytes else ""
+            return (
+                f"weights {human(plan.device_nbytes)} + {training.explained(plan.activation_nbytes)} + workspace "
+                f"{human(workspace_nbytes)} = {human(needed)} > {human(machine.free_nbytes)} free on the device: "
+                f"{checkpoints}lower device_budget, or train on fewer tokens at once"
+            )
         draft = f"draft {human(self.reserved_nbytes)} + " if self.reserved_nbytes else ""
         return (
             f"{draft}weights {human(plan.device_nbytes)} + activations {human(plan.activation_nbytes)} + cache "

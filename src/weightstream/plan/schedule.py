@@ -16,6 +16,11 @@ recording, proof and simulation all take it from `Cursor`:
   cut short  the end of a step releases the rest of the order; the begin of the next step implies it
 
 Only the caller knows whether a unit before the cursor begins the next step or is a repeated one: it calls `begin`.
+
+[Note: kinds of step]
+Steps of several kinds run the units in orders of their own: a training step runs them forward and then backward. Each
+kind has a `Schedule`, and all share the extents. Where steps of another kind begin, the units of their `first` are
+filled, unless they are in the ring, which is then as it is between two steps of that kind.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from itertools import pairwise
 
 from weightstream.errors import PlanError
 
+FORWARD, TRAIN = "forward", "train"  # kinds of step: without gradients; a forward and its backward pass
 ALIGN_NBYTES = 512  # as the CUDA allocator aligns a new tensor: kernels choose code paths by alignment
 
 
@@ -117,6 +123,38 @@ def refills(order: Sequence[int], extents: Sequence[RingExtent]) -> tuple[tuple[
     for q, position in sorted(held, key=lambda pair: pair[0] > pair[1]):  # fills for the next step come last
         after[q].append(order[position])
     return tuple(map(tuple, after))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The order of units in steps of one kind, and their fills, [Note: kinds of step].
+
+    Attributes:
+        what: the kind of step, such as `FORWARD` or `TRAIN`.
+        order: the positions of a step.
+        first: units that are filled before the first step.
+        after: for each position, the units that are filled once it is released.
+    """
+
+    what: str
+    order: tuple[int, ...]
+    first: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, what: str, order: tuple[int, ...], extents: Sequence[RingExtent]) -> Schedule:
+        """The schedule of an order over these extents."""
+        after = refills(order, extents)
+        return cls(what=what, order=order, first=first_fills(order, extents, after), after=after)
+
+    def cursor(self, position: int | None = None) -> Cursor:
+        """A walk over the order."""
+        return Cursor(self.order, self.after, position)
+
+    def fills(self) -> Iterator[int]:
+        """The units that a step in the steady state fills."""
+        for units in self.after:
+            yield from units
 
 
 def first_fills(order: Sequence[int], extents: Sequence[RingExtent], after: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -117,15 +117,21 @@ def candidates(manifest: Manifest, budget: int, profile: Profile, share: Share |
         raise PlanError(_arithmetic(manifest, forced, budget))
     device_s, most_s = _resident_s(manifest, profile).device_s, _launched_s(manifest, forced, profile)
     for choice in found:
-        streamed = sum(map(manifest.read.__getitem__, manifest.read.keys() - choice.residents))
-        # Bytes that stay in the ring from step to step are not copied again: at most all of the ring. If the step fills
-        # the ring more than twice, these are less than one unit: only the end of the ring may be used just once.
-        ring = choice.unit_nbytes if streamed > 2 * choice.ring_nbytes else choice.ring_nbytes
-        bound_s = max(device_s, (streamed - ring) / profile.link_bytes_per_s)
+        bound_s = max(device_s, _least_nbytes(manifest, choice) / profile.link_bytes_per_s)
         if bound_s < most_s:  # else the host, which takes at most this long, adds nothing
             bound_s = _counted_s(bound_s, _launched_s(manifest, choice.residents, profile), profile)
         slots = (0,) if choice.by_ends else (0, choice.unit_nbytes)
         yield from (Candidate(bound_s, partial(plan_of, choice, slot)) for slot in slots)
+
+
+def _least_nbytes(manifest: Manifest, choice: Choice) -> int:
+    """A lower bound of the bytes that a step copies."""
+    streamed = [sum(map(read.__getitem__, read.keys() - choice.residents)) for read in manifest.sweeps]
+    if len(streamed) > 1:  # a forward and its backward each find in the ring what the other one has left there
+        return sum(max(0, nbytes - choice.ring_nbytes) for nbytes in streamed)
+    # Bytes that stay in the ring from step to step are not copied again: at most all of the ring. If the step fills the
+    # ring more than twice, these are less than one unit: only the end of the ring may be used just once.
+    return sum(n - (choice.unit_nbytes if n > 2 * choice.ring_nbytes else choice.ring_nbytes) for n in streamed)
 
 
 def searched_s(plan: Plan, profile: Profile) -> float:

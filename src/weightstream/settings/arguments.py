@@ -49,6 +49,30 @@ def resolve_config(config: OffloadConfig | None, /, **settings: Any) -> OffloadC
     return (config or OffloadConfig()).merged(**settings).resolved()
 
 
+def refuse_training(config: OffloadConfig, *, of: str = "", options: Iterable[str] = (), ranks: bool = False) -> None:
+    """Raise `ConfigError` if the config asks for training, and something else in a call rules that out.
+
+    Args:
+        config: the settings.
+        of: the diffusers pipeline that the call is for.
+        options: names of options of the call that are for generation only.
+        ranks: the weights are shards of tensor parallelism.
+    """
+    if config.train is None:
+        return
+    if of:
+        raise ConfigError(
+            f"train: {of} is a pipeline, which is not trained as a whole; offload the component that is trained, as in "
+            "weightstream.offload(pipe.transformer, train=True)"
+        )
+    if names := ", ".join(options):
+        raise ConfigError(f"train: {names}: only for generation; leave out {names}, or train")
+    if config.stripes:
+        raise ConfigError("train: a process trains on one GPU; leave out gpus, and start a process for each (DDP)")
+    if ranks:
+        raise ConfigError("train: shards of tensor parallelism are not trained; start a process for each GPU (DDP)")
+
+
 class EitherConfig(NamedTuple):
     """The argument `config`: either the settings or the config of a transformers model; the other one is None."""
 

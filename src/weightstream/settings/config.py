@@ -116,6 +116,38 @@ class PrefetchOffloadConfig(_Settings):
             )
 
 
+class TrainConfig(_Settings):
+    """A training step of adapters over frozen weights, to plan for.
+
+    `batch`, `tokens`: sequences, and tokens of each (default 1 and 2048). `rank`: of the adapters of a model that has
+    none yet, one for each linear layer of its blocks (default 16). `checkpoints`: activations of a block are recomputed
+    in the backward (default: on). `parameter_nbytes`: bytes for each trainable parameter, with its gradient and the
+    state of the optimizer (default 16: float32 and Adam).
+    """
+
+    batch: _Positive = 1
+    tokens: _Positive = 2048
+    rank: _Positive = 16
+    checkpoints: _Switch = True
+    parameter_nbytes: _Positive = 16
+
+
+def _train(value: Any) -> Any:
+    """The training step for a setting: True is the default one, False is none."""
+    if isinstance(value, bool) or value is None:
+        return TrainConfig() if value else None
+    if isinstance(value, Mapping):
+        return TrainConfig(**value)
+    return value
+
+
+_Train = Annotated[
+    TrainConfig | None,
+    BeforeValidator(_train),
+    'True, or the step to plan for, such as {"batch": 1, "tokens": 2048, "rank": 16}',
+]
+
+
 class OffloadConfig(_Settings):
     """All settings of one offloaded model. A bad value, an unknown key or a contradiction raises `ConfigError`.
 
@@ -132,6 +164,8 @@ class OffloadConfig(_Settings):
     - `batch`, `context`, `tokens`: the step that is planned for: sequences (default 1), positions in the KV cache
       (default 4096, or the model's limit if that is less), and new tokens per sequence (default 1). Other steps run,
       too.
+    - `train`: plan for training adapters over the frozen model: true, or a `TrainConfig` such as {"batch": 1,
+      "tokens": 2048, "rank": 16}. Default: off.
     - `offload_folder`: folder for converted or decoded weights, and for weights that `host_budget` leaves out. Default:
       a temporary folder.
     - `pin_memory`: pin host memory, so that copies overlap with compute; off, copies are slower. Default: on.
@@ -165,6 +199,7 @@ class OffloadConfig(_Settings):
     batch: _Positive = _setting(1, "Sequences in a step. Default: 1.")
     context: _OptionalPositive = _setting(None, "Positions in the KV cache that a step is planned for.")
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
+    train: _Train = None
     offload_folder: Path | None = _setting(
         None, "Folder for converted or decoded weights. Default: a temporary folder."
     )

@@ -16,6 +16,7 @@ import models
 from weightstream.adapters.hf import private
 from weightstream.adapters.modules.partition import find_units
 from weightstream.adapters.tracing import footprint as shapes
+from weightstream.adapters.tracing import forward as forwards
 from weightstream.adapters.tracing.footprint import Footprint, observe
 from weightstream.adapters.tracing.op_cost import Launch
 from weightstream.errors import UnsupportedError
@@ -242,7 +243,7 @@ def test_a_captured_step_runs_the_operators_of_a_static_cache(
             super().__init__(func, *rest)
             made.append((func.overloadpacket.__name__, self))
 
-    monkeypatch.setattr(shapes, "Launch", Named)
+    monkeypatch.setattr(forwards, "Launch", Named)
     model = text(name, BF16, **GQA, **config)
     model.config._experts_implementation = "batched_mm"  # type: ignore[union-attr]  # as generate() decodes on a GPU  # as generate() decodes on a GPU
     found = observe(model, Workload(batch=2, tokens=1, context=24))

@@ -336,7 +336,7 @@ def test_a_call_inside_a_turn_is_not_a_step() -> None:
     assert not turn.threads
 
 
-def test_recomputing_in_a_checkpoint_still_refuses_a_backward_pass() -> None:
+def test_recomputing_in_a_checkpoint_still_refuses_to_train_streamed_weights() -> None:
     model = stack()
     with offloaded(model):
         x = torch.randn(1, WIDTH, requires_grad=True)

@@ -139,3 +139,31 @@ def test_the_result_of_a_pre_hook_does_not_count_as_a_weight() -> None:
             assert opened
             # results of a unit stay where they were; otherwise all weights would be moved to the device
             assert all(torch.equal(model[index].weight, computed[index]) for index in opened)
+
+
+class Sliced(nn.Module):
+    """Makes a list of layers in each forward, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(built())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[: len(self.layers)]:
+            x = layer(x)
+        return x
+
+
+def test_a_slice_of_a_list_of_layers_is_no_new_module() -> None:
+    model, x = Sliced().eval(), torch.randn(2, WIDTH)
+    with torch.no_grad(), weightstream.offload(model, device="cpu", device_budget="14KiB") as streamer:
+        modules: Any = streamer._modules
+        for _ in range(2):
+            model(x)
+            assert not modules.has_new
+        model.layers[2] = Adapted(model.layers[2])
+        assert modules.has_new
+        model(x)
+        assert not modules.has_new
+        model.layers[2].low.extra = nn.Parameter(torch.ones(1))
+        assert modules.has_new, "a module that was added is of the model, too"

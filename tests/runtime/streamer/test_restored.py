@@ -8,6 +8,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -205,10 +206,12 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_moving_and_converting_are_refused(conversion: str, device: str) -> None:
+    """Except those that change nothing."""
     model, reference = MODELS["Stack"](), plain("Stack", device)
+    nothing = {"float", "list.float"} | ({"to(cpu)", "cpu", "block.to"} if device == "cpu" else {"cuda"})
     with open_streamer(model, device):
         for seed in range(2):
-            with pytest.raises(OffloadError, match="remove"):
+            with nullcontext() if conversion in nothing else pytest.raises(OffloadError, match="remove"):
                 CONVERSIONS[conversion](model.module)
             assert_steps_equal(model, reference, device, range(seed, seed + 2))
     model.module.double()

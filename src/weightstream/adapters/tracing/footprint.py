@@ -8,16 +8,12 @@ seen with the same shapes before is not run again: the layers of a model are ali
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from contextvars import copy_context
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,38 +22,19 @@ from torch import nn
 
 from weightstream.adapters.hf import private
 from weightstream.adapters.steps import croppable_cache, static_cache
-from weightstream.adapters.steps.decode_steps import CACHES, cache_in, cached, options_of, shorten, takes_ids
-from weightstream.adapters.tracing import global_state, meta_copy, op_cost, process_states
-from weightstream.adapters.tracing.known_values import UNKNOWN, KnownValues
+from weightstream.adapters.steps.decode_steps import CACHES, cached, options_of, shorten, takes_ids
+from weightstream.adapters.tracing import meta_copy, op_cost
+from weightstream.adapters.tracing.forward import Forward, KernelLaunch, ModuleCall, run_on_copy
+from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, Workload, mean
 from weightstream.plan.schedule import aligned
-from weightstream.runtime.streamer.read_watch import OperatorMode
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.weights.alias_groups import UnitModule
 
-logger = logging.getLogger("weightstream")
-
 _CPU = torch.device("cpu")
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
-class ModuleCall(NamedTuple):
-    """A module that ran, the index of the call that it ran in (-1: none), and the bytes of tensors that it returned."""
-
-    module: nn.Module
-    caller: int
-    returned_nbytes: int
-
-
-class KernelLaunch(NamedTuple):
-    """A kernel, the index of the call that launched it (-1: none), and the number of calls that had begun by then."""
-
-    call: int
-    num_calls: int
-    op: Op
 
 
 class WeightRead(NamedTuple):
@@ -65,13 +42,6 @@ class WeightRead(NamedTuple):
 
     call: int
     tensor: torch.Tensor
-
-
-class _StorageRead(NamedTuple):
-    """As `WeightRead`, while the forward runs: `storage` is that of the copied weight on meta, by `_cdata`."""
-
-    call: int
-    storage: int
 
 
 class _UnitCall(NamedTuple):
@@ -197,7 +167,7 @@ def follow(
             its Python code takes longer than `limit_s` seconds.
     """
 
-    def run_once(start: Callable[..., _Forward], _: nn.Module, on_meta: Any, keywords_on_meta: Any) -> list[_Forward]:
+    def run_once(start: Callable[..., Forward], _: nn.Module, on_meta: Any, keywords_on_meta: Any) -> list[Forward]:
         pairs = zip(tensors_in((args, kwargs or {})), tensors_in((on_meta, keywords_on_meta)), strict=True)
         forward = start(on_meta, keywords_on_meta, entry, known := KnownValues(pairs))
         on_values(known.was_asked)
@@ -243,15 +213,15 @@ def observe_passes(model: nn.Module, workload: Workload, widths: Sequence[int]) 
 
 
 def _passes(
-    workload: Workload, widths: Sequence[int], start: Callable[..., _Forward], model: nn.Module
-) -> list[list[_Forward]]:
+    workload: Workload, widths: Sequence[int], start: Callable[..., Forward], model: nn.Module
+) -> list[list[Forward]]:
     """A forward for each width, after that of a prompt, whose footprint is none of theirs."""
     takes = takes_ids(model)
     config: Any = model.config
     config.pad_token_id = None
     options = options_of(takes)
 
-    def forward(num_tokens: int, **more: Any) -> _Forward:
+    def forward(num_tokens: int, **more: Any) -> Forward:
         ids = torch.empty(1, num_tokens, dtype=torch.long, device="meta")
         kept = {"logits_to_keep": num_tokens} if "logits_to_keep" in takes else {}
         return start((), {"input_ids": ids, **options, **kept, **more})
@@ -273,10 +243,10 @@ def _passes(
     return [[each] for each in forwards]
 
 
-def _steps(workload: Workload, start: Callable[..., _Forward], model: nn.Module) -> list[_Forward]:
+def _steps(workload: Workload, start: Callable[..., Forward], model: nn.Module) -> list[Forward]:
     """The prompt's forward; with a cache, also the step after it, and that step as it would be captured."""
 
-    def forward(num_tokens: int, **more: Any) -> _Forward:
+    def forward(num_tokens: int, **more: Any) -> Forward:
         ids = torch.empty(workload.batch, num_tokens, dtype=torch.long, device="meta")
         return start((), {"input_ids": ids, **more})
 
@@ -311,7 +281,7 @@ def _mask(config: Any, num_tokens: int, num_positions: int) -> Any:
 
 def _followed(
     model: nn.Module,
-    steps: Callable[..., list[_Forward]],
+    steps: Callable[..., list[Forward]],
     values: tuple[Any, ...] = (),
     limit_s: float = math.inf,
     device: torch.device = _CPU,
@@ -319,7 +289,7 @@ def _followed(
     """Copy a model to meta, run forwards of the copy, and return the footprint of the last one, with the largest memory
     of all.
 
-    `steps(start, copy, *values)` runs the forwards: each call `start(args, kwargs)` is one, and returns its `_Forward`.
+    `steps(start, copy, *values)` runs the forwards: each call `start(args, kwargs)` is one, and returns its `Forward`.
     `values` are the arguments of the real call; `steps` gets copies of them on meta. Errors of the forwards and of the
     copying become `UnsupportedError`.
     """
@@ -328,43 +298,22 @@ def _followed(
 
 def _each_followed(
     model: nn.Module,
-    steps: Callable[..., list[list[_Forward]]],
+    steps: Callable[..., list[list[Forward]]],
     values: tuple[Any, ...] = (),
     limit_s: float = math.inf,
     device: torch.device = _CPU,
 ) -> list[Footprint]:
     """As `_followed`, for several lists of forwards of one copy of the model: the footprint of each list."""
-    storages = meta_copy.Storages()
-    until_s = time.perf_counter() + limit_s
 
-    def run() -> list[Footprint]:
-        with torch.no_grad():
-            made = meta_copy.copied(model, *values, storages=storages)
-            with torch.inference_mode():
-                start = partial(_Forward, made.model, made.weights, until_s, storages)
-                try:
-                    return [_footprint(forwards, made) for forwards in steps(start, made.model, *made.values)]
-                finally:
-                    meta_copy.untie(made)
+    def run(made: meta_copy.Copied, until_s: float, storages: meta_copy.Storages) -> list[Footprint]:
+        with torch.inference_mode():
+            start = partial(Forward, made.model, made.weights, until_s, storages)
+            return [footprint_of(forwards, made) for forwards in steps(start, made.model, *made.values)]
 
-    footprints, failed = None, ""
-    try:
-        global_state.refuse_side_effects(model, values)
-        with global_state.without(storages, model), process_states.kept(device):
-            footprints = copy_context().run(run)
-    except UnsupportedError as error:
-        failed = str(error)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}".partition("\n")[0]
-        failed = f"{type(model).__name__}: its work cannot be found from shapes before it runs: {message}"
-    if storages.are_kept():  # the copy is gone now, and so are the frames of an error
-        logger.warning("%s keeps tensors outside of its modules: one without values may be left", type(model).__name__)
-    if footprints is None:
-        raise UnsupportedError(failed)
-    return footprints
+    return run_on_copy(model, run, values, limit_s, device)
 
 
-def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprint:
+def footprint_of(forwards: Sequence[Forward], made: meta_copy.Copied) -> Footprint:
     last, peak_nbytes = forwards[-1], max(forward.memory.peak_nbytes for forward in forwards)
     nums = Counter(id(launch.op) for launch in last.ops)
     calls = [call._replace(module=made.originals.get(id(call.module), call.module)) for call in last.calls]
@@ -379,166 +328,9 @@ def _footprint(forwards: Sequence[_Forward], made: meta_copy.Copied) -> Footprin
         cache_nbytes=last.cache_nbytes,
         calls=tuple(calls),
         ops=(*last.ops, *summed),
-        captured=_footprint([last.captured], made) if last.captured is not None else None,
+        captured=footprint_of([last.captured], made) if last.captured is not None else None,
         launches=tuple(
             CountedLaunch(launch, nums[id(launch.op)]) for launch in last.launches.values() if id(launch.op) in nums
         ),
         reads=tuple(WeightRead(read.call, tensor) for read in last.reads for tensor in made.weights[read.storage]),
     )
-
-
-class _Forward(OperatorMode):
-    """One forward on meta tensors: the calls of modules, the launches of operators, and the memory that was alive.
-
-    A forward may also make small tensors with values on the CPU, such as constants. Operators on these alone are run,
-    and do not count as launches. They may write only to tensors that this forward made: any other is not a copy, and
-    belongs to the model or its caller.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: Collection[int],
-        until_s: float,
-        storages: meta_copy.Storages,
-        args: Any,
-        kwargs: dict[str, Any],
-        entry: str = "forward",
-        known: KnownValues | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._weights = weights
-        self._known = known if known is not None else KnownValues()
-        self.reads: dict[_StorageRead, None] = {}  # each once, in order
-        self._own_storages = weakref.WeakValueDictionary[int, Any]()  # of tensors with values that this forward made
-        self.calls: list[ModuleCall] = []
-        self.ops: list[KernelLaunch] = []
-        self.launches: dict[Any, Launch] = {}
-        self.memory = _Memory((*model.parameters(), *model.buffers()), storages)
-        self._draws = process_states.Draws()
-        self.cache_nbytes = 0
-        self.captured: _Forward | None = None  # the same step, with another cache
-        self._call = -1
-        self._until_s = until_s
-        for tensor in (*tensors_in((args, kwargs)), *cached(cache_in(kwargs))):
-            self.memory.hold(tensor)
-        with ExitStack() as hooks, self:
-            for module in model.modules():
-                hooks.callback(module.register_forward_pre_hook(self._enter).remove)
-                hooks.callback(module.register_forward_hook(self._leave).remove)
-            self.output = (model if entry == "forward" else getattr(model, entry))(*args, **kwargs)
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        self.calls.append(ModuleCall(module, self._call, 0))
-        self._call = len(self.calls) - 1
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        call = self.calls[self._call]
-        self.calls[self._call] = call._replace(returned_nbytes=sum(map(op_cost.touched_nbytes, tensors_in(output))))
-        self._call = call.caller
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = self._known.answer(func, args, kwargs)
-        if output is UNKNOWN:
-            output = self._run(func, args, kwargs)
-            self._known.follow(func, args, kwargs, output)
-        return output
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
-        for tensor in tensors:
-            if (storage := _memory_of(tensor)) in self._weights:
-                self.reads[_StorageRead(self._call, storage)] = None
-        if time.perf_counter() > self._until_s:
-            raise UnsupportedError("following it takes too long")
-        real = [tensor for tensor in tensors if not tensor.is_meta]
-        writes = func._schema.is_mutable and func.overloadpacket is not torch.ops.aten.detach_
-        is_foreign = writes and any(_memory_of(tensor) not in self._own_storages for tensor in real)
-        if is_foreign or kwargs.get("generator") is not None:
-            raise UnsupportedError(f"{func} writes to a tensor that is not a copy")
-        if len(real) == len(tensors) and _device_of(kwargs) != "meta":
-            if process_states.draws(func) and not process_states.takes_generator(func) and _is_composite(func):
-                with self:  # a random operator without a generator argument: the operators that it consists of take one
-                    return func.decompose(*args, **kwargs)
-            # the model may keep the result, and later use it in calls with gradients, which refuse inference tensors
-            with torch.inference_mode(False):
-                output = self._draws.run(func, args, kwargs)
-            for tensor in tensors_in(output):
-                self._own_storages[_memory_of(tensor)] = tensor.untyped_storage()
-            return output
-        # the most frequent composite operators as a kernel or a view: decomposing them would take longer
-        func, args, kwargs = op_cost.simpler(func, args, kwargs)
-        if _is_composite(func) and not op_cost.is_kernel(func, args, kwargs):
-            with self:
-                return func.decompose(*args, **kwargs)
-        if func.is_view:
-            return func(*args, **kwargs)
-        key = func, _signed(args), _signed(tuple(kwargs.items()))
-        seen = self.launches.get(key)
-        # `repeat` makes results of the same shapes, or returns the first argument of an operator that works in place
-        if seen is not None and (seen.is_repeatable or seen.is_in_place):
-            output = seen.repeat(args)
-        else:
-            output = op_cost.run_on_meta(func, args, kwargs)
-            seen = self.launches[key] = Launch(func, args, kwargs, output)
-        for tensor in tensors_in(output):
-            self.memory.hold(tensor)
-        if seen.op is not None:
-            self.ops.append(KernelLaunch(self._call, len(self.calls), seen.op))
-            self.memory.touch(seen.workspace_nbytes)
-            seen.alive_nbytes = max(seen.alive_nbytes, self.memory.live_nbytes)
-        return output
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _device_of(kwargs: dict[str, Any]) -> str:
-    device = kwargs.get("device")
-    return "" if device is None else torch.device(device).type
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
-
-
-class _Memory:
-    """The bytes of live storages except weights, in blocks as PyTorch's CUDA allocator takes them."""
-
-    def __init__(self, weights: Iterable[torch.Tensor], storages: meta_copy.Storages) -> None:
-        self._storages = storages  # of all forwards
-        self._held: dict[int, weakref.ref[Any]] = {}
-        self.live_nbytes = self.peak_nbytes = 0
-        for weight in weights:
-            self.hold(weight, counts=False)
-
-    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        storage, key = tensor.untyped_storage(), _memory_of(tensor)
-        nbytes = aligned(storage.nbytes()) * counts
-        if not tensor.is_meta or key in self._held:
-            return
-
-        def drop(_: Any) -> None:
-            self.live_nbytes -= nbytes
-            del self._held[key]
-
-        self._storages.note(tensor)
-        self._held[key] = weakref.ref(storage, drop)
-        self.live_nbytes += nbytes
-        self.touch()
-
-    def touch(self, nbytes: int = 0) -> None:
-        """Count `nbytes` more at this moment, such as the workspace of a kernel, for the peak only."""
-        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + aligned(nbytes))
-
-
-def _signed(value: Any) -> Any:
-    """The properties of an argument that an operator may depend on, as a key."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_signed, value))
-    return type(value), value

@@ -28,6 +28,7 @@ from weightstream.runtime.tensors.thread_state import unseen
 
 _HOOKS = "_diffusers_hook"  # an attribute with diffusers' hooks on a module, mostly those of caches
 _AROUND = "_weightstream_around"  # an attribute with our wrapper of a module's forward (runtime/streamer/forward_patch)
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # on a streamed model, names that are looked up in the model itself
 _COPY_FUNCTIONS = (torch.Tensor.__deepcopy__, nn.Parameter.__deepcopy__, torch.Tensor.clone)
 
 
@@ -170,7 +171,7 @@ def copied(model: nn.Module, *values: Any, storages: Storages | None = None) -> 
             memo |= dict.fromkeys(map(id, wraps))
             if any(map(tensor_parallel.is_of_shard, wraps)) and tensor_parallel.adds_up(module, outers):
                 summed.add(id(module))
-        memo[id(vars(module).get(_HOOKS))] = None
+        memo |= {id(vars(module).get(name)): None for name in (_HOOKS, _IGNORED)}
         memo |= {id(value): None for value in vars(module).values() if tensor_parallel.is_of_processes(value)}
     memo |= {id(tensor): shape_of(tensor) for tensor in tensors_in(values)}
     with _Copies(shape_of), forward_patch.copying_as_it_runs():

@@ -21,7 +21,7 @@ from weightstream.runtime.tensors.pytree import tensors_in
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention
-_HALF = frozenset((torch.bfloat16, torch.float16))
+HALF = frozenset((torch.bfloat16, torch.float16))
 _FREE = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach_))
 _IN_PLACE = frozenset(  # they change only values
     getattr(_aten, name)
@@ -40,6 +40,25 @@ _LEAST = MappingProxyType(
 _MASKED = 8.0
 _BIASED = 5.5
 _SUMMED = 4.0  # 6 to 7 us up to 64 KiB [two H200s, NVLink]
+
+
+class _Fused(NamedTuple):
+    """Fused attention with gradients: the index of `query` and of `is_causal` among its arguments, and the number of
+    products of all pairs of positions, where a forward has two."""
+
+    query: int
+    is_causal: int
+    num_products: int
+
+
+_FUSED = MappingProxyType(
+    {
+        _aten._scaled_dot_product_flash_attention: _Fused(0, 4, 2),
+        _aten._scaled_dot_product_efficient_attention: _Fused(0, 6, 2),
+        _aten._scaled_dot_product_flash_attention_backward: _Fused(1, 11, 5),
+        _aten._scaled_dot_product_efficient_attention_backward: _Fused(1, 11, 5),
+    }
+)
 _GROUPED = frozenset(("aten::_grouped_mm", private.GROUPED_MM))
 
 
@@ -56,6 +75,10 @@ def _spec(tensor: torch.Tensor) -> Spec:
     return Spec(tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def _made(spec: Spec) -> torch.Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+
+
 class Launch:
     """An operator on tensors of certain shapes: its `op` (None: no kernel), and how to make its result again.
 
@@ -65,7 +88,7 @@ class Launch:
     """
 
     __slots__ = (
-        *("_args", "_func", "_is_list", "_kwargs", "_results"),
+        *("_args", "_func", "_kwargs", "_result"),
         *("alive_nbytes", "is_in_place", "is_repeatable", "op", "workspace_nbytes"),
     )
 
@@ -74,13 +97,11 @@ class Launch:
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         is_new = [tensor.is_meta and tensor.untyped_storage()._cdata not in storages for tensor in made]
         changes: bool = func._schema.is_mutable
-        self._is_list = isinstance(output, list)
-        parts = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-        self.is_repeatable = bool(made) and all(is_new) and len(parts) == len(made) and not changes
+        self.is_repeatable = bool(made) and all(is_new) and not changes
         self.is_in_place = func.overloadpacket in _IN_PLACE and output is inputs[0]
         self._func = func
         self._args, self._kwargs = tree_map_only(torch.Tensor, _spec, (args, kwargs))
-        self._results = [_spec(tensor) for tensor in made]
+        self._result = tree_map_only(torch.Tensor, _spec, output)
         self.op: Op | None = None
         self.workspace_nbytes = self.alive_nbytes = 0
         runs = any(is_new) or (changes and any(tensor.is_meta for tensor in made))
@@ -96,6 +117,8 @@ class Launch:
         """
         func, args, kwargs = self._func, self._args, self._kwargs
         draws = torch.Tag.nondeterministic_seeded in func.tags
+        if func.overloadpacket in _FUSED:
+            draws = False  # its dropout is among its arguments
         if func.overloadpacket is _ATTENTION:
             draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
         if not self.is_repeatable or draws or self.op is None or func.namespace != "aten":
@@ -107,8 +130,9 @@ class Launch:
         """New output of the operator, as for the arguments that it was run with, without running it."""
         if self.is_in_place:
             return args[0]
-        made = tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta") for s in self._results)
-        return list(made) if self._is_list else made if len(made) > 1 else made[0]
+        if isinstance(self._result, Spec):
+            return _made(self._result)
+        return tree_map_only(Spec, _made, self._result)
 
 
 class CountedLaunch(NamedTuple):
@@ -135,7 +159,7 @@ def is_kernel(func: Any, args: Any, kwargs: Any) -> bool:
         return func.overloadpacket in (_aten.linear, _aten.rms_norm)
     query, _, value = args[:3]
     if kwargs.get("enable_gqa"):
-        return query.dtype in _HALF and _mask(args) is None and query.shape[-1] == value.shape[-1] <= 256
+        return query.dtype in HALF and _mask(args) is None and query.shape[-1] == value.shape[-1] <= 256
     return query.dim() == 4 and query.dtype is not torch.float64
 
 
@@ -165,7 +189,7 @@ def sum_of(nbytes: int) -> Op:
 
 def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
     packet = func.overloadpacket
-    rate: Rate = "half" if args and isinstance(args[0], torch.Tensor) and args[0].dtype in _HALF else "single"
+    rate: Rate = "half" if args and isinstance(args[0], torch.Tensor) and args[0].dtype in HALF else "single"
     nbytes = nbytes_read + sum(map(touched_nbytes, tensors_in(output)))
     if packet is _ATTENTION:
         query, key, value = args[:3]
@@ -175,6 +199,12 @@ def _op(func: Any, args: Any, kwargs: Any, output: Any, nbytes_read: int) -> Op:
         least = _MASKED if mask is not None and mask.dtype is torch.bool else _LEAST[packet]
         kind: Rate = "attention" if rate == "half" else rate
         return Op(rate=kind, flops=(1 if causal else 2) * products, nbytes=nbytes, least=least)
+    if (fused := _FUSED.get(packet)) is not None:
+        query, key, value = args[fused.query : fused.query + 3]
+        causal = len(args) > fused.is_causal and args[fused.is_causal] and query.shape[-2] == key.shape[-2]
+        products = query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) / 2
+        flops = (1 if causal else 2) * fused.num_products * products
+        return Op(rate="attention" if rate == "half" else rate, flops=flops, nbytes=nbytes, least=_LEAST[_ATTENTION])
     if packet is _aten.linear:
         least = 1.0 if len(args) < 3 or args[2] is None else _BIASED
         return Op(rate=rate, flops=2 * args[0].numel() * args[1].shape[0], nbytes=nbytes, least=least)

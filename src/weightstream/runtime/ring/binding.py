@@ -73,6 +73,7 @@ class Binding:
         timeline: Timeline,
         block: SharedMemory | None = None,
         picks: Mapping[int, Picks] = MappingProxyType({}),
+        has_graphs: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
         self.memory = memory
@@ -82,6 +83,7 @@ class Binding:
         self.is_awake = False  # from the begin of `wake` to the end of `rest`
         # tensors that show the true bytes outside of their unit until a watched step ends
         self._served: list[StreamedTensor] = []
+        self._has_graphs = has_graphs  # whether autograd may hold views
         self._homes = homes
         self._backend = backend
         self._step_end = StepEnd(backend)
@@ -164,11 +166,41 @@ class Binding:
         at = tensor.data_ptr()
         return any(begin <= at < end for begin, end in self._ours)
 
+    def addresses(self, index: int) -> list[tuple[int, int]]:
+        """Ranges of addresses in which the open unit shows its weights, and no activations are."""
+        if (borrowed := self.units[index].borrowed) is None:
+            return self._ours
+        storages = (streamed.ring.untyped_storage() for streamed in borrowed.tensors)
+        return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Ranges of addresses of the ring, the buffer and slots."""
+        return self._ours
+
+    def is_open_at(self, address: int) -> bool:
+        """Whether a unit that is open now shows these bytes of the ring, or the buffer."""
+        ring = address - self.memory.ring.data_ptr()
+        for unit in self.open_units:
+            extent = self.plan.extents[unit.index]
+            if unit.borrowed is None and extent.offset <= ring < extent.offset + extent.nbytes:
+                return True
+        in_ring = 0 <= ring < self.memory.ring.numel()
+        return not in_ring and any(unit.coded and unit.borrowed is None for unit in self.open_units)
+
+    def reschedule(self, plan: Plan) -> None:
+        """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""
+        self.plan = plan
+        self.engine.reschedule(plan)
+
     # -- units of eager steps --------------------------------------------------------------------------------------
 
     @unseen
-    def open(self, index: int) -> None:
-        """Make the unit's tensors show its bytes in the ring; kernels queued from now on run after their fill."""
+    def open(self, index: int) -> bool:
+        """Make the unit's tensors show its bytes in the ring; kernels queued from now on run after their fill.
+
+        Returns whether the unit was closed before.
+        """
         unit = self.units[index]
         unit.opened += 1
         self.open_units.append(unit)
@@ -184,6 +216,7 @@ class Binding:
                 if self.engine.fences[index].state is State.IN_USE:
                     self.engine.release(index)
             raise
+        return unit.opened == 1
 
     def _bring(self, unit: BoundUnit) -> None:
         """Order compute after the fill of the unit, and decode; if its memory is in use, fill memory of its own."""
@@ -232,7 +265,7 @@ class Binding:
             has_views = borrowed is not None or unit.num_views() > 0
             return has_views and shown.clone_views(output)
         finally:
-            if has_views and borrowed is None and not watched:
+            if has_views and borrowed is None and not watched and not self._has_graphs():
                 self.look_for_kept(unit)
             self._forget_opening(unit)
             if borrowed is None and unit.streams:

@@ -23,7 +23,7 @@ from torch.autograd import profiler
 
 from weightstream.errors import InvariantError
 from weightstream.plan.plan import Plan
-from weightstream.plan.schedule import Cursor, units_sharing_bytes
+from weightstream.plan.schedule import FORWARD, Cursor, Schedule, units_sharing_bytes
 from weightstream.runtime.devices.backend import Backend, Copy, Event, Side
 from weightstream.runtime.ring.shared_memory import SharedMemory, Tenure
 from weightstream.runtime.ring.timeline import Timeline, profiler_range
@@ -123,7 +123,7 @@ class Engine:
         block: SharedMemory | None = None,
         open_units: Sequence[object] = (),
     ) -> None:
-        self.plan = plan
+        self.plan: Plan
         self.open_units = open_units  # units whose forwards run now
         self._block = block  # memory that several models use in turn; None: the ring is only this model's
         self.counters = counters or Counters()
@@ -134,22 +134,49 @@ class Engine:
         self.fences = [Fence(backend.event(), backend.event()) for _ in plan.extents]
         self.sharing = [frozenset(units) for units in units_sharing_bytes(plan.extents)]
         self.live: set[int] = set()  # at least all units whose bytes are in the ring, or are still read
-        self._cursor = Cursor(plan.manifest.order, plan.after)
+        self._cursors: dict[str, Cursor] = {}  # by kind of step
+        self._cursor: Cursor  # of the step under way, or of the last one
+        self.reschedule(plan)
         self._tenure = Tenure()
 
-    def prime(self) -> None:
-        """End the step, and start the fills that the next step begins with, unless they were started."""
-        self._fill_due(self._cursor.end())
-        self._fill_due(self.plan.first)
+    def reschedule(self, plan: Plan) -> None:
+        """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""
+        self.plan = plan
+        every = (plan.schedule(plan.what), *plan.schedules)
+        self._cursors = {schedule.what: schedule.cursor() for schedule in every}
+        self._cursor = self._cursors[plan.schedule(FORWARD).what]
 
-    def begin_step(self) -> None:
-        """Begin a step at position 0 of the order."""
+    def prime(self) -> None:
+        """End the step, and start the fills that the next forward begins with, unless they were started."""
+        schedule = self.plan.schedule(FORWARD)
+        if self._is_at(schedule):
+            self._fill_due(self._cursor.end())
+        self._fill_due(schedule.first)
+
+    def begin_step(self, what: str = FORWARD) -> None:
+        """Begin a step at position 0 of the order of its kind."""
+        schedule = self.plan.schedule(what)
+        is_same = self._is_at(schedule)
         due = self._cursor.begin()
-        if self._block is None:
-            self._fill_due(due)
-            return
-        self._tenure.step()
-        self._fill_due(self.plan.first)  # another model may have had the memory, or was expected to have it now
+        if self._block is not None:
+            self._tenure.step()
+        # otherwise another kind of step, or another model, left the ring
+        self._fill_due(due if is_same and self._block is None else schedule.first)
+
+    def resume(self, what: str) -> None:
+        """Go on with the last step of a kind where it stood, after a step of another kind."""
+        if not self._is_at(self.plan.schedule(what)):
+            self._fill_due(self._cursor.needed())
+
+    def comes_to_forward(self, what: str) -> bool:
+        """Whether the next position in the order of this kind of step has the first unit again: a second forward."""
+        cursor = self._cursors[self.plan.schedule(what).what]
+        return 0 < cursor.position < len(cursor.order) and cursor.order[cursor.position] == cursor.order[0]
+
+    def _is_at(self, schedule: Schedule) -> bool:
+        """Whether the cursor was that of this schedule; it is from now on."""
+        before, self._cursor = self._cursor, self._cursors[schedule.what]
+        return before is self._cursor
 
     def is_behind(self, unit: int) -> bool:
         """Whether the unit stands in the order, but only before the cursor."""

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from weightstream.errors import InvariantError, OffloadError
-from weightstream.plan.schedule import Cursor
+from weightstream.plan.schedule import FORWARD, Cursor
 from weightstream.runtime.devices.backend import Backend, Event, Side
 from weightstream.runtime.ring.engine import Engine, GraphOutcome
 
@@ -56,7 +56,7 @@ class Recording:
         self._backend = backend
         self._deferred = deferred
         position = None if before is None else before._cursor.position
-        self._cursor: Cursor = Cursor(plan.manifest.order, plan.after, position)
+        self._cursor: Cursor = plan.schedule(FORWARD).cursor(position)
         self._in_use: Counter[int] = Counter() if before is None else before._in_use.copy()
         self._is_empty = True  # no unit was waited for or released in this graph
         self._held: dict[int, Event | None] = {}  # units in the ring -> their fill, until compute follows it

@@ -22,12 +22,17 @@ class StepState(Enum):
     STEP = "inside of step()"
     HELD = "driven by an engine"  # an inference engine such as vLLM's, from `fix` to `unfix`
     FORWARD = "in a forward at fixed addresses"
+    BACKWARD = "in a backward pass"
     REMOVED = "removed"
 
 
 _NEXT = MappingProxyType(
     {
-        StepState.IDLE: (StepState.LEARNING, StepState.EAGER, StepState.STEP, StepState.HELD, StepState.REMOVED),
+        StepState.IDLE: (
+            *(StepState.LEARNING, StepState.EAGER, StepState.BACKWARD, StepState.STEP, StepState.HELD),
+            StepState.REMOVED,
+        ),
+        StepState.BACKWARD: (StepState.IDLE,),
         StepState.LEARNING: (StepState.IDLE,),
         StepState.EAGER: (StepState.IDLE,),
         StepState.STEP: (StepState.IDLE, StepState.FORWARD),
@@ -36,7 +41,7 @@ _NEXT = MappingProxyType(
         StepState.REMOVED: (StepState.REMOVED,),
     }
 )
-_RUNNING = (StepState.LEARNING, StepState.EAGER, StepState.FORWARD)
+_RUNNING = (StepState.LEARNING, StepState.EAGER, StepState.FORWARD, StepState.BACKWARD)
 _FIXED = (StepState.STEP, StepState.HELD, StepState.FORWARD)
 _NONE: frozenset[int] = frozenset()
 

@@ -86,6 +86,11 @@ class StreamedTensor:
         if self.source.is_undecoded:
             self.member.guard(self.on_access)
 
+    @property
+    def requires_grad(self) -> bool:
+        """As `Member.requires_grad`."""
+        return self.member.requires_grad
+
     def changed(self) -> bool:
         """Whether the tensor was updated in place through itself or a view of it since the versions agreed."""
         return self.member.version != self.version

@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.manifest import Workload
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.runtime.devices.backend import Backend, Side, Stamp
 from weightstream.runtime.experts.counters import Tally, since
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -50,7 +51,7 @@ def kind_of(args: Any, kwargs: Any, what: str = "forward") -> Kind:
 
 def kind_of_workload(workload: Workload) -> Kind:
     """The kind of the forwards of a language model's workload."""
-    return Kind("forward", workload.batch * workload.tokens)
+    return Kind(TRAIN if workload.trains else FORWARD, workload.batch * workload.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +199,15 @@ class Tracing:
             del self.trace.spans[self.trace.limit :]
 
 
+class _Open(NamedTuple):
+    """A step under way."""
+
+    timed: TimedStep
+    is_due: bool
+    tracing: Tracing | None
+    host_begin_s: float
+
+
 class Timeline:
     """Times steps of one streamer, under one plan after the other."""
 
@@ -209,6 +219,7 @@ class Timeline:
         self._num_steps = self._in_a_row = 0
         self._last_kind: Kind | None = None
         self.is_on = False  # whether marks of units are recorded now; most steps record none, so the engine checks this
+        self._open: _Open | None = None  # a step that goes on after its block
         self._timed: TimedStep | None = None  # the step that gets these marks
         self._pending: deque[TimedStep] = deque()
         self._samples: deque[Sample] = deque(maxlen=_WINDOW)
@@ -252,6 +263,7 @@ class Timeline:
 
     def heal(self) -> None:
         """End a step that was cut short."""
+        self._open = None
         self._mark_in(None, self._tracing)
         if self._tracing is not None:
             self._tracing.step = 0
@@ -264,8 +276,13 @@ class Timeline:
     # -- called by the streamer --------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, kind: Kind, *, inside: bool = True, whole: bool = True) -> Iterator[None]:
-        """Time a step, or a piece of one, and with `inside` the units in it. A step that fails is not timed."""
+    def step(self, kind: Kind, *, inside: bool = True, whole: bool = True, ends: bool = True) -> Iterator[None]:
+        """Time a step, or a piece of one, and with `inside` the units in it. A step that fails is not timed.
+
+        Without `ends` the step goes on after the block, until `end_step`; the begin of another step ends it untimed.
+        """
+        if self._open is not None:
+            self.heal()
         is_due, tracing = self._count(kind, whole), self._tracing
         if (not is_due and tracing is None) or self._backend.capturing():
             yield
@@ -276,19 +293,34 @@ class Timeline:
         if tracing is not None:
             tracing.num_steps += whole
             tracing.step = tracing.num_steps
+        step = _Open(timed, is_due, tracing, host_begin_s)
+        if not ends:
+            self._open = step
+            yield
+            return
         try:
             yield
-            mark = Mark("step", -1, begin, self._backend.stamp(Side.COMPUTE))
-            timed.host_s = time.perf_counter() - host_begin_s
-            if is_due:
-                timed.marks.append(mark)
-                self._pending.append(timed)
-            if tracing is not None:
-                tracing.add_step(mark, kind.what, host_begin_s)
+            self._end(step)
         finally:
             self._mark_in(None, self._tracing)
             if tracing is not None:
                 tracing.step = 0
+
+    def end_step(self) -> None:
+        """End the step that goes on after its block, if there is one."""
+        step, self._open = self._open, None
+        if step is not None:
+            self._end(step)
+            self.heal()
+
+    def _end(self, step: _Open) -> None:
+        mark = Mark("step", -1, step.timed.begin, self._backend.stamp(Side.COMPUTE))
+        step.timed.host_s = time.perf_counter() - step.host_begin_s
+        if step.is_due:
+            step.timed.marks.append(mark)
+            self._pending.append(step.timed)
+        if step.tracing is not None:
+            step.tracing.add_step(mark, step.timed.kind.what, step.host_begin_s)
 
     def _count(self, kind: Kind, whole: bool) -> bool:
         """Count a step; returns whether it is to be timed. For one that is not, add the last timed step's waits."""

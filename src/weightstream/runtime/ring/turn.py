@@ -99,6 +99,29 @@ class StepTurn:
             finally:
                 self.threads.clear()
 
+    def begin(self, progress: Callable[[], int | None]) -> bool:
+        """Take the turn until `finish`, which any thread may call, or join the step that has it.
+
+        Returns whether the turn was taken. `progress`: as for `run`. The caller is in no step.
+        """
+        me = get_ident()
+        try:
+            if self._joins(progress):
+                return False
+        except BaseException:
+            self.threads.discard(me)
+            raise
+        finally:
+            self._waiting.discard(me)
+        self._lock.acquire()
+        self._begin()
+        return True
+
+    def finish(self) -> None:
+        """End what `begin` began, in any thread."""
+        self.threads.clear()
+        self._lock.release()
+
     def end(self, close: Callable[[], None], *, has_failed: bool = False) -> None:
         """Call `close`, after which no thread joins, once all threads that joined have left.
 

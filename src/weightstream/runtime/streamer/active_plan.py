@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 
@@ -70,6 +71,8 @@ class Installation:
         self.graphs = Graphs(backend, self)
         self.counters = Counters()
         self.timeline = Timeline(backend, Tally(self._caches))
+        self.graphs_alive: WeakSet[object] = WeakSet()  # of forwards, whose backward passes may still come
+        self.nodes_alive: WeakSet[object] = WeakSet()  # of forwards; nodes may keep weights after their pass
         self._on_close = on_close
 
     @property
@@ -131,11 +134,25 @@ class Installation:
             finally:
                 end_hold()
 
+    def reschedule(self, plan: Plan) -> None:
+        """Follow the schedules of a plan that has all weights at the same addresses: nothing moves."""
+        prove(plan)
+        if not plan.has_memory_of(self.plan):
+            raise InvariantError("the plan has weights at other addresses")
+        with self.gate.lock:
+            self.binding.reschedule(plan)
+
+    def has_graphs(self) -> bool:
+        """Whether autograd may hold views of weights."""
+        return bool(self.graphs_alive) or bool(self.nodes_alive)
+
     def _why_not_switched(self) -> str | None:
         if self.gate.mode is StepState.HELD:
             return "the engine that drives the layers holds the addresses of their weights"
         if self.gate.mode is not StepState.IDLE:
             return f"the streamer is {self.gate.mode.value}"
+        if self.graphs_alive:
+            return "the graph of a forward is alive, whose backward pass would find the weights at other addresses"
         if self.modules.session.traced and not self.compiled.is_wanted:
             return "code that torch.compile made of this model holds the addresses of its weights"
         return None
@@ -147,7 +164,15 @@ class Installation:
             block = self.gate.block
             memory = PlanMemory.allocate(plan, self.backend) if block is None else block.parts(plan)
             self.binding = Binding(
-                plan, memory, self.homes, self.backend, self.counters, self.timeline, block, self._picks()
+                plan,
+                memory,
+                self.homes,
+                self.backend,
+                self.counters,
+                self.timeline,
+                block,
+                self._picks(),
+                self.has_graphs,
             )
             self.graphs.clear()  # they read other addresses
             self.modules.attach(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 
 from weightstream.plan.plan import Plan
 from weightstream.runtime.ring.turn import StepTurn
-from weightstream.runtime.streamer import custom_ops, forward_patch
+from weightstream.runtime.streamer import custom_ops, distributed, forward_patch
 from weightstream.runtime.streamer.forward_patch import Run
 from weightstream.runtime.streamer.read_watch import calling_method, reading_module
 from weightstream.runtime.tensors.leaves import Leaf, Role, computed_by_hooks, leaves_of
@@ -56,10 +56,11 @@ class Attachment:
         self._run_unit = run_unit
         self._undo = Undo()
         self._weights = {id(leaf.tensor): leaf.tensor for leaf in self._leaves()}  # the weights of the plans, by id
-        self._adopted: frozenset[int] = frozenset()  # ids of tensors that were added since
+        self._adopted: dict[int, torch.Tensor] = {}  # tensors that were added since, by id
         self.adopted_nbytes = 0  # of these, which stay on the device
         self.on_adopted: Callable[[], None] = lambda: None  # called when `adopted_nbytes` changes
         self.has_new = True  # a module may have got a parameter, a buffer or a child
+        self._modules = frozenset[int]()  # ids of the modules of the model, as of the last look at them
         self._code: _Code
         self.is_other_code = False  # the code has changed, and no watched step has run with it
 
@@ -77,18 +78,40 @@ class Attachment:
         self._undo.add(forward_patch.surround(self.model, self._run_step, self.session))
         for name in self.entries:
             self._enter_by(name)
-        self._undo.add(forward_patch.refuse_moves(self.model, self._device))
+        self._undo.add(forward_patch.refuse_moves(self.model, self._device, self._stays))
+        self._undo.add(distributed.leave_alone(self.model, self._frozen))
         self._undo.add(_notice(self))
         setattr(self.model, forward_patch.ATTRIBUTE, self._streamer)
         self._undo.add(lambda: self.model.__dict__.pop(forward_patch.ATTRIBUTE, None))
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._code = _Code(self.model)
 
+    def _stays(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether `fn` changes no tensor that is on the device. If so, tensors that were added come to the device."""
+        if self._device is None:
+            return False
+        for dtype in {tensor.dtype for tensor in self._weights.values()}:
+            probe = torch.empty(1, dtype=dtype, device=self._device)
+            at = probe.data_ptr()
+            try:
+                is_same = fn(probe) is probe and probe.data_ptr() == at  # `share_memory_` returns the same tensor
+            except Exception:  # there is no such device: refused with the reason
+                is_same = False
+            if not is_same:
+                return False
+        self.adopt(self._device)
+        return True
+
+    def _frozen(self) -> list[torch.Tensor]:
+        return [tensor for tensor in self._weights.values() if not tensor.requires_grad]
+
     def _enter_by(self, name: str) -> None:
         self._undo.add(forward_patch.enter_by(self.model, name, partial(self._run_step, what=name)))
 
     def learn_entry(self) -> None:
-        """For a unit that runs outside of any step: the model's public method that called it is a step from now on."""
+        """For a unit that runs outside of any step: the model's public method that called it, or the forward that was
+        assigned to the model since, is a step from now on."""
+        forward_patch.stand_in_again(self.model)
         name = calling_method(self.model)
         if name is not None and name not in self.entries and "forward" not in (name, *self.entries):
             self.entries.add(name)
@@ -100,7 +123,7 @@ class Attachment:
 
     def was_replaced(self) -> bool:
         """Whether tensors were added since the last step began, perhaps instead of weights; the next adopts them."""
-        has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted
+        has_new = not {id(leaf.tensor) for leaf in self._leaves()} <= self._weights.keys() | self._adopted.keys()
         self.has_new |= has_new
         return has_new
 
@@ -149,10 +172,10 @@ class Attachment:
         """
         if not (self.has_new or again):
             return
-        self.has_new = False
+        self._look()
         every, before = self._leaves(), self.adopted_nbytes
         added = {id(leaf.tensor): leaf for leaf in every if id(leaf.tensor) not in self._weights}
-        self._adopted = frozenset(added)
+        self._adopted = {id(leaf.tensor): leaf.tensor for leaf in added.values()}
         self.adopted_nbytes = sum(leaf.tensor.nbytes for leaf in added.values())
         weights = [leaf for leaf in every if id(leaf.tensor) in self._weights] if device is None else []
         with torch.inference_mode(False), torch.no_grad():
@@ -162,6 +185,14 @@ class Attachment:
                     to_device(leaf, to)
         if self.adopted_nbytes != before:
             self.on_adopted()
+
+    def _look(self) -> None:
+        self.has_new = False
+        self._modules = frozenset(map(id, self.model.modules()))
+
+    def trains_any(self) -> bool:
+        """Whether a parameter requires a gradient, an added one or a weight of the plan."""
+        return any(tensor.requires_grad for tensor in chain(self._adopted.values(), self._weights.values()))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor object of the model."""
@@ -302,12 +333,15 @@ def _forgetting(module: nn.Module, run: Run) -> Run:
 
 
 def _notice(attachment: Attachment) -> Callable[[], None]:
-    """Set `has_new` when any module gets a parameter, a buffer or a child; returns a function that ends this. torch's
-    hooks hold the attachment weakly."""
+    """Set `has_new` when a module of the model gets a parameter, a buffer or a child; returns a function that ends it.
+
+    Others do not count, such as a slice of a list of layers, which some models make in every forward. torch's hooks
+    hold the attachment weakly.
+    """
     found = weakref.ref(attachment)
 
     def on_registration(module: nn.Module, name: str, value: object) -> None:
-        if (noticing := found()) is not None:
+        if (noticing := found()) is not None and id(module) in noticing._modules:
             noticing.has_new = True
 
     ends = Undo()

@@ -436,6 +436,13 @@ class Saving(_StandsIn):
             destination[key] = value.cpu() if isinstance(value, torch.Tensor) else value
 
 
+def stand_in_again(module: nn.Module) -> None:
+    """Stand in for a forward that was assigned to the instance, and that was called without the module."""
+    around = _in_force(module)
+    if around is not None and module.forward is not around.forward:
+        around.stand_in(module)
+
+
 class Entry(_StandsIn):
     """Stands in for another method than the forward that starts a step: runs `run(method, args, kwargs)`."""
 
@@ -508,13 +515,19 @@ def wrap_forward(module: nn.Module, run: Run) -> Callable[[], None]:
 
 
 class RefuseApply(_StandsIn):
-    """Stands in for a module's `_apply`, which `.to()`, `.cuda()`, `.half()` and similar methods call."""
+    """Stands in for a module's `_apply`, which `.to()`, `.cuda()`, `.half()` and similar methods call.
 
-    def __init__(self, module: nn.Module, path: str) -> None:
+    `stays(fn)`: whether `fn` would change no tensor that is on the device.
+    """
+
+    def __init__(self, module: nn.Module, path: str, stays: Callable[[Any], bool]) -> None:
         super().__init__(module, "_apply")
         self.path = path
+        self._stays = stays
 
-    def __call__(self, fn: object, recurse: bool = True) -> nn.Module:
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        if self._stays(fn):
+            return self.module
         raise OffloadError(
             "You can't move a model that has some modules offloaded, nor change its dtype: weightstream keeps the "
             f"weights of {self.path or type(self.module).__name__} where its plan put them. Call "
@@ -522,24 +535,31 @@ class RefuseApply(_StandsIn):
         )
 
 
-def refuse_moves(model: nn.Module, device: torch.device | None = None) -> Callable[[], None]:
+def refuse_moves(
+    model: nn.Module, device: torch.device | None = None, stays: Callable[[Any], bool] = lambda fn: False
+) -> Callable[[], None]:
     """Refuse moves and dtype changes of every module of the model, and make copies and saved tensors plain; returns a
-    function that undoes it."""
+    function that undoes it.
+
+    `stays(fn)`: whether `fn`, which is to be applied to every tensor, would change none on the device.
+    """
     undo = Undo()
     for path, module in model.named_modules():
-        undo.add(RefuseApply(module, path).attach())
+        undo.add(RefuseApply(module, path, stays).attach())
         undo.add(Copyable(module).attach())
         undo.add(Saving(module, device).attach())
     return undo
 
 
-def refuse_backward(unit: str) -> AbstractContextManager[None]:
+def refuse_backward(unit: str, reason: str = "") -> AbstractContextManager[None]:
     """Inside, autograd saves no tensors, and a backward pass that needs one raises `OffloadError` with the reason."""
+    why = reason or "its forward read single rows of its weights, as in a captured step or with model.eval()"
 
     def refuse(nothing: object) -> torch.Tensor:
         raise OffloadError(
-            f"a backward pass reached {unit or 'the model'}, whose weights are streamed: their bytes were overwritten "
-            "after its forward, so its gradients would be wrong. Offloading is for inference: call remove() to train."
+            f"a backward pass reached {unit or 'the model'}: {why}. To train adapters, call model.train(), and freeze "
+            "streamed weights before the forward (requires_grad_(False)). To train weights of the model, freeze all "
+            "others before you offload, so that the trained ones stay on the device; or call remove() first"
         )
 
     found: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, refuse)
@@ -555,8 +575,8 @@ def refuse_transforms() -> None:
             return  # not `pass`: CPython keeps that outside of the block, so an error at it would leave the hooks
     except RuntimeError as error:
         raise OffloadError(
-            "gradients through streamed weights, whose bytes are overwritten after a forward: offloading is for "
-            "inference, call remove() first"
+            "gradients by torch.func through streamed weights, whose bytes are overwritten after a forward: call "
+            "remove() first, or backward() on an output"
         ) from error
 
 

@@ -1,13 +1,14 @@
 """The watch of a step: sees reads of weights outside of their unit's forward. Knows no plan and no device.
 
 A parent may read a child's weight without calling the child, so that no unit opens. During a watched step a dispatch
-mode sees every operator with its arguments.
+mode sees every operator with its arguments. In its backward pass another one sees those of the units' nodes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class ReadWatch(OperatorMode):
         self._streamed = set(self._watched)
         self._on_read = on_read
         self._on_early = on_early
+        self.made: list[weakref.ref[torch.Tensor]] = []  # outputs of operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +63,7 @@ class ReadWatch(OperatorMode):
             if id(tensor) in self._watched:
                 self._on_read(tensor)
         output = func(*args, **(kwargs or {}))
+        self.made += map(weakref.ref, tensors_in(output))
         if any(id(t) in self._streamed for t in read) and all(id(t) in self._weights for t in read):
             if not func.is_view:
                 self._on_early()
@@ -69,6 +72,39 @@ class ReadWatch(OperatorMode):
                 self._weights |= views
                 self._streamed |= views.keys()
         return output
+
+
+class MemoryWatch(OperatorMode):
+    """Calls `on_read(address)` before any operator that is given memory in one of the spans, except to make a view."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]], on_read: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._spans = spans
+        self._on_read = on_read
+
+    def begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view and func is not torch.ops.aten._has_compatible_shallow_copy_type.default:
+            for tensor in plain_tensors(tensors_in((args, kwargs))):
+                at = address_of(tensor)
+                if tensor.numel() and any(begin <= at < end for begin, end in self._spans):
+                    self._on_read(at)
+        return func(*args, **(kwargs or {}))
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of the tensor's first element; 0 if it has no memory of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def reading_module(known: dict[int, str]) -> str | None:

@@ -49,7 +49,8 @@ class Stats:
     """Seconds of a step by the plan in force."""
 
     step_s: float | None
-    """Median seconds of the last timed steps, those of the kind of the last one; None before any."""
+    """Median seconds of the last timed steps, those of the kind of the last one; None before any. A training step takes
+    from the begin of its forward to the end of its backward pass."""
 
     units: tuple[UnitTimes, ...]
     """Medians of the same steps for each unit that streams, in the order of the manifest; empty before any timed step,

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -22,6 +22,7 @@ from torch.autograd import profiler
 from weightstream.errors import OffloadError
 from weightstream.plan.multi_device import Lane
 from weightstream.plan.plan import Plan
+from weightstream.plan.schedule import FORWARD, TRAIN
 from weightstream.plan.speculation import PassSeconds
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.ring.binding import Binding
@@ -32,14 +33,15 @@ from weightstream.runtime.ring.timeline import Kind, kind_of, profiler_range
 from weightstream.runtime.streamer import forward_patch
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.attachment import Attachment
+from weightstream.runtime.streamer.backward import NO_TASK, Backward, Followed, graph_task
 from weightstream.runtime.streamer.base import BaseStreamer
 from weightstream.runtime.streamer.compiled import Compiled
 from weightstream.runtime.streamer.drafting import Drafting
 from weightstream.runtime.streamer.learning import Learning
 from weightstream.runtime.streamer.replanning import Replanning
 from weightstream.runtime.streamer.stats import Stats, stats_of
-from weightstream.runtime.tensors.pytree import moved
-from weightstream.runtime.tensors.thread_state import restored_block, restoring
+from weightstream.runtime.tensors.pytree import moved, tensors_in
+from weightstream.runtime.tensors.thread_state import quietly, restored_block, restoring
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
@@ -83,6 +85,13 @@ class Streamer(BaseStreamer):
         self._gate = self._installed.gate
         self.graphs = self._installed.graphs
         self._learning = Learning(self._installed)
+        self._backward = Backward(
+            self._installed, self._learning, self._close_again, heal=self._heal, heal_if_cut=self._heal_if_cut
+        )
+        self._why_no_backward = ""
+        if any(member.blind for home in homes.homes.values() for member in home.group.members):
+            self.refuse_backward("training with tensor parallelism is not supported")
+        self._has_made_graph = False  # the last forward has, for which an argument may have required a gradient
         self.drafting = Drafting()
         self._installed.start(plan)
 
@@ -175,6 +184,10 @@ class Streamer(BaseStreamer):
         with self._turn():
             self._learning.switch(plan)
 
+    def refuse_backward(self, reason: str) -> None:
+        """Have backward passes through streamed weights raise `OffloadError` with this reason."""
+        self._why_no_backward = reason
+
     def on_added(self, callback: Callable[[], None]) -> None:
         """Call `callback` whenever tensors that are not in the plan, such as adapters, come to the device or leave."""
         self._modules.on_adopted = callback
@@ -187,13 +200,24 @@ class Streamer(BaseStreamer):
 
     def _run_step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str = "forward") -> Any:
         self._gate.refuse_forked()
-        return self._in_turn(partial(self._step, forward, args, kwargs, what))
+        has_grad = not self._gate.is_fixed and torch.is_grad_enabled()
+        if has_grad and graph_task() != NO_TASK and self._backward.admits():
+            self._learning.recompute_all()
+            return forward(*args, **kwargs)
+        return self._in_turn(partial(self._step, forward, args, kwargs, what, has_grad))
 
-    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
+    def _step(self, forward: Callable[..., Any], args: Any, kwargs: Any, what: str, has_grad: bool) -> Any:
         if self._gate.is_running or self._gate.is_removed:  # a call from inside its own step, or after `remove()`
             return forward(*args, **kwargs)
         args, kwargs = moved((args, kwargs), self.device)  # `model.device` may say "cpu" between steps
-        if self._gate.is_fixed or (what == "forward" and self._is_compiled()):
+        if self._modules.model.training and not self._learning.keeps_trained and not self._gate.is_fixed:
+            with torch.inference_mode(False), torch.no_grad():
+                quietly(self._learning.keep_trained)
+        trains = has_grad and self._expects_backward((args, kwargs))
+        is_training = trains and self._modules.model.training
+        if is_training and self._compiled.is_wanted:
+            self._compiled.runs("it trains. Compile the forwards of its blocks before you offload it, which works")
+        if self._gate.is_fixed or (what == "forward" and not is_training and self._is_compiled()):
             step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if `compile` was called
             return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
         if self._backend.capturing():
@@ -201,10 +225,29 @@ class Streamer(BaseStreamer):
                 raise OffloadError(CAPTURED)
             return forward(*args, **kwargs)
         forward_patch.refuse_transforms()
-        kind = kind_of(args, kwargs, what)
+        kind = kind_of(args, kwargs, TRAIN if trains and what == FORWARD else what)
         if not _is_traced():
             self.foresee(kind, args, kwargs)
-        return self.run(partial(forward, *args, **kwargs), kind)
+        return self.run(partial(forward, *args, **kwargs), kind, trains=trains)
+
+    def _expects_backward(self, arguments: Any) -> bool:
+        """Whether a backward pass may follow a forward that begins now; not where a streamed weight is trained."""
+        if torch.is_inference_mode_enabled() or _is_traced() or self._why_no_backward:
+            return False
+        if self._modules.has_new:  # such as adapters
+            self._learning.watching |= self._modules.has_other_code()
+            self._modules.adopt(self.device)
+        return quietly(self._requires_grad, arguments)  # type: ignore[no-any-return]
+
+    def _requires_grad(self, arguments: Any) -> bool:
+        if any(streamed.requires_grad for streamed in self._binding.tensors):
+            self._learning.keeps_trained = False  # it was unfrozen since
+            return False
+        return (
+            self._has_made_graph
+            or self._modules.trains_any()
+            or any(tensor.requires_grad for tensor in tensors_in(arguments))
+        )
 
     def foresee(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """Prepare a call that runs these units: plan for its work, and bring tensors that were added to the device."""
@@ -214,14 +257,23 @@ class Streamer(BaseStreamer):
             self._modules.adopt(self.device)
             self._learning.foresee(kind, args, kwargs)
 
-    def run(self, step: Callable[[], Any], kind: Kind) -> Any:
-        """Run an eager step, and learn from it."""
-        return self._in_turn(partial(self._run_and_learn, step, kind))
+    def run(self, step: Callable[[], Any], kind: Kind, *, trains: bool = False) -> Any:
+        """Run an eager step, and learn from it. `trains`: a backward pass may follow."""
+        return self._in_turn(partial(self._run_and_learn, step, kind, trains))
 
-    def _run_and_learn(self, step: Callable[[], Any], kind: Kind) -> Any:
-        mode = StepState.LEARNING if self._learning.watches else StepState.EAGER
-        with self._installed.timeline.step(kind):
-            output = self._run_eager(step, mode)
+    def _run_and_learn(self, step: Callable[[], Any], kind: Kind, trains: bool) -> Any:
+        if self._learning.has_trained:
+            with torch.inference_mode(False), torch.no_grad():
+                self._learning.learn_training()
+        watches = self._learning.watches or (trains and self._learning.watches_training)
+        mode = StepState.LEARNING if watches else StepState.EAGER
+        if watches:
+            self._backward.plain_units.clear()
+        kind = kind._replace(what=TRAIN) if trains else kind
+        with self._installed.timeline.step(kind, ends=not trains):
+            output = self._run_eager(step, mode, trains=trains)
+        if torch.is_grad_enabled():
+            self._has_made_graph = bool(self._installed.graphs_alive)
         if _is_traced():
             return output
         if mode is StepState.LEARNING:
@@ -230,13 +282,12 @@ class Streamer(BaseStreamer):
             self._learning.learn(watched=mode is StepState.LEARNING)
         return output
 
-    def _run_eager(self, step: Callable[[], Any], mode: StepState) -> Any:
+    def _run_eager(self, step: Callable[[], Any], mode: StepState, *, trains: bool = False) -> Any:
         def whole() -> Any:
-            self._binding.engine.begin_step()
+            self._learning.begin_step(trains=trains)
             self._installed.counters.steps += 1
             return step()
 
-        self._learning.sequence.clear()
         try:
             return self._awake(whole, mode)
         except RuntimeError as error:
@@ -318,6 +369,8 @@ class Streamer(BaseStreamer):
         if get_ident() in self._gate.threads:
             return self._run_opened(unit, forward, args, kwargs)
         self._gate.refuse_forked()
+        if graph_task() != NO_TASK and self._backward.admits():
+            return self._run_opened(unit, forward, args, kwargs)
         return self._in_turn(partial(self._run_alone, self._modules.units, unit, forward, args, kwargs), self._progress)
 
     def _run_alone(
@@ -333,6 +386,7 @@ class Streamer(BaseStreamer):
         def alone() -> Any:
             if self._binding.engine.is_behind(unit):
                 self._binding.engine.begin_step()
+            self._learning.begin_alone()
             return self._run_opened(unit, forward, args, kwargs)
 
         if self._gate.is_removed:
@@ -359,32 +413,55 @@ class Streamer(BaseStreamer):
         [Note: whose call it is]. At fixed addresses it is the present time, so that the forward never seems to stall: a
         unit of a joining thread may have no room in the ring there.
         """
-        if not self._gate.is_running:
+        if not self._gate.is_running or (self._gate.mode is StepState.BACKWARD and not self._backward.is_recomputing):
             return None
         return time.monotonic_ns() if self._gate.is_fixed else len(self._learning.sequence)
 
     def _run_opened(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output, has_ended, fixed = None, False, self._gate.is_fixed
-        if self._modules.units[unit].picks:
+        in_pass = self._gate.mode is StepState.BACKWARD
+        is_picked = False
+        if self._modules.units[unit].picks and not (in_pass or (self._learning.trains and self._modules.trains(unit))):
             with self._gate.lock:
-                forward = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed) or forward
+                picked = self._binding.picked(unit, ForwardCall(forward, args, kwargs), not fixed)
+            is_picked, forward = picked is not None, picked or forward
+        followed: Followed | None = None
         with self._gate.lock:
             if fixed:
                 self.graphs.wait(unit)
             else:
-                self._installed.binding.open(unit)
-                self._learning.sequence.append(unit)
+                if in_pass:
+                    self._backward.make_way(unit)
+                if self._installed.binding.open(unit):
+                    self._learning.sequence.append(unit)
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
-                with forward_patch.refuse_backward(name), profiler_range(name), _uncached():
+                hooks: AbstractContextManager[None] = nullcontext()
+                if torch.is_grad_enabled():
+                    trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
+                    if fixed or is_picked or trained is not None or self._why_no_backward or _is_traced():
+                        reason = f"{trained.member.names[0]} is trained (requires_grad) and streams" if trained else ""
+                        reason = self._why_no_backward or reason
+                        hooks = forward_patch.refuse_backward(name, reason)
+                    elif (followed := self._backward.follow(unit)) is not None:
+                        hooks = followed.hooks
+                with hooks, profiler_range(name), _uncached():
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
             has_ended = True
             return output
         finally:
+            if followed is not None:
+                followed.end(output)
             self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
+            if in_pass:
+                self._backward.end_way()
+
+    def _close_again(self, unit: int) -> None:
+        """Close a unit that was opened for a backward pass, which updates no weight."""
+        self._installed.binding.close(unit, None, training=False, watched=True)
 
     def _close_unit(self, unit: int, output: object, has_ended: bool) -> None:
         watched = self._gate.mode is StepState.LEARNING or not has_ended  # the watch, or the traceback, holds views

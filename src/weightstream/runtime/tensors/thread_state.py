@@ -49,7 +49,7 @@ class ThreadState:
     def __init__(self, device: torch.device | None = None) -> None:
         self._grad = torch.is_grad_enabled()
         self._keeps_casts = torch.is_autocast_cache_enabled()
-        self._hooks = _hooks()
+        self._hooks = innermost_hooks()
         self._num_function = _len_torch_function_stack()
         self._num_dispatch = _len_torch_dispatch_stack()
         has_streams = device is not None and device.type != "cpu"
@@ -62,7 +62,7 @@ class ThreadState:
         torch.set_autocast_cache_enabled(self._keeps_casts)
         # Torch reports only the innermost pair of hooks, not how many are entered. So a pair that is entered again
         # inside of itself counts as entered once.
-        while (innermost := _hooks()) is not None and innermost != self._hooks:
+        while (innermost := innermost_hooks()) is not None and innermost != self._hooks:
             _autograd._pop_saved_tensors_default_hooks()
         while _len_torch_function_stack() > self._num_function:
             _leave(_get_current_function_mode(), _pop_torch_function_stack)
@@ -73,8 +73,8 @@ class ThreadState:
             torch.accelerator.set_device_index(self._index)
 
 
-def _hooks() -> object:
-    """The hooks of saved tensors that were entered last."""
+def innermost_hooks() -> Any:
+    """The hooks of saved tensors that were entered last, a pair (pack, unpack); None if none is in force."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
 

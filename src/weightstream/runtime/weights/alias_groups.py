@@ -53,6 +53,11 @@ class Member:
         return self.begin + span(self.tensor.shape, self.tensor.stride()) * self.tensor.element_size()
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether autograd computes a gradient of it, or of the wrapper that it is in."""
+        return self.tensor.requires_grad or any(shell.tensor.requires_grad for shell in self.shells)
+
+    @property
     def version(self) -> int:
         """Grows with every update in place that torch sees."""
         own = self.tensor._version
