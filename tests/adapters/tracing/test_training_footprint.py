@@ -67,7 +67,7 @@ def followed(model: nn.Module, train: TrainConfig = TRAIN, *, whole: bool = Fals
         return follow_training(model, train, blocks, () if call else None, call or None)
     series = tuple(each.whole() for each in series_of(model, blocks))
     values = ((), call) if call else ()
-    return run_on_copy(model, partial(training._trained, model, train, series, values), values)
+    return run_on_copy(model, partial(training._trained, model, train, series, values, torch.bfloat16), values)
 
 
 @pytest.mark.few(3)

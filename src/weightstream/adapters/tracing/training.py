@@ -22,7 +22,7 @@ from weightstream.adapters.tracing.forward import run_on_copy
 from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import CountedLaunch, Launch
 from weightstream.adapters.tracing.op_timing import Trial
-from weightstream.adapters.tracing.training_step import Trained, TrainingStep, prepare_training
+from weightstream.adapters.tracing.training_step import Trained, TrainingStep, autocast_dtype, prepare_training
 from weightstream.errors import UnsupportedError
 from weightstream.plan.manifest import Op, mean
 from weightstream.runtime.tensors.pytree import tensors_in
@@ -167,7 +167,7 @@ def follow_training(
     """Follow a training step on shapes only. Model and arguments do not change; no weight is read.
 
     If the model has no trainable parameters, it gets adapters of rank `train.rank` at every linear layer of its blocks,
-    which compute as peft's do under autocast.
+    in float32. A model in 16 bits is assumed to train under autocast, as peft's adapters do.
 
     Args:
         model: the model.
@@ -183,15 +183,16 @@ def follow_training(
             other inputs, or its Python code takes too long.
     """
     values = () if args is None and kwargs is None else (tuple(args or ()), dict(kwargs or {}))
+    dtype = autocast_dtype(model, device)
     short = tuple(series_of(model, blocks))
     whole = tuple(each.whole() for each in short)
     try:
-        return run_on_copy(model, partial(_trained, model, train, short, values), values, limit_s, device)
+        return run_on_copy(model, partial(_trained, model, train, short, values, dtype), values, limit_s, device)
     except UnsupportedError:
         if short == whole:
             raise
     # it may be that the model's code needs the blocks that were left out
-    return run_on_copy(model, partial(_trained, model, train, whole, values), values, limit_s, device)
+    return run_on_copy(model, partial(_trained, model, train, whole, values, dtype), values, limit_s, device)
 
 
 def _trained(
@@ -199,13 +200,14 @@ def _trained(
     train: TrainConfig,
     series: tuple[Series, ...],
     values: tuple[Any, ...],
+    dtype: torch.dtype | None,
     made: meta_copy.Copied,
     until_s: float,
     storages: meta_copy.Storages,
 ) -> TrainingFootprint:
     trainable = prepare_training(made, model, train, series)
     known = KnownValues(zip(tensors_in(values), tensors_in(made.values), strict=True))
-    step = TrainingStep(made, trainable, series, until_s, storages, known)
+    step = TrainingStep(made, trainable, series, until_s, storages, known, dtype)
     return TrainingFootprint(
         step=replace(footprint_of([step], made), activation_nbytes=step.peak_nbytes()),
         num_forward_calls=step.num_forward_calls,

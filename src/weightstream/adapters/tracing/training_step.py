@@ -1,14 +1,17 @@
 """One training step of a copy of a model on meta: a forward with gradients, a loss, and the backward. Knows no unit.
 
 Autograd numbers its nodes as they are made. So the number of the node that runs tells, in the backward, which call of
-a module an operator belongs to. Fused attention is one kernel with a backward of its own here, as on a GPU.
+a module an operator belongs to. Functions do what they do on a GPU: attention is one kernel with a backward of its own,
+and autocast is in force.
 """
 
 from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from weightstream.adapters.steps.decode_steps import takes_ids
@@ -26,10 +30,27 @@ from weightstream.adapters.tracing.known_values import KnownValues
 from weightstream.adapters.tracing.op_cost import HALF
 from weightstream.errors import UnsupportedError
 from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.tensors.thread_state import innermost_hooks
 from weightstream.settings.config import TrainConfig
 
 _aten = torch.ops.aten
 _WIDEST_HEAD = 256  # of fused attention
+# What autocast computes in 16 bits and in float32 on CUDA, as far as models use it, by the names of the functions.
+_LOWER = frozenset(
+    (
+        *("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum", "conv1d"),
+        *("conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu"),
+        *("scaled_dot_product_attention",),
+    )
+)
+_SINGLE = frozenset(
+    (
+        *("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cross_entropy", "nll_loss"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "exp", "expm1", "log", "log1p", "pow"),
+        *("reciprocal", "rsqrt", "cumsum", "cumprod", "prod", "sum", "logsumexp", "cosine_similarity", "cdist"),
+        *("norm",),
+    )
+)
 
 
 class Segment(NamedTuple):
@@ -149,15 +170,15 @@ def _linears(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn
 
 
 def _adapt(linear: nn.Module, rank: int, features: _Features) -> None:
-    """Add an adapter, as peft's with float32 parameters computes under autocast."""
+    """Add an adapter with float32 parameters, as peft's."""
     down = nn.Parameter(torch.empty(rank, features.inputs, dtype=torch.float32, device="meta"))
     up = nn.Parameter(torch.empty(features.outputs, rank, dtype=torch.float32, device="meta"))
     linear.register_parameter("weightstream_down", down)
     linear.register_parameter("weightstream_up", up)
 
     def add(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        x, dtype = args[0].float(), output.dtype  # peft casts to the dtype of the adapter, autocast back
-        return output + F.linear(F.linear(x.to(dtype), down.to(dtype)), up.to(dtype)) * 1.0
+        x = args[0].float()  # peft casts to the dtype of the adapter, and autocast back
+        return (output + F.linear(F.linear(x, down), up) * 1.0).to(output.dtype)
 
     linear.register_forward_hook(add)
 
@@ -180,7 +201,9 @@ class TrainingStep(Forward):
         until_s: float,
         storages: meta_copy.Storages,
         known: KnownValues,
+        dtype: torch.dtype | None,
     ) -> None:
+        self._dtype = dtype  # of autocast
         self.num_forward_calls = self.num_forward_ops = 0
         self._series = series
         copies = {id(original): key for key, original in made.originals.items()}
@@ -200,7 +223,7 @@ class TrainingStep(Forward):
         trained = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(lambda p: self.memory.discount(p.grad)) for p in trained]
         try:
-            with torch.enable_grad(), _FusedAttention():
+            with torch.enable_grad(), without_hooks(), _AsOnGpu(self._dtype):
                 super().__init__(
                     made.model,
                     made.weights,
@@ -225,7 +248,7 @@ class TrainingStep(Forward):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._is_backward and not self._open:  # in a backward no such mode is in force
-            self._recomputing = _FusedAttention()
+            self._recomputing = _AsOnGpu(self._dtype)
             self._recomputing.__enter__()  # type: ignore[no-untyped-call]
         super()._enter(module, args)
         call = self.calls[-1]
@@ -308,13 +331,54 @@ def _loss_of(output: Any) -> torch.Tensor:
     raise UnsupportedError("its output has no gradient")
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Inside, attention on meta is the kernel that a GPU runs, where it has one; elsewhere PyTorch decomposes it."""
+class _AsOnGpu(TorchFunctionMode):
+    """Inside, functions on meta do what they do on a GPU: fused attention where it has a kernel, and autocast.
+
+    `dtype`: that of autocast; None: there is none. Operators on meta do not see autocast themselves.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and (output := _attend(*args, **(kwargs or {}))) is not None:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if self._dtype is not None and (name in _LOWER or name in _SINGLE):
+            dtype = self._dtype if name in _LOWER else torch.float32
+            args, kwargs = tree_map_only(torch.Tensor, partial(_cast, dtype=dtype), (args, kwargs))
+        if func is F.scaled_dot_product_attention and (output := _attend(*args, **kwargs)) is not None:
             return output
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    is_float = tensor.is_meta and tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if is_float else tensor
+
+
+def autocast_dtype(model: nn.Module, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast in the present block; without it, that of a model in 16 bits, whose adapters are usually
+    trained under autocast. None for any other model."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    floats = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    nums = Counter({dtype: sum(p.numel() for p in floats if p.dtype is dtype) for dtype in {p.dtype for p in floats}})
+    usual = max(nums, key=nums.__getitem__, default=None)
+    return usual if usual in HALF else None
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside, no saved-tensor hooks of the caller are in force, as those of a checkpoint around the whole model."""
+    outer = []
+    while (pair := innermost_hooks()) is not None:
+        outer.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _attend(

@@ -215,6 +215,8 @@ class Streamer(BaseStreamer):
                 quietly(self._learning.keep_trained)
         trains = has_grad and self._expects_backward((args, kwargs))
         is_training = trains and self._modules.model.training
+        if is_training and self._compiled.is_wanted:
+            self._compiled.runs("it trains. Compile the forwards of its blocks before you offload it, which works")
         if self._gate.is_fixed or (what == "forward" and not is_training and self._is_compiled()):
             step = partial(self._compiled.entry(forward), *args, **kwargs)  # compiled, if `compile` was called
             return self.run_fixed(step, kind_of(args, kwargs, "compiled"))
