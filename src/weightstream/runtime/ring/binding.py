@@ -93,6 +93,7 @@ class Binding:
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         # of a tensor that several units share, one for each unit
         self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
+        self._by_storage = {counted.storage._cdata: unit for unit in self.units for counted in unit.storages}
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
@@ -168,9 +169,11 @@ class Binding:
 
     def addresses(self, index: int) -> list[tuple[int, int]]:
         """Ranges of addresses in which the open unit shows its weights, and no activations are."""
-        if (borrowed := self.units[index].borrowed) is None:
-            return self._ours
-        storages = (streamed.ring.untyped_storage() for streamed in borrowed.tensors)
+        unit = self.units[index]
+        if unit.borrowed is None:
+            storages = [counted.storage for counted in unit.storages]
+        else:
+            storages = [streamed.ring.untyped_storage() for streamed in unit.borrowed.tensors]
         return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
 
     @property
@@ -178,15 +181,10 @@ class Binding:
         """Ranges of addresses of the ring, the buffer and slots."""
         return self._ours
 
-    def is_open_at(self, address: int) -> bool:
-        """Whether a unit that is open now shows these bytes of the ring, or the buffer."""
-        ring = address - self.memory.ring.data_ptr()
-        for unit in self.open_units:
-            extent = self.plan.extents[unit.index]
-            if unit.borrowed is None and extent.offset <= ring < extent.offset + extent.nbytes:
-                return True
-        in_ring = 0 <= ring < self.memory.ring.numel()
-        return not in_ring and any(unit.coded and unit.borrowed is None for unit in self.open_units)
+    def closed_owner(self, tensor: torch.Tensor) -> int | None:
+        """The unit whose bytes of the ring or the buffer the tensor shows, if that unit is closed now; else None."""
+        unit = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return None if unit is None or (unit.opened and unit.borrowed is None) else unit.index
 
     def reschedule(self, plan: Plan) -> None:
         """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""

@@ -19,7 +19,7 @@ again inside of it, and at the end of the pass. A node that still needs it opens
 Not seen: nodes that the forward of a unit creates in threads of its own, and nodes in Python that keep weights without
 saving them and are only reached by a tensor that the forward has stored elsewhere. A watched forward finds the latter,
 and their unit stays on the device. In its backward pass, operators of the units' nodes that are given memory of a
-closed unit raise. Units whose nodes are all in C++ are not searched for others until a step is watched again.
+closed unit raise.
 
 [Note: whose backward pass it is]
 On an accelerator a backward pass runs in a thread of autograd, and the thread that called it waits. So no thread has
@@ -81,6 +81,7 @@ class _Packed(NamedTuple):
     kept: Any
     version: int | None
     alive: _Alive
+    place: _Place
 
 
 class _Saving:
@@ -99,23 +100,28 @@ class _Saving:
     ) -> None:
         self.place = place
         self.theirs = theirs
+        around = getattr(theirs[0], "__self__", None) if theirs is not None else None
+        self._around = around if isinstance(around, _Saving) else None  # that of a unit which calls this one
         self._enter = enter
         self._spans = spans  # addresses of the unit's weights
         self._on_alive = on_alive
         self._alive: weakref.ref[_Alive] | None = None
 
     def pack(self, tensor: torch.Tensor) -> _Packed:
+        if self._around is not None and self._around._is_weight(tensor):  # an argument of this unit
+            return self._around.pack(tensor)
         alive = self._alive() if self._alive is not None else None
         if alive is None:
             alive = _Alive()
             self._alive = weakref.ref(alive)
             self._on_alive(alive)
         if self.theirs is not None and not self._is_weight(tensor):
-            return _Packed(self.theirs[0](tensor), None, alive)
-        return _Packed(tensor.detach(), tensor._version, alive)  # detached: the node's own output would keep the node
+            return _Packed(self.theirs[0](tensor), None, alive, self.place)
+        # detached: the node's own output would keep the node
+        return _Packed(tensor.detach(), tensor._version, alive, self.place)
 
     def unpack(self, packed: _Packed) -> torch.Tensor:
-        kept, version, _ = packed
+        kept, version, _, place = packed
         if version is None:
             kept = self.theirs[1](kept)  # first: it may compute other units again
         elif kept._version != version:
@@ -123,12 +129,13 @@ class _Saving:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{kept.dtype} of shape {tuple(kept.shape)} is at version {kept._version}, expected {version}"
             )
-        self._enter(self.place)
+        self._enter(place)
         return kept  # type: ignore[no-any-return]
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         at = address_of(tensor)
-        return any(begin <= at < end for begin, end in self._spans)
+        is_own = any(begin <= at < end for begin, end in self._spans)
+        return is_own or (self._around is not None and self._around._is_weight(tensor))
 
 
 class _End:
@@ -183,13 +190,6 @@ class Backward:
         self._depth = 0  # forwards of units that are computed again now
 
     @property
-    def plain_units(self) -> set[int]:
-        """Units whose forward has made no nodes in Python since a step was watched."""
-        if self._plain_of is not self._installed.modules.units:
-            self._plain_of, self._plain = self._installed.modules.units, set()
-        return self._plain
-
-    @property
     def is_recomputing(self) -> bool:
         """Whether a forward is computed again inside of a pass."""
         return self._depth > 0
@@ -225,6 +225,10 @@ class Backward:
         """The watch of the step under way; None if it is not watched, or is a backward pass."""
         return None if self._pass is not None else self._learning.watch
 
+    def watches_nodes(self) -> bool:
+        """Whether the operators of nodes that are made now are watched."""
+        return self._learning.watches_pass
+
     def hook(self, node: Any, place: _Place) -> None:
         """Have the unit open before the node runs."""
         node.register_prehook(partial(self._before_node, place))
@@ -244,13 +248,14 @@ class Backward:
         """A node of the unit would not find it open, were it not watched."""
         self._learning.found_stale(place.unit)
 
-    def _refuse_closed(self, place: _Place, address: int) -> None:
-        if place.binding() is not self._installed.binding or self._installed.binding.is_open_at(address):
+    def _refuse_closed(self, place: _Place, tensor: torch.Tensor) -> None:
+        binding, units = self._installed.binding, self._installed.modules.units
+        if place.binding() is not binding or (owner := binding.closed_owner(tensor)) is None:
             return
-        self._learning.found_stale(place.unit)
+        self._learning.found_stale(owner)
         raise OffloadError(
-            f"the backward pass of {self._installed.modules.units[place.unit].name} reads weights that are not there "
-            "any more. From the next forward on they stay on the device: run this step again"
+            f"the backward pass of {units[place.unit].name} reads weights of {units[owner].name}, which is closed. From the "
+            "next forward on they stay on the device, if there is room: run this step again"
         )
 
     # -- passes ------------------------------------------------------------------------------------------------------
@@ -413,6 +418,7 @@ class Followed:
         self._backward = backward
         self._since: int = torch._C._autograd._get_sequence_nr()
         self._watch = backward.watch()
+        self._watches_nodes = backward.watches_nodes()
         self._num_made = len(self._watch.made) if self._watch is not None else 0
         self.hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(saving.pack, saving.unpack)
 
@@ -420,15 +426,11 @@ class Followed:
         """The forward has ended: have its nodes open the unit before they run."""
         self._place.is_running = False
         outputs = {node for node in _nodes_of(tensors_in(output)) if node._sequence_nr() >= self._since}
-        plain = self._backward.plain_units
-        walks = self._place.unit not in plain  # a walk takes as long as 30 kernel launches
-        nodes = self._nodes(outputs) if walks else outputs
+        nodes = self._nodes(outputs)  # takes a few percent of the forward's time
         in_python = {node for node in nodes if isinstance(node, BackwardCFunction)}
         for node in in_python | outputs if self._before_outputs else in_python:
             self._backward.hook(node, self._place)
-        if walks and not in_python and outputs:
-            plain.add(self._place.unit)
-        if self._watch is not None:
+        if self._watches_nodes:
             self._end_watched(nodes)
 
     def _end_watched(self, nodes: set[Any]) -> None:

@@ -86,6 +86,7 @@ class _TrainingStep:
     forward: tuple[int, ...] | None = None  # those before the first backward pass
     is_whole: bool = False  # its first forward was computed without gradients, and again in the backward pass
     has_ended: bool = False  # a backward pass has ended
+    is_watched: bool = False  # one of its forwards was watched, and so are its backward passes
 
 
 class Learning:
@@ -204,6 +205,8 @@ class Learning:
         is_planned = is_open and engine.comes_to_forward(TRAIN)
         if not is_open:
             self._training = training = _TrainingStep() if trains else None
+        if training is not None and self.watch is not None:
+            training.is_watched = True
         self.sequence = training.units if training is not None and (trains or is_planned) else []
         if is_planned:
             engine.resume(TRAIN)
@@ -242,6 +245,11 @@ class Learning:
     def has_trained(self) -> bool:
         """Whether a training step has ended, and is to be learned from."""
         return self._training is not None and self._training.has_ended
+
+    @property
+    def watches_pass(self) -> bool:
+        """Whether the backward passes of the training step under way are watched."""
+        return self._training is not None and self._training.is_watched
 
     def found_stale(self, unit: int) -> None:
         """A node that no hook precedes needs the weights of the unit: they are to stay on the device."""
@@ -482,6 +490,7 @@ class Learning:
         self._training_orders.forget()
         if self._installed.modules.units is not units:
             self._seen = self._seen_trained = frozenset()
+            self._training = None  # it has the units of the former grain
             self._stale.clear()
             self.outside = {}
             self.watching = True

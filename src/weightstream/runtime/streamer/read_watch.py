@@ -75,9 +75,9 @@ class ReadWatch(OperatorMode):
 
 
 class MemoryWatch(OperatorMode):
-    """Calls `on_read(address)` before any operator that is given memory in one of the spans, except to make a view."""
+    """Calls `on_read(tensor)` before any operator that is given memory in one of the spans, except to make a view."""
 
-    def __init__(self, spans: Sequence[tuple[int, int]], on_read: Callable[[int], None]) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], on_read: Callable[[torch.Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._spans = spans
         self._on_read = on_read
@@ -95,7 +95,7 @@ class MemoryWatch(OperatorMode):
             for tensor in plain_tensors(tensors_in((args, kwargs))):
                 at = address_of(tensor)
                 if tensor.numel() and any(begin <= at < end for begin, end in self._spans):
-                    self._on_read(at)
+                    self._on_read(tensor)
         return func(*args, **(kwargs or {}))
 
 

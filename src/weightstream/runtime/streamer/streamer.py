@@ -268,8 +268,6 @@ class Streamer(BaseStreamer):
                 self._learning.learn_training()
         watches = self._learning.watches or (trains and self._learning.watches_training)
         mode = StepState.LEARNING if watches else StepState.EAGER
-        if watches:
-            self._backward.plain_units.clear()
         kind = kind._replace(what=TRAIN) if trains else kind
         with self._installed.timeline.step(kind, ends=not trains):
             output = self._run_eager(step, mode, trains=trains)
