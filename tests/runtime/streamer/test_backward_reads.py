@@ -122,20 +122,13 @@ def test_nodes_that_keep_weights_and_that_come_in_a_later_step(recompute: str) -
         assert_equal(trained(model, 3, loss), wanted)
 
 
-@pytest.mark.parametrize("recompute", ["kept", "reentrant"])
-def test_a_checkpoint_in_a_unit_around_a_call_of_another_is_never_silently_wrong(recompute: str) -> None:
+def test_a_checkpoint_in_a_unit_around_a_call_of_another_is_not_silently_wrong() -> None:
     """What is computed again reads weights of the unit, which closes where the other one opens."""
-    plain, model = net(recompute, "checkpointed"), net(recompute, "checkpointed")
+    model = net("reentrant", "checkpointed")
     with offloaded(model) as streamer:
         in_grain(streamer, 0)
-        try:
-            found = trained(model, 1)
-        except OffloadError as error:
-            assert "which is closed" in str(error)
-            assert "run this step again" in str(error)
-        else:
-            assert_equal(found, trained(plain, 1))
-            assert recompute == "kept"
+        with pytest.raises(OffloadError, match=r"reads weights of blocks\.\d, which is closed.* run this step again"):
+            trained(model, 1)
 
 
 def test_a_change_of_units_after_a_training_step() -> None:
