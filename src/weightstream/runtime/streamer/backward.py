@@ -187,6 +187,7 @@ class Backward:
         self._current: int | None = None  # the unit that is open for nodes
         self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
         self._plain_of, self._plain = installed.modules.units, set[int]()
+        self._watches: list[MemoryWatch] = []  # of the nodes that run now
         self._depth = 0  # forwards of units that are computed again now
 
     @property
@@ -241,8 +242,23 @@ class Backward:
         if type(node).__name__.startswith("CompiledFunction") or not node.next_functions:
             return
         watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))
-        node.register_prehook(lambda *_: watch.begin())
-        node.register_hook(lambda *_: watch.end())
+        node.register_prehook(lambda *_: self._begin_watch(watch))
+        node.register_hook(lambda *_: self._end_watch(watch))
+
+    def _begin_watch(self, watch: MemoryWatch) -> None:
+        if not self._watches:
+            _engine.queue_callback(_End(self._cancel_watches))
+        self._watches.append(watch)
+        watch.begin()
+
+    def _end_watch(self, watch: MemoryWatch) -> None:
+        self._watches.remove(watch)
+        watch.end()
+
+    def _cancel_watches(self, has_failed: bool) -> None:
+        """A graph task has ended; if an error cut it short, watches are in force still."""
+        while has_failed and self._watches:
+            self._watches.pop().cancel()
 
     def found_stale(self, place: _Place) -> None:
         """A node of the unit would not find it open, were it not watched."""
@@ -254,8 +270,8 @@ class Backward:
             return
         self._learning.found_stale(owner)
         raise OffloadError(
-            f"the backward pass of {units[place.unit].name} reads weights of {units[owner].name}, which is closed. From "
-            "the next forward on they stay on the device, if there is room: run this step again"
+            f"the backward pass of {units[place.unit].name} reads weights of {units[owner].name}, which is closed. They"
+            " stay on the device from the next forward on, if there is room: run this step again"
         )
 
     # -- passes ------------------------------------------------------------------------------------------------------

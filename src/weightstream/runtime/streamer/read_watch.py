@@ -88,6 +88,11 @@ class MemoryWatch(OperatorMode):
     def end(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    def cancel(self) -> None:
+        """End it after an error, when autograd has restored the thread's modes, but not what torch counts of them."""
+        torch._C._push_on_torch_dispatch_stack(self)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
