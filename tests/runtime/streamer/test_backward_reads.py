@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import training
 import weightstream
 from models import randomise
 from training import RANK, WIDTH, assert_equal, inputs, offloaded, poisoned, square, trained
@@ -141,3 +142,22 @@ def test_a_change_of_units_after_a_training_step() -> None:
             for each in (model, plain):
                 square(each, inputs(0, each)).backward()
                 each.zero_grad()
+
+
+class _Viewing(training.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.view, self.stored = self.back.weight.t(), None
+        return output
+
+
+def test_a_view_that_a_training_step_keeps_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model = training.net()
+    for block in model.blocks:
+        block.__class__ = _Viewing
+    with offloaded(model, 0.9) as streamer:
+        for step in range(2):
+            loss = square(model, inputs(step, model))
+            loss.backward()
+        assert "outlived its forward" in caplog.text
+        assert any(name.endswith("back.weight") for name in streamer.plan.resident)

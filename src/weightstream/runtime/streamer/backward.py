@@ -233,7 +233,8 @@ class Backward:
     def hook(self, node: Any, place: _Place) -> None:
         """Have the unit open before the node runs."""
         node.register_prehook(partial(self._before_node, place))
-        self._installed.nodes_alive.add(place)
+        if isinstance(node, BackwardCFunction):
+            self._installed.nodes_alive.add(place)
 
     def hook_watched(self, node: Any, place: _Place) -> None:
         """Watch the operators of the node."""

@@ -269,6 +269,7 @@ class Learning:
         if training.forward or training.is_whole:
             found = self._training_orders.new(self._installed.plan, tuple(training.units), what=TRAIN)
         if self._to_take_over and not self._installed.graphs_alive:
+            self._look_for_kept()
             self._take_over(None, frozenset())
             self._to_take_over = False
         if found is not None and self._installed.modules.units is units:
@@ -361,13 +362,16 @@ class Learning:
         is_part = self._last is not None and self._last.what not in (FORWARD, TRAIN)
         order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         if watched:
-            if not self._installed.has_graphs():  # a graph keeps views, which its backward pass reads in time
-                for unit in self._installed.binding.units:
-                    self._installed.binding.look_for_kept(unit)
+            self._look_for_kept()
             if (found := self._installed.without_cache()) is not None:
                 self._try_switch(found)
                 return
         self._take_over(order, missed)
+
+    def _look_for_kept(self) -> None:
+        if not self._installed.has_graphs():  # a graph keeps views, which its backward pass reads in time
+            for unit in self._installed.binding.units:
+                self._installed.binding.look_for_kept(unit)
 
     def _take_over(self, order: tuple[int, ...] | None, missed: frozenset[str]) -> None:
         """Change the plan for what steps have shown: weights that are to stay on the device, and an order of units."""
