@@ -161,3 +161,15 @@ def test_a_view_that_a_training_step_keeps_is_reported(caplog: pytest.LogCapture
             loss.backward()
         assert "outlived its forward" in caplog.text
         assert any(name.endswith("back.weight") for name in streamer.plan.resident)
+
+
+def test_forwards_under_one_autocast_share_casts_of_adapters() -> None:
+    """So their gradients are added before they are cast back, as in the plain model."""
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square(model, x) + square(model, x * 2)
+
+    wanted, model = trained(training.net(), 2, loss), training.net()
+    with offloaded(model):
+        assert_equal(trained(model, 2, loss), wanted)
