@@ -87,6 +87,7 @@ def of_inputs(model: Net, x: torch.Tensor) -> torch.Tensor:
 WAYS = [of_stored, only_stored, in_two_forwards, with_reference, twice, accumulated, dropped, of_inputs]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_ways_to_train(way: Any, codec: Any) -> None:
@@ -110,6 +111,7 @@ def test_forwards_and_passes_of_one_step_have_one_order(way: Any, monkeypatch: p
         assert found["filled_nbytes"] == streamer.plan.step_nbytes_of("train")
 
 
+@pytest.mark.few(2)
 @recomputes
 def test_an_error_in_a_pass(recompute: Recompute) -> None:
     """The units close, the next step is right, and other threads get the turn."""
@@ -172,6 +174,7 @@ def in_pool(work: Callable[[], None]) -> None:
     _Nested.apply(torch.ones(1, requires_grad=True), 70, work).backward()
 
 
+@pytest.mark.few(3)
 @recomputes
 @pytest.mark.parametrize("run", [in_thread, in_pool])
 def test_passes_in_other_threads(recompute: Recompute, run: Callable[[Callable[[], None]], None]) -> None:
@@ -319,6 +322,7 @@ class _KeepingBlock(Block):
     hides = False
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("hides", "share"), [(False, 0.5), (True, 0.5), (True, 0.9)])
 @pytest.mark.parametrize("way", [square, only_stored])
 def test_nodes_that_keep_weights_without_saving_them(way: Any, hides: bool, share: float) -> None:

@@ -107,6 +107,7 @@ def test_distributed_data_parallel_leaves_frozen_weights_alone() -> None:
 # PyTorch's own, as it imports its compiler, and as that looks at the arguments of the watch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["kept", "recomputed"])
 def test_blocks_whose_forward_is_compiled(recompute: Any) -> None:
     plain, model = net(recompute), net(recompute)

@@ -16,6 +16,7 @@ __all__ = ["poisoned"]
 recomputes = pytest.mark.parametrize("recompute", ["kept", "recomputed", "reentrant"])
 
 
+@pytest.mark.few(5)
 @recomputes
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.parametrize("share", [0.25, 0.5])
@@ -29,6 +30,7 @@ def test_bits(recompute: Recompute, codec: Any, share: float) -> None:
         assert_equal(trained(model), wanted)
 
 
+@pytest.mark.few(1)
 @recomputes
 @pytest.mark.usefixtures("poisoned")
 def test_without_opening_units_again_gradients_are_wrong(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,7 @@ def test_without_opening_units_again_gradients_are_wrong(recompute: Recompute, m
     assert len(wrong) > len(adapters(plain)) / 2
 
 
+@pytest.mark.few(3)
 @recomputes
 @pytest.mark.parametrize("share", [0.2, 0.4])
 def test_bytes_of_a_step(recompute: Recompute, share: float) -> None:
