@@ -208,16 +208,17 @@ class Backward:
         saving = _Saving(place, self._enter, binding.addresses(unit), theirs, graphs.add)
         return Followed(saving, self)
 
-    def make_way(self, unit: int) -> None:
-        """A forward of the unit is computed again in a pass: close the unit that is open for nodes, if it is another.
-
-        The caller holds the gate's lock, and calls `end_way` after the forward.
-        """
+    def open_again(self, unit: int) -> None:
+        """Open the unit for its forward, which is computed again in a pass; close the one that is open for nodes, if it
+        is another. The caller holds the gate's lock, and calls `end_again` after the forward."""
         self._depth += 1
-        if self._current != unit:
-            self._close_current()
+        with _disable_current_modes():  # the node that has it computed may be watched
+            if self._current != unit:
+                self._close_current()
+            if self._installed.binding.open(unit):
+                self._learning.sequence.append(unit)
 
-    def end_way(self) -> None:
+    def end_again(self) -> None:
         self._depth -= 1
 
     def watch(self) -> ReadWatch | None:
@@ -231,8 +232,8 @@ class Backward:
 
     def hook_watched(self, node: Any, place: _Place) -> None:
         """Watch the operators of the node."""
-        # compiled code may be compiled when it runs, where modes change what is compiled; the node of a parameter,
-        # which leads to no other, may outlive the step
+        # compiled code may be compiled when it runs, where modes change what is compiled; the node of a parameter leads
+        # to no other, and may outlive the step
         if type(node).__name__.startswith("CompiledFunction") or not node.next_functions:
             return
         watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))

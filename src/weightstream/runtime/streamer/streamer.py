@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd import profiler
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weightstream.errors import OffloadError
 from weightstream.plan.multi_device import Lane
@@ -429,11 +430,10 @@ class Streamer(BaseStreamer):
         with self._gate.lock:
             if fixed:
                 self.graphs.wait(unit)
-            else:
-                if in_pass:
-                    self._backward.make_way(unit)
-                if self._installed.binding.open(unit):
-                    self._learning.sequence.append(unit)
+            elif in_pass:
+                self._backward.open_again(unit)
+            elif self._installed.binding.open(unit):
+                self._learning.sequence.append(unit)
         try:
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
@@ -455,9 +455,14 @@ class Streamer(BaseStreamer):
         finally:
             if followed is not None:
                 followed.end(output)
-            self.release_unit(unit, output) if fixed else self._close_unit(unit, output, has_ended)
             if in_pass:
-                self._backward.end_way()
+                with _disable_current_modes():
+                    self._close_unit(unit, output, has_ended)
+                self._backward.end_again()
+            elif fixed:
+                self.release_unit(unit, output)
+            else:
+                self._close_unit(unit, output, has_ended)
 
     def _close_again(self, unit: int) -> None:
         """Close a unit that was opened for a backward pass, which updates no weight."""
