@@ -238,8 +238,8 @@ class Backward:
 
     def hook_watched(self, node: Any, place: _Place) -> None:
         """Watch the operators of the node."""
-        # compiled code may be compiled when it runs, where modes change what is compiled; the node of a parameter,
-        # which leads to no other, may outlive the step
+        # compiled code may be compiled when it runs, where modes change what is compiled; the node of a parameter leads
+        # to no other, and may outlive the step
         if type(node).__name__.startswith("CompiledFunction") or not node.next_functions:
             return
         watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))
