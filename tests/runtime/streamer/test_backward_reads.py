@@ -173,3 +173,27 @@ def test_forwards_under_one_autocast_share_casts_of_adapters() -> None:
     wanted, model = trained(training.net(), 2, loss), training.net()
     with offloaded(model):
         assert_equal(trained(model, 2, loss), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the compiler's own code
+@pytest.mark.parametrize("recompute", ["kept", "recomputed"])
+def test_compiled_parts_of_units_stay_compiled_after_the_watched_step(recompute: training.Recompute) -> None:
+    calls = list[int]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    model = training.net(recompute)
+    for block in model.blocks:
+        block.eval()
+        block.back.forward = torch.compile(block.back.forward, backend=backend)
+    with offloaded(model, 0.6):
+        square(model, inputs(0, model)).backward()
+        assert not calls, "the watch sees operators of eager code"
+        model.zero_grad()
+        square(model, inputs(0, model)).backward()
+        assert calls

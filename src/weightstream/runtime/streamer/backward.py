@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.learning import Learning
-from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of
+from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of, compiled_as_eager
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import innermost_hooks
 
@@ -188,6 +188,7 @@ class Backward:
         self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
         self._plain_of, self._plain = installed.modules.units, set[int]()
         self._watches: list[MemoryWatch] = []  # of the nodes that run now
+        self._eager = ExitStack()  # ends what holds while nodes are watched
         self._depth = 0  # forwards of units that are computed again now
 
     @property
@@ -249,17 +250,21 @@ class Backward:
     def _begin_watch(self, watch: MemoryWatch) -> None:
         if not self._watches:
             _engine.queue_callback(_End(self._cancel_watches))
+            self._eager.enter_context(compiled_as_eager())
         self._watches.append(watch)
         watch.begin()
 
     def _end_watch(self, watch: MemoryWatch) -> None:
         self._watches.remove(watch)
         watch.end()
+        if not self._watches:
+            self._eager.close()
 
     def _cancel_watches(self, has_failed: bool) -> None:
         """A graph task has ended; if an error cut it short, watches are in force still."""
-        while has_failed and self._watches:
+        while self._watches:
             self._watches.pop().cancel()
+        self._eager.close()
 
     def found_stale(self, place: _Place) -> None:
         """A node of the unit would not find it open, were it not watched."""

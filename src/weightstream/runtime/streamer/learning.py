@@ -23,7 +23,7 @@ from weightstream.runtime.ring import tensor_views
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
 from weightstream.runtime.streamer.active_plan import Installation
-from weightstream.runtime.streamer.read_watch import ReadWatch
+from weightstream.runtime.streamer.read_watch import ReadWatch, compiled_as_eager
 from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
@@ -156,7 +156,8 @@ class Learning:
         streaming = {tensor.alias for tensor in binding.tensors}
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
-            with ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early) as self.watch:
+            watch = ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early)
+            with compiled_as_eager(), watch as self.watch:
                 yield
         finally:
             self.watch = None
