@@ -140,6 +140,7 @@ def to_nf4(model: nn.Module) -> nn.Module:
 @recomputes
 @pytest.mark.parametrize("kind", ["plain", "compressed", "nf4", "compiled"])
 def test_a_language_model(recompute: Recompute, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # it compiles the code of a layer a limited number of times
     slow(monkeypatch, most_cycles=MOST_CYCLES)
     model, peft, _ = llama(recompute)
     if kind == "nf4":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import weightstream
 import weightstream.runtime.devices.opening
@@ -36,6 +37,15 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(torch.tanh(self.a(x)))
+
+
+class Checkpointed(nn.Sequential):
+    """Computes some blocks again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self):
+            x = checkpoint(block, x, use_reentrant=index == 1) if index % 2 and torch.is_grad_enabled() else block(x)
+        return x
 
 
 @dataclass
@@ -103,11 +113,37 @@ def simple(seed: int, device: str = "cpu", codec: str = "none") -> tuple[nn.Modu
     return model, copy.deepcopy(model).to(device), x
 
 
+def training(device: str = "cpu", codec: str = "none") -> Case:
+    """A training step: the gradient of the input."""
+    model, plain, x = simple(3, device, codec)
+    for each in (model, plain):
+        each.__class__ = Checkpointed
+        each.requires_grad_(False)
+    streamer = offloaded(model, device, codec)
+
+    def gradient(each: nn.Module) -> torch.Tensor:
+        with torch.enable_grad():
+            given = x.clone().requires_grad_()
+            each(given).float().square().mean().backward()
+        assert given.grad is not None
+        return given.grad
+
+    def output(is_plain: bool) -> list[torch.Tensor]:
+        each = plain if is_plain else model
+        found = [gradient(each)]
+        with torch.no_grad():
+            return [*found, each(x)]
+
+    return Case([(model, plain, streamer)], lambda: gradient(model), output)
+
+
 def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case:
     """The path with that name. On the CPU, a capture is of a graph that repeats operators."""
     monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
     if name == "pipeline":
         return pipeline()
+    if name.startswith("training"):
+        return training(device, "compressed" if "coded" in name else "none")
     if name == "striped":
         return striped()
     if name == "experts":

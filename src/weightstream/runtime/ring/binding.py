@@ -35,7 +35,7 @@ fill would change. Outputs get memory of their own. Views kept elsewhere cannot 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -94,6 +94,7 @@ class Binding:
         # of a tensor that several units share, one for each unit
         self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
         self._by_storage = {counted.storage._cdata: unit for unit in self.units for counted in unit.storages}
+        self._addresses = [_spans(counted.storage for counted in unit.storages) for unit in self.units]
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
         self.engine = Engine(plan, backend, self._copies, counters, timeline, block, self.open_units)
@@ -169,12 +170,9 @@ class Binding:
 
     def addresses(self, index: int) -> list[tuple[int, int]]:
         """Ranges of addresses in which the open unit shows its weights, and no activations are."""
-        unit = self.units[index]
-        if unit.borrowed is None:
-            storages = [counted.storage for counted in unit.storages]
-        else:
-            storages = [streamed.ring.untyped_storage() for streamed in unit.borrowed.tensors]
-        return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        if (borrowed := self.units[index].borrowed) is None:
+            return self._addresses[index]
+        return _spans(streamed.ring.untyped_storage() for streamed in borrowed.tensors)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -562,3 +560,8 @@ class Binding:
             for unit in self.units:
                 if unit.coded & aliases and unit.opening.found_rows is not None:
                     unit.opening.found_rows.forget()
+
+
+def _spans(storages: Iterable[torch.UntypedStorage]) -> list[tuple[int, int]]:
+    """The begin and the end of their memory."""
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]

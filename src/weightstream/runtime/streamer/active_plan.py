@@ -72,7 +72,7 @@ class Installation:
         self.counters = Counters()
         self.timeline = Timeline(backend, Tally(self._caches))
         self.graphs_alive: WeakSet[object] = WeakSet()  # of forwards, whose backward passes may still come
-        self.nodes_alive: WeakSet[object] = WeakSet()  # of forwards; nodes may keep weights after their pass
+        self.nodes_alive: WeakSet[object] = WeakSet()  # of forwards; nodes in Python may keep weights after their pass
         self._on_close = on_close
 
     @property

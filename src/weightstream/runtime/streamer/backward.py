@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.learning import Learning
-from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of
+from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of, compiled_as_eager
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import innermost_hooks
 
@@ -187,6 +187,8 @@ class Backward:
         self._current: int | None = None  # the unit that is open for nodes
         self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
         self._plain_of, self._plain = installed.modules.units, set[int]()
+        self._watches: list[MemoryWatch] = []  # of the nodes that run now
+        self._eager = ExitStack()  # ends what holds while nodes are watched
         self._depth = 0  # forwards of units that are computed again now
 
     @property
@@ -232,7 +234,8 @@ class Backward:
     def hook(self, node: Any, place: _Place) -> None:
         """Have the unit open before the node runs."""
         node.register_prehook(partial(self._before_node, place))
-        self._installed.nodes_alive.add(place)
+        if isinstance(node, BackwardCFunction):
+            self._installed.nodes_alive.add(place)
 
     def hook_watched(self, node: Any, place: _Place) -> None:
         """Watch the operators of the node."""
@@ -241,8 +244,27 @@ class Backward:
         if type(node).__name__.startswith("CompiledFunction") or not node.next_functions:
             return
         watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))
-        node.register_prehook(lambda *_: watch.begin())
-        node.register_hook(lambda *_: watch.end())
+        node.register_prehook(lambda *_: self._begin_watch(watch))
+        node.register_hook(lambda *_: self._end_watch(watch))
+
+    def _begin_watch(self, watch: MemoryWatch) -> None:
+        if not self._watches:
+            _engine.queue_callback(_End(self._cancel_watches))
+            self._eager.enter_context(compiled_as_eager())
+        self._watches.append(watch)
+        watch.begin()
+
+    def _end_watch(self, watch: MemoryWatch) -> None:
+        self._watches.remove(watch)
+        watch.end()
+        if not self._watches:
+            self._eager.close()
+
+    def _cancel_watches(self, has_failed: bool) -> None:
+        """A graph task has ended; if an error cut it short, watches are in force still."""
+        while self._watches:
+            self._watches.pop().cancel()
+        self._eager.close()
 
     def found_stale(self, place: _Place) -> None:
         """A node of the unit would not find it open, were it not watched."""
@@ -254,8 +276,8 @@ class Backward:
             return
         self._learning.found_stale(owner)
         raise OffloadError(
-            f"the backward pass of {units[place.unit].name} reads weights of {units[owner].name}, which is closed. From the "
-            "next forward on they stay on the device, if there is room: run this step again"
+            f"the backward pass of {units[place.unit].name} reads weights of {units[owner].name}, which is closed. They"
+            " stay on the device from the next forward on, if there is room: run this step again"
         )
 
     # -- passes ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from weightstream.runtime.ring import tensor_views
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
 from weightstream.runtime.streamer.active_plan import Installation
-from weightstream.runtime.streamer.read_watch import ReadWatch
+from weightstream.runtime.streamer.read_watch import ReadWatch, compiled_as_eager
 from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
@@ -156,7 +156,8 @@ class Learning:
         streaming = {tensor.alias for tensor in binding.tensors}
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
-            with ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early) as self.watch:
+            watch = ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early)
+            with compiled_as_eager(), watch as self.watch:
                 yield
         finally:
             self.watch = None
@@ -269,6 +270,7 @@ class Learning:
         if training.forward or training.is_whole:
             found = self._training_orders.new(self._installed.plan, tuple(training.units), what=TRAIN)
         if self._to_take_over and not self._installed.graphs_alive:
+            self._look_for_kept()
             self._take_over(None, frozenset())
             self._to_take_over = False
         if found is not None and self._installed.modules.units is units:
@@ -361,13 +363,16 @@ class Learning:
         is_part = self._last is not None and self._last.what not in (FORWARD, TRAIN)
         order = self._orders.new(plan, tuple(self.sequence), is_part=is_part)
         if watched:
-            if not self._installed.has_graphs():  # a graph keeps views, which its backward pass reads in time
-                for unit in self._installed.binding.units:
-                    self._installed.binding.look_for_kept(unit)
+            self._look_for_kept()
             if (found := self._installed.without_cache()) is not None:
                 self._try_switch(found)
                 return
         self._take_over(order, missed)
+
+    def _look_for_kept(self) -> None:
+        if not self._installed.has_graphs():  # a graph keeps views, which its backward pass reads in time
+            for unit in self._installed.binding.units:
+                self._installed.binding.look_for_kept(unit)
 
     def _take_over(self, order: tuple[int, ...] | None, missed: frozenset[str]) -> None:
         """Change the plan for what steps have shown: weights that are to stay on the device, and an order of units."""

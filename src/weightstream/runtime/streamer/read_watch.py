@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ class OperatorMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
+
+
+@contextmanager
+def compiled_as_eager() -> Iterator[None]:
+    """Inside, functions of torch.compile run eager. Under a mode it would give them up for good."""
+    if "torch._dynamo" not in sys.modules:  # a second to import
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class ReadWatch(OperatorMode):
@@ -86,6 +97,11 @@ class MemoryWatch(OperatorMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def cancel(self) -> None:
+        """End it after an error, when autograd has restored the thread's modes, but not what torch counts of them."""
+        torch._C._push_on_torch_dispatch_stack(self)
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -436,15 +436,16 @@ class Streamer(BaseStreamer):
             if torch.is_grad_enabled() or profiler._is_profiler_enabled or _casts():
                 name = self._modules.units[unit].name
                 hooks: AbstractContextManager[None] = nullcontext()
+                trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
                 if torch.is_grad_enabled():
-                    trained = next((s for s in self._binding.units[unit].views.tensors if s.requires_grad), None)
                     if fixed or is_picked or trained is not None or self._why_no_backward or _is_traced():
                         reason = f"{trained.member.names[0]} is trained (requires_grad) and streams" if trained else ""
                         reason = self._why_no_backward or reason
                         hooks = forward_patch.refuse_backward(name, reason)
                     elif (followed := self._backward.follow(unit)) is not None:
                         hooks = followed.hooks
-                with hooks, profiler_range(name), _uncached():
+                # autocast keeps casts of weights that require a gradient, as in the plain model where none streams
+                with hooks, profiler_range(name), nullcontext() if trained is None else _uncached():
                     output = forward(*args, **kwargs)
             else:
                 output = forward(*args, **kwargs)
