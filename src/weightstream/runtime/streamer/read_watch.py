@@ -33,7 +33,8 @@ class OperatorMode(TorchDispatchMode):
 @contextmanager
 def compiled_as_eager() -> Iterator[None]:
     """Inside, functions of torch.compile run eager. Under a mode it would give them up for good."""
-    if "torch._dynamo" not in sys.modules:  # a second to import
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # a second to import
+    if compiler is None or compiler._stance.stance == "force_eager":  # set by another thread's watch, or by the user
         yield
         return
     try:
