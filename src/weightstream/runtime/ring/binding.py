@@ -93,7 +93,7 @@ class Binding:
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         # of a tensor that several units share, one for each unit
         self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
-        self._by_storage = {counted.storage._cdata: unit for unit in self.units for counted in unit.storages}
+        self._by_storage = {counted.storage._cdata: unit.index for unit in self.units for counted in unit.storages}
         self._addresses = [_spans(counted.storage for counted in unit.storages) for unit in self.units]
         in_turn(plan, [unit.opening for unit in self.units])
         self.ahead = Ahead(backend, plan.ahead, picks, lambda index: self.units[index].opening.found_rows)
@@ -181,8 +181,10 @@ class Binding:
 
     def closed_owner(self, tensor: torch.Tensor) -> int | None:
         """The unit whose bytes of the ring or the buffer the tensor shows, if that unit is closed now; else None."""
-        unit = self._by_storage.get(tensor.untyped_storage()._cdata)
-        return None if unit is None or (unit.opened and unit.borrowed is None) else unit.index
+        index = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if index is None or (self.units[index].opened and self.units[index].borrowed is None):
+            return None
+        return index
 
     def reschedule(self, plan: Plan) -> None:
         """Follow the schedules of a plan that has all weights at the same addresses, from the next step on."""
@@ -440,6 +442,7 @@ class Binding:
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)
         self.units.clear()
         self.tensors.clear()
+        self._by_storage.clear()
 
     # -- making units ------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,32 @@ class _End:
             self._end(True)
 
 
+class _Watches:
+    """The watches of the nodes that run now in one graph task."""
+
+    def __init__(self) -> None:
+        self._running: list[MemoryWatch] = []
+        self._eager = ExitStack()
+
+    def begin(self, watch: MemoryWatch) -> None:
+        if not self._running:
+            self._eager.enter_context(compiled_as_eager())
+        self._running.append(watch)
+        watch.begin()
+
+    def end(self, watch: MemoryWatch) -> None:
+        self._running.remove(watch)
+        watch.end()
+        if not self._running:
+            self._eager.close()
+
+    def cancel(self) -> None:
+        """The graph task has ended; if an error cut it short, watches are in force still."""
+        while self._running:
+            self._running.pop().cancel()
+        self._eager.close()
+
+
 class _Pass:
     """A backward pass under way. `is_inner`: it runs inside of a forward, which has the turn."""
 
@@ -187,8 +213,7 @@ class Backward:
         self._current: int | None = None  # the unit that is open for nodes
         self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
         self._plain_of, self._plain = installed.modules.units, set[int]()
-        self._watches: list[MemoryWatch] = []  # of the nodes that run now
-        self._eager = ExitStack()  # ends what holds while nodes are watched
+        self._watches: dict[int, _Watches] = {}  # by graph task
         self._depth = 0  # forwards of units that are computed again now
 
     @property
@@ -244,27 +269,19 @@ class Backward:
         if type(node).__name__.startswith("CompiledFunction") or not node.next_functions:
             return
         watch = MemoryWatch(self._installed.binding.spans, partial(self._refuse_closed, place))
-        node.register_prehook(lambda *_: self._begin_watch(watch))
-        node.register_hook(lambda *_: self._end_watch(watch))
+        node.register_prehook(lambda *_: self._watches_of_task().begin(watch))
+        node.register_hook(lambda *_: self._watches_of_task().end(watch))
 
-    def _begin_watch(self, watch: MemoryWatch) -> None:
-        if not self._watches:
-            _engine.queue_callback(_End(self._cancel_watches))
-            self._eager.enter_context(compiled_as_eager())
-        self._watches.append(watch)
-        watch.begin()
+    def _watches_of_task(self) -> _Watches:
+        task = graph_task()
+        if task not in self._watches:
+            self._watches[task] = _Watches()
+            _engine.queue_callback(_End(partial(self._end_watches, task)))
+        return self._watches[task]
 
-    def _end_watch(self, watch: MemoryWatch) -> None:
-        self._watches.remove(watch)
-        watch.end()
-        if not self._watches:
-            self._eager.close()
-
-    def _cancel_watches(self, has_failed: bool) -> None:
-        """A graph task has ended; if an error cut it short, watches are in force still."""
-        while self._watches:
-            self._watches.pop().cancel()
-        self._eager.close()
+    def _end_watches(self, task: int, has_failed: bool) -> None:
+        if (watches := self._watches.pop(task, None)) is not None:
+            watches.cancel()
 
     def found_stale(self, place: _Place) -> None:
         """A node of the unit would not find it open, were it not watched."""

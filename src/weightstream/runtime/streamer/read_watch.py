@@ -33,10 +33,16 @@ class OperatorMode(TorchDispatchMode):
 @contextmanager
 def compiled_as_eager() -> Iterator[None]:
     """Inside, functions of torch.compile run eager. Under a mode it would give them up for good."""
-    if "torch._dynamo" not in sys.modules:  # a second to import
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # a second to import
+    if compiler is None or compiler._stance.stance == "force_eager":  # set by another thread's watch, or by the user
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # in a function that torch.compile has compiled, and that runs this one eager
+        yield
+        return
+    with stance:
         yield
 
 
