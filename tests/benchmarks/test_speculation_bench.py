@@ -40,6 +40,7 @@ def rows_of(module: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, *args: s
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.stress
 def test_all_parts(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rows_of(bench, tmp_path, monkeypatch)
     timed = [row for row in found if "ms" in row]

@@ -369,7 +369,7 @@ def test_colours_are_for_terminals(disk: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_json_is_whole_and_raw(disk: Path) -> None:
     result = run(disk, "--json")
     found = json.loads(result.stdout)
-    lists = ("unit_s", "host_s", "after_share", "picked", "captured_s")
+    lists = ("unit_s", "host_s", "more_s", "after_share", "picked", "captured_s")
     assert found["profile"] == asdict(PROFILE) | {key: [] for key in lists}
     values = {(finding["section"], finding["label"]): finding["value"] for finding in found["findings"]}
     assert values["host", "processor"] == len(os.sched_getaffinity(0))

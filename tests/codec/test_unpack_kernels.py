@@ -377,6 +377,7 @@ def test_a_trial_of_blocks_by_settings() -> None:
     assert unpacks_equally("float8", (16, 32), leaves, (24, 40), torch.bfloat16, REFERENCES["float8"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PACKED)
 def test_trials_suit_the_function_of_each_format(name: str) -> None:
     """Scales have as many dimensions as those of the format, which its function goes by."""

@@ -91,7 +91,7 @@ def test_the_row_is_complete(folder: Path, done: tuple[Result, Path]) -> None:
     assert row["model"] == str(folder)
     assert row["device"] == "cpu"
     assert (row["torch"], row["weightstream"]) == (torch.__version__, __version__)
-    assert row["workload"] == {"batch": 2, "tokens": 3, "context": 12}
+    assert row["workload"] == {"batch": 2, "tokens": 3, "context": 12, "trains": False}
     assert {"time", "command", "processor", "cores", "driver", "python", "cuda", "transformers"} <= row.keys()
     assert row["equal"] is True
     assert row["first_difference"] is row["skipped"] is None

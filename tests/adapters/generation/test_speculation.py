@@ -987,6 +987,7 @@ def chi_square(texts: list[list[int]], model: Any, length: int) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.stress
 def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = MODELS["llama"]()
     config.num_hidden_layers, config.vocab_size = 1, 32
