@@ -237,7 +237,7 @@ def test_waves_of_the_next_layer_come_during_attention(name: str, num: int, monk
     monkeypatch.setattr(RowStream, "copied", spied)
     with held(model, "cached", 4, device="cuda") as streamer:
         assert_same(generated(model, prompt(5)), generated(plain, prompt(5)))  # rows have slots now
-        streams = streamer._binding.streams
+        streams = streamer._binding.waves
 
         def spy(*_: Any) -> None:
             num_begun.append(len(streams._begun))

@@ -265,7 +265,7 @@ def prompts(request: pytest.FixtureRequest, device: str) -> Case:
 
     def output(is_plain: bool) -> list[torch.Tensor]:
         found = [(plain if is_plain else model)(input_ids=ids, use_cache=False).logits]
-        assert not streamer._binding.streams._begun
+        assert not streamer._binding.waves._begun
         return found
 
     return Case([(model, packed, streamer)], lambda: output(False), output)

@@ -184,7 +184,7 @@ class GraphRig(Rig):
             let_go=self.engine.release,
             abandon=self.engine.abandon,
             ahead=Ahead(self.graphs, 0, {}, lambda unit: None),
-            streams=StreamBuffer(torch.empty(0, dtype=torch.uint8), self.graphs),
+            waves=StreamBuffer(torch.empty(0, dtype=torch.uint8), self.graphs),
             **buffer,
         )
         self.captures = StreamerGraphs(self.graphs, self)

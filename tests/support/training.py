@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -51,18 +51,36 @@ class Block(nn.Module):
         return x + torch.tanh(self.back(self.wide(torch.tanh(y))))
 
 
+class Keeps(torch.autograd.Function):
+    """A product whose node keeps the weight without saving it, as those of bitsandbytes do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight.t()
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad @ ctx.weight.t(), None
+
+
+def run_blocks(blocks: Iterable[nn.Module], x: torch.Tensor, recompute: Recompute) -> torch.Tensor:
+    """Run the blocks one after another; with gradients, each in a checkpoint unless its activations are kept."""
+    for block in blocks:
+        if recompute == "kept" or not torch.is_grad_enabled():
+            x = block(x)
+        else:
+            x = checkpoint(block, x, use_reentrant=recompute == "reentrant")
+    return x
+
+
 class Net(nn.Module):
     def __init__(self, recompute: Recompute = "kept") -> None:
         super().__init__()
         self.blocks, self.recompute = nn.ModuleList(Block() for _ in range(DEPTH)), recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.recompute == "kept" or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
-        return x
+        return run_blocks(self.blocks, x, self.recompute)
 
     def stored(self) -> torch.Tensor:
         """A loss over the tensors that blocks have stored, whose graph no output of a block leads to."""

@@ -324,7 +324,7 @@ class Gatherer:
     ) -> PlannerInputs:
         """The inputs for a training step that was traced. Trained weights stay on the device, as do weights that are
         read outside of their units."""
-        aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
+        aliases = self._alias_of_tensor()
         trained = self._trained_aliases()
         manifests, demands = [], []
         for units, grain in zip(self.grains, inputs.grains, strict=True):
@@ -344,6 +344,10 @@ class Gatherer:
             manifests.append(replace(grain, order=turns.order or grain.order).keeping(outside | trained))
             demands.append(demand)
         return replace(inputs, grains=tuple(manifests), demands=tuple(demands), passes={})
+
+    def _alias_of_tensor(self) -> dict[int, str]:
+        """The alias group of each tensor object, by its `id()`."""
+        return {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
 
     def _trained_aliases(self) -> frozenset[str]:
         """The alias groups that are trained, of a model in which others are frozen."""
@@ -392,7 +396,7 @@ class Gatherer:
         `is_part`: the call is one of several kinds of steps, and others may run the units that it skips. So unless it
         ran all units, the order of the grain stays. `is_text`: the model later generates text in CUDA graphs.
         """
-        aliases = {id(m.tensor): alias for alias, group in self.by_alias.items() for m in group.members}
+        aliases = self._alias_of_tensor()
         # a CUDA graph can only contain copies of pinned memory
         is_text |= work.captured is not None and inputs.config.pin_memory
         manifests, demands = [], []

@@ -198,7 +198,7 @@ def test_waves_of_the_next_layer_come_during_attention(
         assert bool(codes) is (attention == "compressed")
         streamer.switch(plan_of(streamer, "cached", 4, codes))
         model(prompt(1))  # units learn which unit follows
-        streams = streamer._binding.streams
+        streams = streamer._binding.waves
 
         def spy(*_: Any) -> None:
             num_begun.append(len(streams._begun))
@@ -252,9 +252,9 @@ def test_a_graph_may_change_slots_between_two_prompts(name: str, monkeypatch: py
             for length in (40, 30, 41):
                 streamer.replay(graph)
                 assert torch.equal(model(prompt(length)).logits, plain(prompt(length)).logits), length
-            assert streamer._binding.streams._slots
+            assert streamer._binding.waves._slots
             with streamer.capture(graph):
-                assert not streamer._binding.streams._slots, "what is dropped in a capture may have to wait for copies"
+                assert not streamer._binding.waves._slots, "what is dropped in a capture may have to wait for copies"
 
 
 @pytest.mark.parametrize("ids", [[-1, 0], [3, -8, 7, 3], [2, 5, 6], [], [8], [-9]], ids=str)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 import weightstream
 from training import (
     Block,
+    Keeps,
     Net,
     Recompute,
     adapters,
@@ -301,23 +302,10 @@ def test_a_change_between_a_forward_and_its_backward(change: str) -> None:
         assert_equal(trained(model, 1), trained(plain, 1))
 
 
-class _Keeps(torch.autograd.Function):
-    """A product whose node keeps the weight without saving it, as those of bitsandbytes do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight.t()
-        return x @ ctx.weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad @ ctx.weight.t(), None
-
-
 class _KeepingBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        self.stored = _Keeps.apply(x, self.query.base.weight)
+        self.stored = Keeps.apply(x, self.query.base.weight)
         return output if self.hides else output + self.stored
 
     hides = False

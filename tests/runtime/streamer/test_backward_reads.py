@@ -12,7 +12,19 @@ from torch.utils.checkpoint import checkpoint
 import training
 import weightstream
 from models import randomise
-from training import RANK, WIDTH, assert_equal, inputs, offloaded, poisoned, square, trained
+from training import (
+    RANK,
+    WIDTH,
+    Keeps,
+    Recompute,
+    assert_equal,
+    inputs,
+    offloaded,
+    poisoned,
+    run_blocks,
+    square,
+    trained,
+)
 from weightstream.errors import OffloadError
 
 __all__ = ["poisoned"]
@@ -36,19 +48,6 @@ class Shared(nn.Module):
         return y if other is None else torch.tanh(y @ other) + y
 
 
-class _Keeps(torch.autograd.Function):
-    """A product whose node keeps the weight without saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight.t()
-        return x @ ctx.weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad @ ctx.weight.t(), None
-
-
 class Block(nn.Module):
     way = "plain"
 
@@ -63,28 +62,23 @@ class Block(nn.Module):
             return x + (checkpoint(self.around, x, use_reentrant=True) if torch.is_grad_enabled() else self.around(x))
         if self.way == "passed":
             return x + torch.tanh(self.own(self.outside[0](x, self.own.weight)))
-        return x + (_Keeps.apply(x, self.own.weight) if self.way == "kept" else self.own(x))
+        return x + (Keeps.apply(x, self.own.weight) if self.way == "kept" else self.own(x))
 
     def around(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.own(self.outside[0](torch.tanh(self.own(x)))))
 
 
 class Net(nn.Module):
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, recompute: Recompute) -> None:
         super().__init__()
         self.shared = Shared()
         self.blocks, self.recompute = nn.ModuleList(Block(self.shared) for _ in range(4)), recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.recompute == "kept" or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
-        return x
+        return run_blocks(self.blocks, x, self.recompute)
 
 
-def net(recompute: str, way: str) -> Net:
+def net(recompute: Recompute, way: str) -> Net:
     model = randomise(Net(recompute), 5)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)

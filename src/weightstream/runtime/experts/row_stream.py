@@ -102,7 +102,8 @@ class StreamBuffer:
         self._sizes[stream.row_nbytes] = most
         own = list(takewhile(lambda wave: wave.stream is stream, self._begun))
         later = list(self._begun)[len(own) :]
-        found = [_among(wave.rows, set(rows)) for wave in own]
+        asked = set(rows)
+        found = [_among(wave.rows, asked) for wave in own]
         named = [row for wave in found for row in wave.rows]
         fits = named == list(rows[: len(named)]) and all(len(wave.rows) <= most for wave in found)
         if not fits or (later and len(named) < len(rows)):  # waves are read in the order of their copies
@@ -145,10 +146,14 @@ class StreamBuffer:
         backend, nbytes = self._backend, stream.nbytes(len(rows))
         begin = self._at if self._at + nbytes <= self.memory.numel() else 0
         end = begin + nbytes
-        if any(wave.begin < end and begin < wave.end for wave in self._begun):
+
+        def overlaps(other: _Wave | _Read) -> bool:
+            return other.begin < end and begin < other.end
+
+        if any(map(overlaps, self._begun)):
             return False
-        over = [read for read in self._read if read.begin < end and begin < read.end]
-        if not self._is_ordered():
+        over = list(filter(overlaps, self._read))
+        if not self._begun and not self._read:
             over.append(_Read(begin, end, self._now()))  # earlier work may use the buffer
         self._newest = filled = backend.event()  # before any copy: `drop` waits for it even if an error cuts this call
         for read in over:
@@ -177,10 +182,6 @@ class StreamBuffer:
             wave = self._begun[0]
             self._read.append(_Read(wave.begin, wave.end, self._now()))
             self._begun.popleft()
-
-    def _is_ordered(self) -> bool:
-        """Whether copies follow all work that used the buffer before."""
-        return bool(self._begun or self._read)
 
     def _now(self) -> Event:
         event = self._backend.event()

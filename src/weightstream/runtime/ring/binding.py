@@ -89,7 +89,7 @@ class Binding:
         self._step_end = StepEnd(backend)
         self._copies = UnitCopies(homes, plan, memory.ring)
         self._picks = picks
-        self.streams = StreamBuffer(memory.buffer[: plan.own_buffer_nbytes], backend, self._streams_from)
+        self.waves = StreamBuffer(memory.buffer[: plan.own_buffer_nbytes], backend, self._streams_from)
         self.units = [self._bound(unit) for unit in range(len(plan.manifest.units))]
         # of a tensor that several units share, one for each unit
         self.tensors = [streamed for unit in self.units for streamed in unit.views.tensors]
@@ -124,7 +124,7 @@ class Binding:
     @unseen
     def rest(self) -> None:
         """End a step: users may read and update weights until the next one, which may run on another stream."""
-        self.streams.drop()
+        self.waves.drop()
         self._step_end.mark()
         self._homes.guard()
         for streamed in self.tensors:
@@ -394,7 +394,7 @@ class Binding:
         if self.units[index].coded and self.units[index].in_buffer <= 1:  # else the unit calls itself, and is decoded
             self.engine.take_over(decodes=True)  # the buffer may be part of memory that several models share
             if not self.units[index].is_picked:
-                self.streams.drop()
+                self.waves.drop()
                 self._forget_slots(index)
                 self._backend.launch(self.units[index].opening.decode)
 
@@ -424,7 +424,7 @@ class Binding:
     def abandon(self) -> None:
         """Release all units that an error has left in use."""
         self.ahead.drop()
-        self.streams.drop()
+        self.waves.drop()
         self.engine.abandon()
         for unit in self.units:
             unit.in_buffer, unit.is_picked = 0, False
@@ -437,7 +437,7 @@ class Binding:
         for streamed in self.tensors:
             streamed.member.unguard()
         self.engine.close()
-        self.streams.close()
+        self.waves.close()
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies, self.memory = UnitCopies(self._homes, self.plan, empty), PlanMemory(empty, empty, empty)
         self.units.clear()
@@ -468,7 +468,7 @@ class Binding:
                 BufferedUnit(
                     plan=plan, index=index, homes=self._homes.homes, memory=self.memory, backend=self._backend
                 ),
-                self.streams,
+                self.waves,
             ),
             has_buffers=any(streamed.member.role is not Role.PARAMETER for streamed in views.tensors),
         )
@@ -558,7 +558,7 @@ class Binding:
         """Have these alias groups filled again in every unit: their bytes in the ring are stale."""
         if aliases:  # most steps update nothing
             self.ahead.join()
-            self.streams.drop()
+            self.waves.drop()
             self.engine.forget({streamed.unit for streamed in self.tensors if streamed.alias in aliases})
             for unit in self.units:
                 if unit.coded & aliases and unit.opening.found_rows is not None:

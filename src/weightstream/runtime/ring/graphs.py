@@ -80,7 +80,7 @@ class Graphs:
             self.resume_eager()
         engine = self._installed.binding.engine
         if not self._backend.capturing():
-            self._installed.binding.streams.drop()
+            self._installed.binding.waves.drop()
             if self._last is None:
                 engine.prime()  # the fills that the plan has at the start of a step: outside of the graph
             self._backend.prepare_graph(self._copies())
@@ -104,7 +104,7 @@ class Graphs:
         engine = self._installed.binding.engine
         engine.counters.steps += recording.begins
         with engine.timeline.step(Kind("graph", id(graph)), inside=False, whole=recording.is_whole):
-            self._installed.binding.streams.drop()  # the graph may use the buffer, and change slots
+            self._installed.binding.waves.drop()  # the graph may use the buffer, and change slots
             engine.before_graph(recording.entry)
             self._backend.prepare_graph()
             try:
