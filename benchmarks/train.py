@@ -1,17 +1,20 @@
 """Training adapters over frozen weights: streamed, resident, and in other systems, with bounds and predictions.
 
     python benchmarks/train.py [--only 8b,70b,flux,wan] [--systems resident,ours,plain,fsdp2,deepspeed,diffusers,
-        accelerate] [--tokens 2048,8192] [--budgets 2GiB] [--steps 8] [--device cpu --tiny]
+        accelerate] [--tokens 2048,8192] [--budgets 2GiB] [--steps 8] [--deterministic] [--device cpu --tiny]
 
 A step is a forward, a loss, the backward and AdamW, with rank-16 adapters in float32 on all linear layers of the
 blocks, in bfloat16 autocast, with non-reentrant checkpoints. Weights and inputs are random, the same for all systems.
 
 ms             of a step, from its end to the next one's
 peak_nbytes    the most device memory that was allocated, all included
-same_losses    the losses of all steps are those of the resident model, bit for bit
+same_losses    the losses of all steps are those of the resident model, bit for bit; same_adapters: the adapters at the
+               end, where both took as many steps. Only with --deterministic: else kernels of the backward do not
+               repeat themselves, which is measured with the system "resident" again ("again")
 filled_nbytes  that a step moved, on average; step_nbytes: by the plan; unplanned: fills in all timed steps
 bound_ms       max(resident step, 2 (bytes - budget) / link), or with compressed bytes, a decode buffer and decoding
-ratio_bound    ms over bound_ms; ratio_resident: over that of the resident model
+bound_passes_ms  the same for the forward and for the backward, added: bytes of the backward have no room before it
+ratio_bound    ms over bound_ms; ratio_passes: over bound_passes_ms; ratio_resident: over that of the resident model
 bound_of       "blocks": the resident step of a model that does not fit is extrapolated from those with fewer blocks
 
 Systems: ours with codec="auto", "plain" with codec="none". The 70B shape has four distinct layers in a file (huge.py),
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import itertools
 import os
 import tempfile
@@ -29,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import bound
 import huge
@@ -52,8 +56,7 @@ SEVENTY = EIGHT | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_
 TINY = EIGHT | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
 FEWER = (8, 16)  # blocks of the resident models from which a larger one's step is extrapolated
-SYSTEMS = ("resident", "ours", "plain", "fsdp2", "deepspeed", "diffusers", "accelerate")
-System = Literal["resident", "ours", "plain", "fsdp2", "deepspeed", "diffusers", "accelerate"]
+SYSTEMS = ("resident", "again", "ours", "plain", "fsdp2", "deepspeed", "diffusers", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,18 +190,21 @@ def loss_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 class Steps:
-    """Training steps of one system: their losses, times and peak of memory."""
+    """Training steps of one system: their losses, adapters, times (of the forward as well) and peak of memory."""
 
     def __init__(self, case: Case, model: Any, adapters: list[nn.Parameter], device: torch.device) -> None:
         self.losses: list[torch.Tensor] = []
+        self._adapters, self._forwards = adapters, []
         self._case, self._model, self._device = case, model, device
         self._optimizer = torch.optim.AdamW(adapters, lr=LEARNING_RATE)
         self._count = itertools.count()
 
     def step(self, _: torch.Tensor) -> torch.Tensor:
         inputs = self._case.inputs(next(self._count), self._device)
+        began = timing.mark(self._device)
         with torch.autocast(self._device.type, torch.bfloat16):
             loss = loss_of(self._model, inputs)
+        self._forwards.append((began, timing.mark(self._device)))
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -208,11 +214,29 @@ class Steps:
     def measured(self, num: int) -> dict[str, Any]:
         """A row with times and peak, after steps that are not counted."""
         x = torch.empty(0, device=self._device)
-        for _ in range(SETTLING - timing.SETTLING):
+        for _ in range(SETTLING):
             self.step(x)
         timing.reset_peak(self._device)
         taken = timing.steps_ms(self.step, x, num)
-        return {"ms": rows.percentiles(taken), "peak_nbytes": timing.peak_nbytes(self._device)}
+        return self.times(taken) | {"peak_nbytes": timing.peak_nbytes(self._device)}
+
+    def times(self, taken: list[float]) -> dict[str, Any]:
+        """Of steps, and of their forwards."""
+        forwards = [timing.between_ms(*marks) for marks in self._forwards[-len(taken) :]]
+        return {"ms": rows.percentiles(taken), "forward_ms": rows.percentiles(forwards)}
+
+    def reached(self, known: dict[str, Any] | None) -> dict[str, Any]:
+        """What was computed, and whether it is what the resident model computed, whose row is `known`."""
+        digest = hashlib.sha256()
+        for adapter in self._adapters:
+            digest.update(adapter.detach().cpu().numpy())
+        row: dict[str, Any] = {"losses": [float(loss) for loss in self.losses], "adapters_sha256": digest.hexdigest()}
+        if known is not None and "losses" in known:
+            num = min(len(row["losses"]), len(known["losses"]))
+            row["same_losses"] = row["losses"][:num] == known["losses"][:num]
+            if len(row["losses"]) == len(known["losses"]):
+                row["same_adapters"] = row["adapters_sha256"] == known["adapters_sha256"]
+        return row
 
 
 # -- systems -----------------------------------------------------------------------------------------------------------
@@ -261,7 +285,7 @@ class Train:
         self.resident: dict[tuple[str, int], dict[str, Any]] = {}
 
     def write(self, **row: Any) -> None:
-        row = {"bench": "train", "rank": RANK} | row
+        row = {"bench": "train", "rank": RANK, "deterministic": self.args.deterministic} | row
         rows.append(self.args.out, [row], self.common)
         shown = {key: value for key, value in row.items() if key not in ("bench", "losses")}
         print(shown, flush=True)
@@ -269,14 +293,14 @@ class Train:
         budget = f"{row['budget_nbytes'] / GIB:.3g}" if row.get("budget_nbytes") else "-"
         self.table.append((
             row["model"], row.get("tokens"), budget, row["system"], ms and f"{ms:.1f}", row.get("predicted_ms"),
-            row.get("bound_ms"), row.get("ratio_bound"), row.get("ratio_resident"), f"{peak / GIB:.2f}",
-            f"{row.get('predicted_peak_nbytes', 0) / GIB:.2f}", row.get("same_losses"), row.get("unplanned"),
+            row.get("bound_ms"), row.get("ratio_bound"), row.get("ratio_passes"), row.get("ratio_resident"),
+            f"{peak / GIB:.2f}", f"{row.get('predicted_peak_nbytes', 0) / GIB:.2f}", row.get("same_losses"), row.get("unplanned"),
             row.get("error", "")[:60],
         ))  # fmt: skip
 
     def print_table(self) -> None:
-        heads = ("model", "tokens", "GiB", "system", "ms", "predicted", "bound", "x bound", "x resident", "peak GiB",
-                 "predicted", "same", "unplanned", "error")  # fmt: skip
+        heads = ("model", "tokens", "GiB", "system", "ms", "predicted", "bound", "x bound", "x passes", "x resident",
+                 "peak GiB", "predicted", "same", "unplanned", "error")  # fmt: skip
         lines = [[str("" if cell is None else cell) for cell in line] for line in (heads, *self.table)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
@@ -299,6 +323,10 @@ class Train:
                 self.resident[key] = self.plain(case)
                 self.write(system="resident", **about, **self.resident[key])
             timing.clear(self.device)
+        if "again" in systems:
+            with rows.guarded(self.write, "again", **about):
+                self.write(system="again", **about, **self.plain(case))
+            timing.clear(self.device)
         for budget in case.budgets:
             for name, codec in (("ours", "auto"), ("plain", "none")):
                 if name in systems:
@@ -314,10 +342,10 @@ class Train:
     def steps(self, case: Case, model: Any, adapters: list[nn.Parameter]) -> dict[str, Any]:
         steps = Steps(case, model, adapters, self.device)
         row = steps.measured(self.args.steps)
-        losses = [float(loss) for loss in steps.losses]
-        row |= {"losses": losses, "tokens_per_s": round(case.tokens / row["ms"]["p50"] * 1e3, 1)}
-        if (known := self.resident.get((case.name, case.tokens))) is not None:
-            row |= {"same_losses": known.get("losses") == losses if "losses" in known else None}
+        row |= {"tokens_per_s": round(case.tokens / row["ms"]["p50"] * 1e3, 1)}
+        known = self.resident.get((case.name, case.tokens))
+        row |= steps.reached(known)
+        if known is not None:
             row |= {"ratio_resident": round(row["ms"]["p50"] / known["ms"]["p50"], 4)}
         return row
 
@@ -334,20 +362,21 @@ class Train:
         for each in found.values():
             resident = self.resident.get((case.name, case.tokens))
             if resident is not None and self.link:
-                about |= each.row(resident["ms"]["p50"] / 1e3, self.link, passes=2)
+                forward_s = resident["forward_ms"]["p50"] / 1e3
+                about |= each.row(resident["ms"]["p50"] / 1e3, self.link, forward_s)
             about |= {"budget_nbytes": each.budget}
         example = None if case.is_text else case.inputs(0, self.device)
         streamer = weightstream.offload(
             model, device=self.device, device_budget=budget, codec=codec, train=case.train, example_inputs=example
         )
         try:
-            return about | self.followed(case, model, streamer, about.get("bound_ms"))
+            return about | self.followed(case, model, streamer, about)
         finally:
             streamer.remove() if self.args.tiny else None
             del streamer, model
 
-    def followed(self, case: Case, model: Any, streamer: Any, bound_ms: float | None) -> dict[str, Any]:
-        """The row of an offloaded model."""
+    def followed(self, case: Case, model: Any, streamer: Any, bounds: dict[str, Any]) -> dict[str, Any]:
+        """The row of an offloaded model, for these bounds of its step."""
         plan = streamer.plan
         adapters = adapt(model)
         steps = Steps(case, model, adapters, self.device)
@@ -360,7 +389,7 @@ class Train:
         taken = timing.steps_ms(steps.step, x, self.args.steps)
         timing.synchronize(self.device)
         after, num = streamer.stats(), self.args.steps + timing.SETTLING
-        row: dict[str, Any] = {"ms": rows.percentiles(taken), "peak_nbytes": timing.peak_nbytes(self.device)}
+        row: dict[str, Any] = steps.times(taken) | {"peak_nbytes": timing.peak_nbytes(self.device)}
         row["tokens_per_s"] = round(case.tokens / row["ms"]["p50"] * 1e3, 1)
         profile = load_profile(self.device) if self.device.type == "cuda" else None
         workspace = profile.workspace_nbytes if profile is not None else 0
@@ -375,15 +404,13 @@ class Train:
             "held_nbytes": after.held_nbytes,
             "plan": plan.summary(),
         }
-        losses = [float(loss) for loss in steps.losses]
-        row["losses"] = losses
-        if (known := self.resident.get((case.name, case.tokens))) is not None:
-            if "losses" in known:
-                num_same = min(len(losses), len(known["losses"]))
-                row["same_losses"] = losses[:num_same] == known["losses"][:num_same]
+        known = self.resident.get((case.name, case.tokens))
+        row |= steps.reached(known)
+        if known is not None:
             row["ratio_resident"] = round(row["ms"]["p50"] / known["ms"]["p50"], 4)
-        if bound_ms:
-            row["ratio_bound"] = round(row["ms"]["p50"] / bound_ms, 4)
+        for name, bound_ms in (("ratio_bound", "bound_ms"), ("ratio_passes", "bound_passes_ms")):
+            if bound_ms in bounds:
+                row[name] = round(row["ms"]["p50"] / bounds[bound_ms], 4)
         return row
 
     def peer(self, case: Case, name: str) -> dict[str, Any]:
@@ -455,16 +482,18 @@ class Train:
 
     def extrapolated(self, case: Case, shape: dict[str, Any]) -> dict[str, Any]:
         """The resident step of a model that does not fit, from two with fewer blocks."""
-        found = []
+        found, forwards = [], []
         for layers in FEWER:
             model = llama(shape, self.device, layers)
             steps = Steps(case, model, adapt(model), self.device)
-            found.append(steps.measured(self.args.steps)["ms"]["p50"])
+            row = steps.measured(self.args.steps)
+            found.append(row["ms"]["p50"])
+            forwards.append(row["forward_ms"]["p50"])
             del model, steps
             timing.clear(self.device)
-        one = (found[1] - found[0]) / (FEWER[1] - FEWER[0])
-        step_ms = found[0] + one * (shape["num_hidden_layers"] - FEWER[0])
-        return {"ms": {"p50": round(step_ms, 3)}, "bound_of": "blocks", "block_ms": round(one, 4)}
+        more = (shape["num_hidden_layers"] - FEWER[0]) / (FEWER[1] - FEWER[0])
+        step_ms, forward_ms = (first + more * (second - first) for first, second in (found, forwards))
+        return {"ms": {"p50": round(step_ms, 3)}, "forward_ms": {"p50": round(forward_ms, 3)}, "bound_of": "blocks"}
 
     def seventy(self, case: Case, shape: dict[str, Any]) -> None:
         import transformers
@@ -488,11 +517,14 @@ class Train:
                 with huge.streamed(model, given, self.device, settings, removes=self.args.tiny) as streamer:
                     plan, budget_nbytes = streamer.plan, settings.device_nbytes(0)
                     over = plan.manifest.nbytes - plan.mapped_nbytes - budget_nbytes + plan.buffer_nbytes
-                    link_ms = 2e3 * over / self.link if self.link else 0.0
-                    resident_ms = self.resident.get(key, {}).get("ms", {}).get("p50", 0.0)
-                    bound_ms = round(max(link_ms, resident_ms + 1e3 * plan.decode_s), 2)
-                    row = {"budget_nbytes": budget_nbytes, "bound_ms": bound_ms, "link_gbps": round(self.link / 1e9, 2)}
-                    self.write(system="ours", **about, **row, **self.followed(case, model, streamer, bound_ms))
+                    row = {"budget_nbytes": budget_nbytes, "link_gbps": round(self.link / 1e9, 2)}
+                    if (known := self.resident.get(key)) is not None:
+                        step_ms, forward_ms = known["ms"]["p50"], known["forward_ms"]["p50"]
+                        link_ms, decode_ms = 1e3 * over / self.link, 1e3 * plan.decode_s
+                        passes = (forward_ms, step_ms - forward_ms)
+                        row["bound_ms"] = round(max(2 * link_ms, step_ms + 2 * decode_ms), 2)
+                        row["bound_passes_ms"] = round(sum(max(link_ms, each + decode_ms) for each in passes), 2)
+                    self.write(system="ours", **about, **row, **self.followed(case, model, streamer, row))
                 del model, given, streamer
             timing.clear(self.device)
 
@@ -510,14 +542,14 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                     budgets=budgets or (small if tiny else default), train=step, tokens=num, **more)  # fmt: skip
 
     for num in tokens:
-        peers = SYSTEMS if num == tokens[0] else ("resident", "ours")  # peers once: they take minutes
+        peers = SYSTEMS if num == tokens[0] else ("resident", "again", "ours")  # peers once: they take minutes
         yield text("8b", shape, num, ("2GiB",), peers=tuple(name for name in peers if name != "diffusers"))
     for num in tokens:
         yield text("70b", large, num, ("8GiB", "60GiB"))
     for name, kind, default in (("flux", kinds.KINDS["flux"], ("6GiB", "2GiB")), ("wan", WAN, ("6GiB",))):
         if name not in args.only:
             continue
-        peers = ("resident", "ours", "plain", "fsdp2", "diffusers") if name == "flux" else ("resident", "ours")
+        peers = ("resident", "again", "ours", *(("plain", "fsdp2", "diffusers") if name == "flux" else ()))
         yield Case(
             name=name, make=lambda on, kind=kind: drawn(kind, tiny, on), inputs=diffusion_inputs(kind, tiny),
             budgets=budgets or (small if tiny else default), train={"rank": RANK}, peers=peers, is_text=False,
@@ -533,10 +565,14 @@ def main() -> None:
     parser.add_argument("--tokens", help="tokens of a text, such as 2048,8192")
     parser.add_argument("--budgets", help="device budgets, such as 2GiB")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves, which are slower")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=rows.RESULTS / "train.jsonl")
     args = parser.parse_args()
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     args.only, args.systems = args.only.split(","), args.systems.split(",")
     train = Train(args)
     train.measure_link()
