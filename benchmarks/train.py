@@ -294,7 +294,8 @@ class Train:
         self.table.append((
             row["model"], row.get("tokens"), budget, row["system"], ms and f"{ms:.1f}", row.get("predicted_ms"),
             row.get("bound_ms"), row.get("ratio_bound"), row.get("ratio_passes"), row.get("ratio_resident"),
-            f"{peak / GIB:.2f}", f"{row.get('predicted_peak_nbytes', 0) / GIB:.2f}", row.get("same_losses"), row.get("unplanned"),
+            f"{peak / GIB:.2f}", f"{row.get('predicted_peak_nbytes', 0) / GIB:.2f}", row.get("same_losses"),
+            row.get("unplanned"),
             row.get("error", "")[:60],
         ))  # fmt: skip
 
