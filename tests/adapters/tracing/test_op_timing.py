@@ -11,9 +11,11 @@ from torch import nn
 
 from weightstream.adapters.tracing import op_timing
 from weightstream.adapters.tracing.footprint import Footprint, follow
+from weightstream.adapters.tracing.training import follow_training
 from weightstream.plan.manifest import Op, unit_seconds
 from weightstream.runtime.devices.cpu import CPU_PROFILE, CpuBackend
 from weightstream.runtime.weights.alias_groups import UnitModule
+from weightstream.settings.config import TrainConfig
 
 # so slow that every operator is worth timing
 SLOW = replace(CPU_PROFILE, half_flops_per_s=1e6, single_flops_per_s=1e6, device_bytes_per_s=1e6)
@@ -47,6 +49,33 @@ def test_operators_are_timed_with_their_shapes() -> None:
     assert names >= {"embedding", "convolution", "native_layer_norm"}
     assert not any("dropout" in name or "bernoulli" in name or name.endswith("_") for name in names)
     assert all(0 < s < 1 for s in seconds.values())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_attention_that_is_trained_is_timed_with_its_backward(masked: bool, inference: bool) -> None:
+    """By the function that models call, as PyTorch chooses its kernel on the device."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.project(x).view(2, 48, 2, 32).transpose(1, 2)
+            mask = torch.ones(48, 48, dtype=torch.bool, device=x.device) if masked else None
+            return nn.functional.scaled_dot_product_attention(x, x, x, mask, dropout_p=0.5)
+
+    model = Attention().bfloat16()
+    with torch.inference_mode(inference):
+        found = follow_training(model, TrainConfig(rank=2), [], (torch.randn(2, 48, 64, dtype=torch.bfloat16),))
+        state = torch.get_rng_state()
+        trials = op_timing.time_ops(found.launches, SLOW, CpuBackend())
+    assert torch.equal(torch.get_rng_state(), state)
+    seconds = {launch._func.overloadpacket.__name__: trial.device_s for launch, trial in trials.items()}
+    kernel = "efficient" if masked else "flash"
+    assert seconds[f"_scaled_dot_product_{kernel}_attention"] > 0
+    assert seconds[f"_scaled_dot_product_{kernel}_attention_backward"] > 0
 
 
 def test_measured_times_override_rates() -> None:

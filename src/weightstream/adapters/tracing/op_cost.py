@@ -43,20 +43,39 @@ _SUMMED = 4.0  # 6 to 7 us up to 64 KiB [two H200s, NVLink]
 
 
 class _Fused(NamedTuple):
-    """Fused attention with gradients: the index of `query` and of `is_causal` among its arguments, and the number of
-    products of all pairs of positions, where a forward has two."""
+    """Fused attention with gradients: the indices of its arguments, and the number of products of all pairs of
+    positions, where a forward has two. A backward has the gradient of the output first."""
 
     query: int
+    mask: int | None
     is_causal: int
     num_products: int
+
+    def run(self, args: Any, kwargs: Any) -> Callable[[], Any]:
+        """A function that runs it on these tensors, without dropout, by the kernel that PyTorch chooses for them."""
+        query, key, value = (tensor.detach().requires_grad_() for tensor in args[self.query : self.query + 3])
+        mask = None if self.mask is None else args[self.mask]
+        is_causal = len(args) > self.is_causal and args[self.is_causal]
+        attend = torch.enable_grad()(
+            partial(
+                torch.nn.functional.scaled_dot_product_attention,
+                *(query, key, value, mask),
+                is_causal=is_causal,
+                scale=kwargs.get("scale"),
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+        if not self.query:
+            return attend
+        return partial(torch.autograd.grad, attend(), (query, key, value), args[0], retain_graph=True)
 
 
 _FUSED = MappingProxyType(
     {
-        _aten._scaled_dot_product_flash_attention: _Fused(0, 4, 2),
-        _aten._scaled_dot_product_efficient_attention: _Fused(0, 6, 2),
-        _aten._scaled_dot_product_flash_attention_backward: _Fused(1, 11, 5),
-        _aten._scaled_dot_product_efficient_attention_backward: _Fused(1, 11, 5),
+        _aten._scaled_dot_product_flash_attention: _Fused(0, None, 4, 2),
+        _aten._scaled_dot_product_efficient_attention: _Fused(0, 3, 6, 2),
+        _aten._scaled_dot_product_flash_attention_backward: _Fused(1, None, 11, 5),
+        _aten._scaled_dot_product_efficient_attention_backward: _Fused(1, 4, 11, 5),
     }
 )
 _GROUPED = frozenset(("aten::_grouped_mm", private.GROUPED_MM))
@@ -118,12 +137,14 @@ class Launch:
         func, args, kwargs = self._func, self._args, self._kwargs
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket in _FUSED:
-            draws = False  # its dropout is among its arguments
+            draws = False  # it is timed without dropout
         if func.overloadpacket is _ATTENTION:
             draws = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
         if not self.is_repeatable or draws or self.op is None or func.namespace != "aten":
             return None
         args, kwargs = tree_map_only(Spec, tensor, (args, kwargs))
+        if (fused := _FUSED.get(func.overloadpacket)) is not None and not args[0].is_meta:
+            return fused.run(args, kwargs)
         return partial(func, *args, **kwargs)
 
     def repeat(self, args: Any) -> Any:

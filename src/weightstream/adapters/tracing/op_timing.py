@@ -57,7 +57,8 @@ def time_ops(launches: Iterable[CountedLaunch], profile: Profile, backend: Backe
     for launch in worth:
         launch.call(operands.note)
         operands.rewind()
-    with torch.inference_mode(), torch.autocast(backend.device.type, enabled=False):
+    # attention that is trained is timed with gradients, which inference mode does not allow
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(backend.device.type, enabled=False):
         try:
             found = {launch: _runnable(launch, operands, backend) for launch in worth}
             runnable = {launch: work for launch, work in found.items() if work is not None}

@@ -195,6 +195,7 @@ def follow_training(
     return run_on_copy(model, partial(_trained, model, train, whole, values, dtype), values, limit_s, device)
 
 
+@torch.inference_mode(False)
 def _trained(
     model: nn.Module,
     train: TrainConfig,
