@@ -76,7 +76,7 @@ class _Alive:
 
 
 class _Packed(NamedTuple):
-    """A saved tensor and its version; or what the hooks around the unit have made of it, and None."""
+    """A saved tensor and its version; or what the hooks of a unit around this one have made of it, and None."""
 
     kept: Any
     version: int | None
@@ -86,6 +86,9 @@ class _Packed(NamedTuple):
 
 class _Saving:
     """The saved-tensor hooks of one forward of a unit.
+
+    They run for each tensor that autograd saves, so they do little: what the hooks of a checkpoint around the unit make
+    of a tensor is kept as it is.
 
     `theirs`: the hooks in force around the unit. `on_alive(alive)` is called if a graph keeps a tensor.
     """
@@ -102,28 +105,36 @@ class _Saving:
         self.theirs = theirs
         around = getattr(theirs[0], "__self__", None) if theirs is not None else None
         self._around = around if isinstance(around, _Saving) else None  # that of a unit which calls this one
+        # the hooks around, unless a unit has made them
+        self._others = theirs if self._around is None else None
         self._enter = enter
-        self._spans = spans  # addresses of the unit's weights
+        self._spans = spans  # addresses of the unit's weights, which lie between these two
+        self._begin, self._end = (min(b for b, _ in spans), max(e for _, e in spans)) if spans else (0, 0)
         self._on_alive = on_alive
         self._alive: weakref.ref[_Alive] | None = None
+        self._held: _Alive | None = None  # with others' hooks: autograd keeps the hooks as long as the tensors
 
-    def pack(self, tensor: torch.Tensor) -> _Packed:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if self._others is not None and not self._is_weight(tensor):
+            if self._held is None:
+                self._held = self._kept_alive()
+            return self._others[0](tensor)
         if self._around is not None and self._around._is_weight(tensor):  # an argument of this unit
             return self._around.pack(tensor)
-        alive = self._alive() if self._alive is not None else None
-        if alive is None:
-            alive = _Alive()
-            self._alive = weakref.ref(alive)
-            self._on_alive(alive)
-        if self.theirs is not None and not self._is_weight(tensor):
+        alive = self._kept_alive()
+        if self._around is not None and not self._is_weight(tensor):
             return _Packed(self.theirs[0](tensor), None, alive, self.place)
         # detached: the node's own output would keep the node
         return _Packed(tensor.detach(), tensor._version, alive, self.place)
 
-    def unpack(self, packed: _Packed) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if self._others is not None and type(packed) is not _Packed:
+            kept = self._others[1](packed)  # first: it may compute other units again
+            self._enter(self.place)
+            return kept  # type: ignore[no-any-return]
         kept, version, _, place = packed
         if version is None:
-            kept = self.theirs[1](kept)  # first: it may compute other units again
+            kept = self.theirs[1](kept)
         elif kept._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -132,10 +143,19 @@ class _Saving:
         self._enter(place)
         return kept  # type: ignore[no-any-return]
 
+    def _kept_alive(self) -> _Alive:
+        alive = self._alive() if self._alive is not None else None
+        if alive is None:
+            alive = _Alive()
+            self._alive = weakref.ref(alive)
+            self._on_alive(alive)
+        return alive
+
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         at = address_of(tensor)
-        is_own = any(begin <= at < end for begin, end in self._spans)
-        return is_own or (self._around is not None and self._around._is_weight(tensor))
+        if self._begin <= at < self._end and any(begin <= at < end for begin, end in self._spans):
+            return True
+        return self._around is not None and self._around._is_weight(tensor)
 
 
 class _End:
@@ -211,7 +231,8 @@ class Backward:
         self._heal_if_cut = heal_if_cut
         self._pass: _Pass | None = None
         self._current: int | None = None  # the unit that is open for nodes
-        self._opened_for: tuple[int, object] | None = None  # the graph task that it is open for, and its binding
+        self._opened_task = NO_TASK  # the graph task that it is open for
+        self._opened_binding: object = None
         self._plain_of, self._plain = installed.modules.units, set[int]()
         self._watches: dict[int, _Watches] = {}  # by graph task
         self._depth = 0  # forwards of units that are computed again now
@@ -316,8 +337,8 @@ class Backward:
     def _enter(self, place: _Place) -> None:
         """Have the unit open: a node that may read its weights runs next."""
         task = graph_task()
-        if self._current == place.unit and self._opened_for == (task, place.binding):  # as for most nodes
-            return
+        if self._current == place.unit and self._opened_task == task and self._opened_binding is place.binding:
+            return  # as for most nodes
         if place.is_running or task == NO_TASK:  # inside of the unit's own forward; or saved tensors are inspected
             return
         if torch.is_grad_enabled():
@@ -332,7 +353,7 @@ class Backward:
                 self._refuse_other_plan(place)
                 self._close_current()
                 self._open(place.unit)
-        self._opened_for = task, place.binding
+        self._opened_task, self._opened_binding = task, place.binding
 
     def _refuse_other_plan(self, place: _Place) -> None:
         if self._gate.is_removed or place.binding() is not self._installed.binding:
@@ -354,7 +375,7 @@ class Backward:
             )
 
     def _close_current(self) -> None:
-        unit, self._current, self._opened_for = self._current, None, None
+        unit, self._current, self._opened_task, self._opened_binding = self._current, None, NO_TASK, None
         if unit is not None:
             self._close(unit)
 
