@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LAYER_NBYTES, LAYERS_NBYTES, make_adapter
-from engines import asked, engine, group, streamer, tokens
+from engines import NUM_TOKENS, asked, engine, group, streamer, tokens
 
 from weightstream.errors import ConfigError, UnsupportedError
 
@@ -131,6 +131,21 @@ def test_compiled(folder: Folder, plain: Any, name: str, settings: dict[str, Any
     with engine(folder(name), compiled=True, **asked(**settings)) as llm:
         assert tokens(llm) == wanted
         assert_streams(streamer())
+
+
+def test_layers_that_are_not_entered_by_forward(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM's AliceAI, which refuses vLLM's own prefetch for that reason."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+    wanted = plain()
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", LlamaDecoderLayer.forward)
+    with engine(folder("llama"), **asked(**group(2))) as llm:
+        before = streamer().stats().fills
+        assert tokens(llm) == wanted
+        assert streamer().stats().fills - before >= 4 * 8 * NUM_TOKENS
+        plan = streamer().plan
+        opened = {unit.name for index, unit in enumerate(plan.manifest.units) if plan.opens(index)}
+        assert len(opened) == 4 * 8, opened
 
 
 def test_vllms_own_flags(folder: Folder, plain: Any) -> None:
