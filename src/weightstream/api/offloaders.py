@@ -118,13 +118,20 @@ class StreamingOffloader(BaseOffloader):
             taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
-            viewed = _viewed(module)
-            for parameter in self._selected(index, module, prefix):
-                # Vectors stay on the device: some are computed while they are loaded (Mamba's A), and a CPU rounds
-                # `exp` differently.
-                if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
-                    parameter.data = parameter.data.cpu()
+            self._to_host(module, self._selected(index, module, prefix))
         return taken
+
+    def hold_on_host(self, module: nn.Module) -> None:
+        """Move the weights of a part of a layer to the host again, after its engine replaced them."""
+        self._to_host(module, module.parameters())
+
+    def _to_host(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        viewed = _viewed(module)
+        for parameter in parameters:
+            # Vectors stay on the device: some are computed while they are loaded (Mamba's A), and a CPU rounds `exp`
+            # differently.
+            if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
+                parameter.data = parameter.data.cpu()
 
     def give_back(self, names: Collection[str]) -> None:
         """Move layers back to the device that are not to be offloaded after all."""

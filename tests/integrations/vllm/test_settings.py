@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,16 @@ import pytest
 import torch
 from engines import group
 from torch import distributed
+from vllm.model_executor.model_loader import utils as loader
 from vllm.model_executor.offloader import base as theirs
 
+from weightstream.api.offloaders import StreamingOffloader
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.integrations.vllm import memory as room_of
 from weightstream.integrations.vllm import plugin as host
+from weightstream.integrations.vllm.loading import processed_on_host
 from weightstream.integrations.vllm.plugin import settings_of, why_refused
+from weightstream.settings.config import OffloadConfig
 
 FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 
@@ -307,6 +312,40 @@ def test_a_computed_budget_leaves_memory_for_the_cache(monkeypatch: pytest.Monke
     assert "leaves 0B for layers, after 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
     cache.kv_cache_memory_bytes = 7 * GIB
     assert room_of.Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_processed_weights_with_a_new_name_are_moved_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, is_offloaded: bool
+) -> None:
+    """vLLM moves weights back by their names, and pins them if it can."""
+    said: list[Any] = []
+
+    @contextmanager
+    def theirs(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
+        said.append("to the device")
+        yield module
+        said.append(("back", loader.is_pin_memory_available()))
+
+    class Held(StreamingOffloader):
+        def _selected(self, layer: int, module: torch.nn.Module, prefix: str) -> Iterator[torch.nn.Parameter]:
+            yield from ()
+
+        def hold_on_host(self, module: torch.nn.Module) -> None:
+            said.append([name for name, _ in module.named_parameters()])
+
+    monkeypatch.setattr(loader, "device_loading_context", theirs)
+    monkeypatch.setattr(loader, "is_pin_memory_available", lambda: True)
+    module = torch.nn.Linear(4, 4, bias=False, device=None if is_offloaded else "meta")
+    with (
+        processed_on_host(Held(OffloadConfig())),
+        loader.device_loading_context(module, torch.device("cuda")),
+    ):
+        module.renamed = module.weight
+        del module.weight
+    assert said == ["to the device", ("back", False), *([["renamed"]] if is_offloaded else [])]
+    assert loader.device_loading_context is theirs
+    assert loader.is_pin_memory_available()
 
 
 def test_tensors_of_adapters_follow_to_the_device() -> None:

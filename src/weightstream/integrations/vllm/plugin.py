@@ -37,6 +37,7 @@ from weightstream.adapters.hf.ranks import Ranks, errors_stay_local, ranks_toget
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.integrations.vllm.experts import enter_by_forward
+from weightstream.integrations.vllm.loading import processed_on_host
 from weightstream.integrations.vllm.memory import Room, allocated, is_cuda, report_cache_offload
 from weightstream.integrations.vllm.versions import why_untried
 from weightstream.plan.units import human
@@ -228,7 +229,8 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
         logger.warning(warning)
     engine = VllmWorker(wrapper.worker, config)
     with ours.building(engine.offloader):
-        result = inner(*args, **kwargs)
+        with processed_on_host(engine.offloader):
+            result = inner(*args, **kwargs)
         with set_current_vllm_config(wrapper.vllm_config):
             engine.take_over()
     setattr(wrapper, KEY, engine)
