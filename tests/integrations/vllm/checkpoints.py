@@ -27,6 +27,7 @@ _MOE: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "decoder_sparse_step": 1,
 }
+_WIDE: dict[str, Any] = {"hidden_size": 1024, "moe_intermediate_size": 1024}
 _SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 256, "norm_topk_prob": True}
 _BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate owns
     "n_routed_experts": 8,
@@ -59,6 +60,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("Glm4MoeConfig", _SHAPE | _MOE | _BIASED),
     "gptq": ("LlamaConfig", _SHAPE),
     "awq": ("LlamaConfig", _SHAPE),
+    "nvfp4": ("LlamaConfig", _SHAPE),
+    "nvfp4_moe": ("Qwen3MoeConfig", _SHAPE | _MOE),
+    "wide": ("Qwen3MoeConfig", _SHAPE | _MOE | _WIDE),
+    "wide_nvfp4": ("Qwen3MoeConfig", _SHAPE | _MOE | _WIDE),
     "gemma": ("Gemma3TextConfig", _SHAPE | {"sliding_window": 64, "query_pre_attn_scalar": 64}),
 }
 LAYERS_NBYTES = 8 * 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256)  # of "llama", bfloat16
@@ -93,7 +98,25 @@ def make(name: str, folder: Path) -> Path:
 
 
 _GROUP = 64  # weights that share a scale
+_FLOAT4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_NVFP4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "nvfp4-pack-quantized",
+            "weights": _FLOAT4 | {"symmetric": True, "dynamic": False},
+            "input_activations": _FLOAT4 | {"symmetric": True, "dynamic": "local"},
+        }
+    },
+}
 _QUANTISED: dict[str, dict[str, Any]] = {
+    "nvfp4": _NVFP4,
+    "nvfp4_moe": _NVFP4,
+    "wide_nvfp4": _NVFP4,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"},
 }
@@ -110,6 +133,13 @@ def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
     for name in [key for key in weights if "_proj.weight" in key]:
         rows, columns = weights.pop(name).shape
         at, groups = name.removesuffix("weight"), columns // _GROUP
+        if method.endswith(("nvfp4", "nvfp4_moe")):  # a weight is a code, its group's scale, and one scale for all
+            scales = 0.5 + torch.rand(rows, columns // 16, generator=generator)
+            weights[at + "weight_packed"] = torch.randint(256, (rows, columns // 2), generator=generator).byte()
+            weights[at + "weight_scale"] = scales.to(torch.float8_e4m3fn)
+            weights[at + "weight_global_scale"] = torch.tensor([1.4 * columns**0.5])
+            weights[at + "input_global_scale"] = torch.tensor([448 * 6 / 20.0])
+            continue
         scales = (0.5 + torch.rand(groups, rows, generator=generator)) * 0.4 * columns**-0.5
         weights[at + "scales"] = scales.to(torch.float16)
         if method == "gptq":

