@@ -17,15 +17,15 @@ import torch
 from engines import group
 from torch import distributed
 from vllm.model_executor.model_loader import utils as loader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.offloader import base as theirs
 
-from weightstream.api.offloaders import StreamingOffloader
+from weightstream.api.offloaders import PrefetchOffloader
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.integrations.vllm import memory as room_of
 from weightstream.integrations.vllm import plugin as host
 from weightstream.integrations.vllm.loading import processed_on_host
 from weightstream.integrations.vllm.plugin import settings_of, why_refused
-from weightstream.settings.config import OffloadConfig
 
 FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 
@@ -327,18 +327,13 @@ def test_processed_weights_with_a_new_name_are_moved_to_the_host(
         yield module
         said.append(("back", loader.is_pin_memory_available()))
 
-    class Held(StreamingOffloader):
-        def _selected(self, layer: int, module: torch.nn.Module, prefix: str) -> Iterator[torch.nn.Parameter]:
-            yield from ()
-
-        def hold_on_host(self, module: torch.nn.Module) -> None:
-            said.append([name for name, _ in module.named_parameters()])
-
+    offloader = PrefetchOffloader(1, 1, 1)
+    monkeypatch.setattr(offloader, "hold_on_host", lambda module: said.append([*dict(module.named_parameters())]))
     monkeypatch.setattr(loader, "device_loading_context", theirs)
     monkeypatch.setattr(loader, "is_pin_memory_available", lambda: True)
     module = torch.nn.Linear(4, 4, bias=False, device=None if is_offloaded else "meta")
     with (
-        processed_on_host(Held(OffloadConfig())),
+        processed_on_host(offloader),
         loader.device_loading_context(module, torch.device("cuda")),
     ):
         module.renamed = module.weight
@@ -346,6 +341,25 @@ def test_processed_weights_with_a_new_name_are_moved_to_the_host(
     assert said == ["to the device", ("back", False), *([["renamed"]] if is_offloaded else [])]
     assert loader.device_loading_context is theirs
     assert loader.is_pin_memory_available()
+
+
+def test_weights_that_vllm_quantises_are_moved_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on no device until they are loaded; modules outside of layers stay."""
+    said: list[Any] = []
+
+    def process(module: torch.nn.Module, info: str) -> None:
+        said.append(info)
+
+    offloader = PrefetchOffloader(1, 1, 1)
+    layer, head = torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")), torch.nn.Linear(4, 4)
+    monkeypatch.setattr(offloader, "hold_on_host", said.append)
+    monkeypatch.setattr(layerwise, "_layerwise_process", process)
+    with processed_on_host(offloader):
+        offloader.wrap_modules([layer])
+        for module, info in ((head, "head"), (layer[0], "layer")):
+            layerwise._layerwise_process(module, info)
+    assert said == ["head", "layer", layer[0]]
+    assert layerwise._layerwise_process is process
 
 
 def test_tensors_of_adapters_follow_to_the_device() -> None:
