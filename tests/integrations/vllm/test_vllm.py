@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,18 @@ DRAFTS = {"draft_model": "tied", "eagle3": "eagle3"}  # checkpoints
 TIED_NBYTES = LAYERS_NBYTES + 2 * 256 * (1024 + 1)
 EAGLE_NBYTES = 2 * 256 * (2 * (256 + 128 + 128) + 256 + 3 * 512 + 3 * 256 + 1024 + 4)  # without the shared embeddings
 DRAFT_SIZES = {"ngram": [], "draft_model": [human(TIED_NBYTES)], "eagle3": [human(EAGLE_NBYTES)]}
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Level and text of what weightstream logs."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("weightstream")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
 
 
 def assert_streams(found: Any, unplanned_fills: int = 0) -> None:
@@ -266,19 +278,11 @@ def test_a_load_that_fails_leaves_no_offloader(folder: Folder, plain: Any, monke
         assert tokens(llm) == wanted
 
 
-def test_the_log_has_the_plan(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_the_plan(folder: Folder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "9.9.0")
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("weightstream")
-    logger.addHandler(handler)
-    try:
-        for budget in (2 * LAYER_NBYTES, 2 * LAYERS_NBYTES):
-            with engine(folder("llama"), **asked(device_budget=budget)):
-                pass
-    finally:
-        logger.removeHandler(handler)
+    for budget in (2 * LAYER_NBYTES, 2 * LAYERS_NBYTES):
+        with engine(folder("llama"), **asked(device_budget=budget)):
+            pass
     assert sum(text.startswith("WARNING vLLM 9.9.0 was not tried") for text in said) == 2
     messages = [text for text in said if "predicted step of 4 sequences" in text]
     assert len(messages) == 2
@@ -386,24 +390,21 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
-def test_speculative_decoding(folder: Folder, compiled: bool, method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_speculative_decoding(folder: Folder, compiled: bool, method: str, said: list[str]) -> None:
     """A draft model stays on the device: only the target streams. A step is planned for the tokens that it verifies."""
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder(DRAFTS[method]))}
     with engine(folder("llama"), compiled=compiled, speculative_config=options) as llm:
         wanted = tokens(llm)
     settings = asked(device_budget=2 * LAYER_NBYTES)
-    with caplog.at_level(logging.INFO, logger="weightstream"):
-        logging.getLogger("weightstream").addHandler(caplog.handler)
-        with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
-            assert tokens(llm) == wanted
-            found = streamer()
-            assert_streams(found)
-            assert found.plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
-            assert found._installed.replanning.inputs.planners[0].config.tokens == 4
-    said = [record.getMessage() for record in caplog.records]
+    with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
+        assert tokens(llm) == wanted
+        found = streamer()
+        assert_streams(found)
+        assert found.plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
+        assert found._installed.replanning.inputs.planners[0].config.tokens == 4
     assert any("predicted step of 4 sequences of 4 tokens" in text for text in said)
-    nbytes = [text for text in said if text.startswith("weightstream: the draft model stays on the device")]
+    nbytes = [text for text in said if "weightstream: the draft model stays on the device" in text]
     assert [text.split()[-7] for text in nbytes] == DRAFT_SIZES[method], nbytes
 
 
