@@ -36,7 +36,7 @@ BELOW: dict[str, set[str]] = {
     "inputs": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters"},
     "api": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "inputs"},
     "": {"errors", "settings", "plan", "runtime", "adapters", "api"},
-    "integrations": {"errors", "settings", "plan", "runtime", "adapters", "api", ""},
+    "integrations": {"errors", "settings", "plan", "store", "runtime", "adapters", "api", ""},
     "cli": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "api", ""},
     "__main__": {"cli"},
 }

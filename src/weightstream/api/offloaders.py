@@ -118,13 +118,20 @@ class StreamingOffloader(BaseOffloader):
             taken.append(module)
             if self._device is None:
                 self._device = next((p.device for p in module.parameters() if not p.is_meta), None)
-            viewed = _viewed(module)
-            for parameter in self._selected(index, module, prefix):
-                # Vectors stay on the device: some are computed while they are loaded (Mamba's A), and a CPU rounds
-                # `exp` differently.
-                if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
-                    parameter.data = parameter.data.cpu()
+            self._to_host(module, self._selected(index, module, prefix))
         return taken
+
+    def hold_on_host(self, module: nn.Module) -> None:
+        """Move the weights of a part of a layer to the host again, after its engine replaced them."""
+        self._to_host(module, module.parameters())
+
+    def _to_host(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        viewed = _viewed(module)
+        for parameter in parameters:
+            # Vectors stay on the device: some are computed while they are loaded (Mamba's A), and a CPU rounds `exp`
+            # differently.
+            if parameter.dim() > 1 and not parameter.is_meta and id(parameter) not in viewed:
+                parameter.data = parameter.data.cpu()
 
     def give_back(self, names: Collection[str]) -> None:
         """Move layers back to the device that are not to be offloaded after all."""
@@ -138,14 +145,20 @@ class StreamingOffloader(BaseOffloader):
             return  # another rank has the weights
         if step is not None and (is_compiled or self.config.backend == "none"):
             self.streamer = self._learned(GRAINS[-1:] if is_compiled else GRAINS, step, in_graphs)
-        else:
-            self.streamer = self._whole(self.config, in_graphs)
+            return
+        self.streamer = self._whole(self.config, step, in_graphs)
+        if self.streamer is None and step is not None:
+            logger.info("layers are entered by other methods than forward, so each matrix is one unit")
+            self.streamer = self._learned(GRAINS[-1:], step, in_graphs)
 
-    def _whole(self, config: OffloadConfig, in_graphs: bool) -> Streamer:
-        """A streamer whose units are layers."""
+    def _whole(self, config: OffloadConfig, step: EngineStep | None, in_graphs: bool) -> Streamer | None:
+        """A streamer whose units are layers; None if the step reads weights of a layer outside of its forward."""
         with self._attached(config, ("block",), in_graphs) as streamer:
-            streamer.fix()
-            return streamer
+            if step is None or not streamer.reads_outside(step):
+                streamer.fix()
+                return streamer
+            streamer.remove()
+        return None
 
     def _learned(self, grains: tuple[Grain, ...], step: EngineStep, in_graphs: bool) -> Streamer:
         """A streamer that has watched steps, in the budget that `step` returned.
@@ -176,14 +189,18 @@ class StreamingOffloader(BaseOffloader):
                 raise
             refused = error  # weights that must stay on the device do not fit, or no plan does
         try:
-            streamer = self._whole(self.config if room is None else self.config.within(room), in_graphs)
+            whole = self._whole(self.config if room is None else self.config.within(room), step, in_graphs)
         except PlanError as error:
             raise refused or error from None
+        if whole is None:
+            raise refused or PlanError(
+                "weights are read outside of their modules, and do not fit on the device for good: raise the budget"
+            )
         logger.warning(
             "weights that are read outside of their modules do not fit on the device for good, so each layer is one "
             "unit: compiled code may round differently at the edges of layers"
         )
-        return streamer
+        return whole
 
     @contextmanager
     def _attached(self, config: OffloadConfig, grains: tuple[Grain, ...], in_graphs: bool) -> Iterator[Streamer]:

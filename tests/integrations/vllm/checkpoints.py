@@ -27,6 +27,7 @@ _MOE: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "decoder_sparse_step": 1,
 }
+_WIDE: dict[str, Any] = {"hidden_size": 1024, "moe_intermediate_size": 1024}
 _SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 256, "norm_topk_prob": True}
 _BIASED: dict[str, Any] = {  # a bias that the router reads, and that the gate owns
     "n_routed_experts": 8,
@@ -59,6 +60,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "biased": ("Glm4MoeConfig", _SHAPE | _MOE | _BIASED),
     "gptq": ("LlamaConfig", _SHAPE),
     "awq": ("LlamaConfig", _SHAPE),
+    "nvfp4": ("LlamaConfig", _SHAPE),
+    "nvfp4_moe": ("Qwen3MoeConfig", _SHAPE | _MOE),
+    "wide": ("Qwen3MoeConfig", _SHAPE | _MOE | _WIDE),
+    "wide_nvfp4": ("Qwen3MoeConfig", _SHAPE | _MOE | _WIDE),
     "gemma": ("Gemma3TextConfig", _SHAPE | {"sliding_window": 64, "query_pre_attn_scalar": 64}),
 }
 LAYERS_NBYTES = 8 * 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512 + 2 * 256)  # of "llama", bfloat16
@@ -69,6 +74,8 @@ def make(name: str, folder: Path) -> Path:
     """Write a model of this kind."""
     import transformers
 
+    if name == "eagle3":
+        return _make_eagle(folder)
     config_class, shape = KINDS[name]
     config = getattr(transformers, config_class)(**shape)
     generator = torch.Generator().manual_seed(len(name))
@@ -91,7 +98,25 @@ def make(name: str, folder: Path) -> Path:
 
 
 _GROUP = 64  # weights that share a scale
+_FLOAT4: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_NVFP4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "nvfp4-pack-quantized",
+            "weights": _FLOAT4 | {"symmetric": True, "dynamic": False},
+            "input_activations": _FLOAT4 | {"symmetric": True, "dynamic": "local"},
+        }
+    },
+}
 _QUANTISED: dict[str, dict[str, Any]] = {
+    "nvfp4": _NVFP4,
+    "nvfp4_moe": _NVFP4,
+    "wide_nvfp4": _NVFP4,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"},
 }
@@ -108,6 +133,13 @@ def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
     for name in [key for key in weights if "_proj.weight" in key]:
         rows, columns = weights.pop(name).shape
         at, groups = name.removesuffix("weight"), columns // _GROUP
+        if method.endswith(("nvfp4", "nvfp4_moe")):  # a weight is a code, its group's scale, and one scale for all
+            scales = 0.5 + torch.rand(rows, columns // 16, generator=generator)
+            weights[at + "weight_packed"] = torch.randint(256, (rows, columns // 2), generator=generator).byte()
+            weights[at + "weight_scale"] = scales.to(torch.float8_e4m3fn)
+            weights[at + "weight_global_scale"] = torch.tensor([1.4 * columns**0.5])
+            weights[at + "input_global_scale"] = torch.tensor([448 * 6 / 20.0])
+            continue
         scales = (0.5 + torch.rand(groups, rows, generator=generator)) * 0.4 * columns**-0.5
         weights[at + "scales"] = scales.to(torch.float16)
         if method == "gptq":
@@ -120,6 +152,27 @@ def _quantise(folder: Path, method: str, generator: torch.Generator) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _QUANTISED[method]}))
+
+
+def _make_eagle(folder: Path) -> Path:
+    """An EAGLE-3 draft for "llama": one layer over three of its hidden states and the embedding."""
+    from safetensors.torch import save_file
+
+    generator, hidden, inner = torch.Generator().manual_seed(5), _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
+    sizes = {"self_attn.q_proj": (256, 2 * hidden), "self_attn.k_proj": (128, 2 * hidden)}
+    sizes |= {"self_attn.v_proj": (128, 2 * hidden), "self_attn.o_proj": (hidden, 256)}
+    sizes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    sizes = {f"midlayer.{name}": size for name, size in sizes.items()}
+    sizes |= {"fc": (hidden, 3 * hidden), "lm_head": (_SHAPE["vocab_size"], hidden)}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
+    weights = {name: torch.randn(size, generator=generator) * size[-1] ** -0.5 for name, size in sizes.items()}
+    weights |= {name: 1 + 0.1 * torch.randn(hidden, generator=generator) for name in norms}
+    folder.mkdir(exist_ok=True)
+    save_file({f"{name}.weight": t.bfloat16() for name, t in weights.items()}, folder / "model.safetensors")
+    config = _SHAPE | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    config |= {"draft_vocab_size": _SHAPE["vocab_size"], "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    return folder
 
 
 def make_adapter(folder: Path, rank: int = 8) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,15 @@ import pytest
 import torch
 from engines import group
 from torch import distributed
+from vllm.model_executor.model_loader import utils as loader
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.offloader import base as theirs
 
+from weightstream.api.offloaders import PrefetchOffloader
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.integrations.vllm import memory as room_of
 from weightstream.integrations.vllm import plugin as host
+from weightstream.integrations.vllm.loading import processed_on_host
 from weightstream.integrations.vllm.plugin import settings_of, why_refused
 
 FLAGS: dict[str, Any] = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1}
@@ -39,6 +44,7 @@ def config(settings: Any, *, gib: float = 0.0, backend: str = "auto", **flags: A
         offload_config=offload,
         scheduler_config=SimpleNamespace(max_num_seqs=32),
         model_config=SimpleNamespace(max_model_len=8192),
+        speculative_config=None,
     )
 
 
@@ -58,6 +64,15 @@ def test_a_step_is_planned_for_the_largest_batch() -> None:
     found = settings_of(config(asked(device_budget="6GiB", batch=2, tokens=512)))
     assert found is not None
     assert (found.batch, found.tokens) == (2, 512)
+
+
+@pytest.mark.parametrize(("settings", "tokens"), [({}, 6), ({"tokens": 2}, 2)])
+def test_a_step_is_planned_for_the_drafts_that_it_verifies(settings: dict[str, Any], tokens: int) -> None:
+    configuration = config(asked(device_budget="6GiB", **settings))
+    configuration.speculative_config = SimpleNamespace(num_speculative_tokens=5)
+    found = settings_of(configuration)
+    assert found is not None
+    assert (found.batch, found.tokens) == (32, tokens)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +312,54 @@ def test_a_computed_budget_leaves_memory_for_the_cache(monkeypatch: pytest.Monke
     assert "leaves 0B for layers, after 4.0GiB of KV cache and 80.0GiB of activations" in room.arithmetic(80 * GIB)
     cache.kv_cache_memory_bytes = 7 * GIB
     assert room_of.Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
+
+
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_processed_weights_with_a_new_name_are_moved_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, is_offloaded: bool
+) -> None:
+    """vLLM moves weights back by their names, and pins them if it can."""
+    said: list[Any] = []
+
+    @contextmanager
+    def theirs(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
+        said.append("to the device")
+        yield module
+        said.append(("back", loader.is_pin_memory_available()))
+
+    offloader = PrefetchOffloader(1, 1, 1)
+    monkeypatch.setattr(offloader, "hold_on_host", lambda module: said.append([*dict(module.named_parameters())]))
+    monkeypatch.setattr(loader, "device_loading_context", theirs)
+    monkeypatch.setattr(loader, "is_pin_memory_available", lambda: True)
+    module = torch.nn.Linear(4, 4, bias=False, device=None if is_offloaded else "meta")
+    with (
+        processed_on_host(offloader),
+        loader.device_loading_context(module, torch.device("cuda")),
+    ):
+        module.renamed = module.weight
+        del module.weight
+    assert said == ["to the device", ("back", False), *([["renamed"]] if is_offloaded else [])]
+    assert loader.device_loading_context is theirs
+    assert loader.is_pin_memory_available()
+
+
+def test_weights_that_vllm_quantises_are_moved_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on no device until they are loaded; modules outside of layers stay."""
+    said: list[Any] = []
+
+    def process(module: torch.nn.Module, info: str) -> None:
+        said.append(info)
+
+    offloader = PrefetchOffloader(1, 1, 1)
+    layer, head = torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")), torch.nn.Linear(4, 4)
+    monkeypatch.setattr(offloader, "hold_on_host", said.append)
+    monkeypatch.setattr(layerwise, "_layerwise_process", process)
+    with processed_on_host(offloader):
+        offloader.wrap_modules([layer])
+        for module, info in ((head, "head"), (layer[0], "layer")):
+            layerwise._layerwise_process(module, info)
+    assert said == ["head", "layer", layer[0]]
+    assert layerwise._layerwise_process is process
 
 
 def test_tensors_of_adapters_follow_to_the_device() -> None:

