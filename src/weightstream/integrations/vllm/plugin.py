@@ -35,7 +35,7 @@ import weightstream
 from weightstream.adapters.hf.ranks import Ranks, errors_stay_local, ranks_together
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
-from weightstream.integrations.vllm.experts import enter_by_forward
+from weightstream.integrations.vllm.experts import enter_by_forward, routed_picks
 from weightstream.integrations.vllm.memory import Room, allocated, is_cuda
 from weightstream.plan.units import human
 from weightstream.runtime.streamer.streamer import Streamer
@@ -294,6 +294,7 @@ class VllmWorker:
         worker, offloader = self._worker, self.offloader
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
+        offloader.picks_of = routed_picks
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"
