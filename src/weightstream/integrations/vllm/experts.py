@@ -145,10 +145,12 @@ class RoutedPicks:
         is_by_ids = name == _BY_IDS and isinstance(ids, torch.Tensor) and ids.dtype in _ID_TYPES
         if not is_by_ids or not rows.has_slots or {id(stack) for stack in self.stacks} != set(rows.stacks):
             return None
-        places = rows.places(ids.numel())  # asked in each call, as it remembers the number of ids
-        if ids.numel() <= rows.most:
+        # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
+        num_ids = ids.numel()
+        if num_ids <= rows.most:
             return partial(self._in_slots, call.forward, rows, ids)
-        return partial(self._place, call.forward, rows, ids) if places else None
+        is_placed = rows.has_places and num_ids <= len(self.stacks[0])
+        return partial(self._place, call.forward, rows, ids) if is_placed else None
 
     def _in_slots(
         self, forward: Callable[..., Any], rows: RowProvider, ids: torch.Tensor, *args: Any, **kwargs: Any
