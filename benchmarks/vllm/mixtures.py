@@ -241,7 +241,7 @@ def settings_of(args: argparse.Namespace, layers: int) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "enforce_eager": args.mode == "eager",
-        "gpu_memory_utilization": 0.9 / args.together,
+        "gpu_memory_utilization": 0.8 / args.together,
         "kv_cache_memory_bytes": GIB,
         "moe_backend": MIXTURES[args.shape].backend,
     }
@@ -342,7 +342,8 @@ def kernels(llm: Any) -> dict[str, Any]:
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
     routed = [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
     experts = [getattr(module.quant_method.moe_kernel, "fused_experts", None) for module in routed]
-    expert_nbytes = sum(p.nbytes // len(p) for p in routed[0].parameters() if p.dim() and len(p) >= 8)
+    num = routed[0].local_num_experts
+    expert_nbytes = sum(p.nbytes // num for p in routed[0].parameters() if p.dim() and len(p) == num)
     found = {"kernel": type(experts[0]).__name__, "expert_nbytes": expert_nbytes}
     if not (streamers := getattr(get_offloader(), "streamers", [])):
         return found
