@@ -105,7 +105,7 @@ def caches(
     """Caches for all stacks of an uncompressed manifest: uncompressed, and compressed if all stacks can be.
 
     A cache has as many slots as leave room for all other weights, but at least those for the rows of one token. Kernels
-    that read rows in their slots need a slot for each id of a step, and uncompressed rows.
+    that read rows in their slots need uncompressed ones, and read whole stacks for more ids than rows.
     """
     stacks = stacks_of(manifest, profile)
     if not stacks:
@@ -122,13 +122,11 @@ def caches(
     waves = aligned(max(_WAVES_NBYTES, int(_WAVES_SHARE * budget), _LEAST_ROWS * largest))  # slots follow
     for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
-        if 0 < len(coded) < len(held) or (in_slots and coded):
+        if 0 < len(coded) < len(held) or (in_slots and (coded or picked > most)):
             continue
         per_slot = _per_slot(every, held, coded)
         room = min(buffer, waves) if in_waves and not coded else buffer
         num = max(least, (budget - room - rest) // per_slot)
-        if in_slots and num < picked:
-            continue
         if num < picked:  # a step places rows in whole stacks
             room, num = buffer, max(least, (budget - buffer - rest) // per_slot)
         room = max(room, buffer - num * per_slot)  # whole stacks have to fit into both

@@ -94,6 +94,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanMemory, "allocate", allocate)
 
 
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the plug-in logs; vLLM keeps it from other handlers."""
+    logger = logging.getLogger("weightstream")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    return caplog
+
+
 SETTINGS = asked(device_budget=BUDGET, codec="none", batch=1)
 
 
@@ -101,12 +109,14 @@ SETTINGS = asked(device_budget=BUDGET, codec="none", batch=1)
 @pytest.mark.parametrize("batch", [2, 4])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kernels_read_experts_in_their_slots(
-    folder: Folder, plain: Any, ways: list[str], compiled: bool, batch: int
+    folder: Folder, plain: Any, ways: list[str], logged: pytest.LogCaptureFixture, compiled: bool, batch: int
 ) -> None:
     """A batch of 2 has a slot for each id. Experts of a batch of 4 are placed in whole stacks; prompts read all."""
     wanted = plain(compiled, batch)
     with engine(folder("moe"), compiled=compiled, max_num_seqs=batch, **SETTINGS) as llm:
         found = streamer()
+        assert any(f"experts: {NUM_SLOTS} slots for those of a layer" in text for text in logged.messages)
+        assert not any("reads all experts" in text for text in logged.messages)
         assert len(found.plan.cached) == 2 * NUM_LAYERS
         assert found.plan.num_slots == NUM_SLOTS
         ways.clear()
@@ -137,14 +147,12 @@ def test_ids_that_do_not_become_slots_give_other_tokens(
 
 
 def test_other_kernels_read_whole_layers(
-    folder: Folder, plain: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Folder, plain: Any, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "PROVED", MappingProxyType({"MarlinExperts": IdsBecomeSlots.SORTED}))
-    logger = logging.getLogger("weightstream")
-    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
     wanted = plain(False, 2)
     with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
         assert scored(llm) == wanted
         assert not streamer().plan.cached
-    (message,) = {text for text in caplog.messages if "reads all experts of 0." in text}
+    (message,) = {text for text in logged.messages if "reads all experts of 0." in text}
     assert "Experts takes whole stacks; MarlinExperts would read single experts" in message

@@ -379,6 +379,8 @@ class VllmWorker:
             logger.warning("weightstream offloads nothing: all layers (%s) fit", human(plan.manifest.nbytes))
         batch = self.offloader.config.batch
         prediction = f"predicted step of {batch} sequences {1e3 * plan.step_s:.1f} ms"
+        if plan.cached:
+            prediction = f"experts: {plan.predictions()['experts']}; {prediction}"
         if room is not None:
             left = human(max(0, room.left(self._peak_nbytes)))
             prediction += f"; KV cache: {human(room.cache_nbytes)} wanted, {left} remain"
