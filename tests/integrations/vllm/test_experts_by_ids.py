@@ -102,6 +102,7 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     return caplog
 
 
+BUDGETS = {"mixtral": 13_700_000, "shared": 18_000_000, "biased": 15_000_000}
 SETTINGS = asked(device_budget=BUDGET, codec="none", batch=1)
 
 
@@ -131,6 +132,17 @@ def test_kernels_read_experts_in_their_slots(
         assert after.found > before.found
         assert after.fetched_nbytes == after.fetched * 3 * 256 * 128 * 2  # bytes of an expert
         assert found.stats().held_nbytes["device"] <= BUDGET
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["mixtral", "shared", "biased"])
+def test_other_mixtures(folder: Folder, name: str) -> None:
+    """With shared experts, and with a bias for each expert that the router reads and the layer holds."""
+    with engine(folder(name), max_num_seqs=2) as llm:
+        wanted = scored(llm)
+    with engine(folder(name), max_num_seqs=2, **asked(device_budget=BUDGETS[name], codec="none", batch=1)) as llm:
+        assert scored(llm) == wanted
+        assert streamer().plan.num_slots >= 2 * TOP_K
 
 
 def test_ids_that_do_not_become_slots_give_other_tokens(
