@@ -406,8 +406,10 @@ def _self_draft(
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
     """Names of tensors that cannot stream at a fixed address: those that several layers or modules share, as each unit
-    has its own bytes in the ring; and buffers, which a forward may write to."""
+    has its own bytes in the ring; and buffers and attributes, which a forward may write to. An attribute that refers to
+    a parameter is none of its own."""
     holders = Counter(tensor for layer in layers for tensor in {id(leaf.tensor) for leaf in leaves_of(layer)})
     holders |= Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
-    leaves = leaves_of(root)
-    return frozenset(leaf.path for leaf in leaves if holders[id(leaf.tensor)] > 1 or leaf.role is not Role.PARAMETER)
+    leaves = list(leaves_of(root))
+    parameters = {id(leaf.tensor) for leaf in leaves if leaf.role is Role.PARAMETER}
+    return frozenset(leaf.path for leaf in leaves if holders[id(leaf.tensor)] > 1 or id(leaf.tensor) not in parameters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +30,34 @@ def moe_align_block_size(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
     return order, named, torch.tensor(len(order))
 
 
+@dataclass
+class Weights:
+    scale: Any = None
+    bias: Any = None
+    zp: Any = None
+
+
+@dataclass
+class Config:
+    _w1: Weights
+    _w2: Weights
+
+
+class Method(nn.Module):
+    """A module in the layer, which refers to tensors of the layer, as some of vLLM's methods do."""
+
+    is_monolithic = False
+
+    def __init__(self, kernel: _Kernel) -> None:
+        super().__init__()
+        self.moe_quant_config = kernel.quant_config
+        self.moe_kernel = SimpleNamespace(fused_experts=kernel)
+
+
 class _Kernel:
     def __init__(self, module: Any) -> None:
-        first = SimpleNamespace(scale=module.w13_scale, bias=module.w13_bias, zp=None)
-        self.quant_config = SimpleNamespace(_w1=first, _w2=SimpleNamespace(scale=module.w2_scale, bias=None))
+        first = Weights(module.w13_scale, module.w13_bias)
+        self.quant_config = Config(first, Weights(module.w2_scale))
         self.sizes: set[int] = set()  # rows of the stacks that it was given
 
     def expert(self, module: Any, x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -79,7 +103,7 @@ class Routed(nn.Module):
         self.top_k, self.expert_map = TOP_K, None
         self.moe_config = SimpleNamespace(is_lora_enabled=False)
         self.kernel = kernel(self)
-        self.quant_method = SimpleNamespace(is_monolithic=False, moe_kernel=SimpleNamespace(fused_experts=self.kernel))
+        self.quant_method = Method(self.kernel)
 
     def forward_modular(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         return self.kernel.apply(self, x, topk_weights, topk_ids)

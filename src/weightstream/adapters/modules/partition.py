@@ -43,10 +43,8 @@ def find_units(
     }[grain]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
     unique: dict[int, UnitModule] = {}
-    for unit, parent in _units("", model, kept_whole):
+    for unit in _units("", model, kept_whole, picks_of):
         unit.layer = layers.get(id(unit.module))
-        if not unit.enclosing:
-            unit.picks = picks_of(unit.module, parent)
         unique.setdefault(id(unit.module), unit)
     return list(unique.values())
 
@@ -104,13 +102,10 @@ def row_tables(model: nn.Module) -> set[int]:
 
 
 def _units(
-    name: str, module: nn.Module, kept_whole: set[int], parent: nn.Module | None = None
-) -> Iterator[tuple[UnitModule, nn.Module | None]]:
-    """The units of a subtree, each with the module around it.
-
-    `kept_whole`: ids of modules that are one unit each. Unless it is empty, the largest subtrees without such modules
-    are one unit each, too.
-    """
+    name: str, module: nn.Module, kept_whole: set[int], picks_of: PicksOf, parent: nn.Module | None = None
+) -> Iterator[UnitModule]:
+    """The units of a subtree. `kept_whole`: ids of modules that are one unit each. Unless it is empty, the largest
+    subtrees without such modules are one unit each, too."""
     if not _holds_tensors(module):
         return
     children = [(f"{name}.{n}".lstrip("."), child) for n, child in module.named_children() if _holds_tensors(child)]
@@ -118,13 +113,14 @@ def _units(
     must_split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in kept_whole for m in module.modules())
     must_split |= not is_called
     is_whole = isinstance(module, _WHOLE) or id(module) in kept_whole or (bool(kept_whole) and not must_split)
-    if not children or is_whole:
-        yield UnitModule(name=name, module=module), parent
+    picks = picks_of(module, parent)
+    if not children or is_whole or picks is not None:
+        yield UnitModule(name=name, module=module, picks=picks)
         return
     if any(True for _ in leaves(module)):
-        yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True), parent
+        yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
-        yield from _units(child_name, child, kept_whole, module)
+        yield from _units(child_name, child, kept_whole, picks_of, module)
 
 
 def _nbytes(module: nn.Module) -> int:
