@@ -246,6 +246,10 @@ def _monolithic(module: Any) -> None:
     module.quant_method.is_monolithic = True
 
 
+def _unnamed(module: Any) -> None:
+    module.quant_method.moe_kernel = None
+
+
 def _with_copy(module: Any) -> None:
     module.kernel.quant_config._w2.scale = 2 * module.w2_scale.detach()
 
@@ -263,6 +267,7 @@ REASONS = {
     _spread: "with expert parallelism",
     _adapted: "with LoRA",
     _monolithic: "routes tokens itself",
+    _unnamed: "Method does not name its kernel",
     _with_copy: "TritonExperts holds tensors of its own with a row for each expert",
     _with_order: "TritonExperts holds tensors of its own with a row for each expert",
     _with_config: "TritonExperts holds tensors of its own with a row for each expert",

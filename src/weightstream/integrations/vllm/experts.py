@@ -206,8 +206,10 @@ def _kernel_of(module: Any) -> _Kernel:
     """The kernel of a layer, once its weights are processed."""
     method = module.quant_method
     kernel = getattr(method, "moe_kernel", None)
-    if method.is_monolithic or kernel is None:
+    if method.is_monolithic:
         return _Kernel(why_whole=f"the kernel of {type(method).__name__} routes tokens itself, so it takes no ids")
+    if kernel is None:
+        return _Kernel(why_whole=f"{type(method).__name__} does not name its kernel")
     experts = kernel.fused_experts
     name, num = type(experts).__name__, int(module.local_num_experts)
     if name not in PROVED:
