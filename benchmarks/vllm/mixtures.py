@@ -340,7 +340,7 @@ def kernels(llm: Any) -> dict[str, Any]:
     from vllm.model_executor.offloader.base import get_offloader
 
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
-    routed = [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
+    routed = [module for module in model.modules() if hasattr(module, "forward_modular")]
     experts = [getattr(module.quant_method.moe_kernel, "fused_experts", None) for module in routed]
     num = routed[0].local_num_experts
     expert_nbytes = sum(p.nbytes // num for p in routed[0].parameters() if p.dim() and len(p) == num)
