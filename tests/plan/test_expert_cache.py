@@ -135,6 +135,30 @@ def test_slots_start_at_an_aligned_address(more: int, waves: int, monkeypatch: p
     ]
 
 
+def test_the_buffer_starts_at_an_aligned_address() -> None:
+    """After the slots, as kernels that take ids see slots and what follows as a whole stack."""
+    plan = planner_of(REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4, codec="none")(MIXTURE)
+    assert plan.shared_nbytes == 0 < plan.slots_nbytes
+    prove(plan)
+    wrong = replace(plan, slots_nbytes=plan.slots_nbytes - 8)
+    assert list(violations(wrong)) == [
+        f"the buffer starts after {wrong.slots_nbytes} bytes of slots, which is not aligned"
+    ]
+
+
+def test_caches_for_kernels_that_take_ids() -> None:
+    """Their rows are not compressed, and none is prefetched. For more ids than rows there is no cache."""
+    units = tuple(replace(unit, ids_per_token=NUM_PICKED * bool(unit.stacks)) for unit in MIXTURE.units)
+    manifest, most = replace(MIXTURE, units=units), NUM_ROWS // NUM_PICKED
+    budget = REST_NBYTES + BUFFER_NBYTES + STACKS_NBYTES // 4
+    (cached,) = ways(budget, manifest)
+    assert (is_coded(cached), cached.ahead, cached.buffer_nbytes) == (False, 0, BUFFER_NBYTES)
+    assert cached == ways(budget)[0]._replace(ahead=0)
+    assert ways(budget, manifest, workload=Workload(batch=most)) == [cached]
+    assert ways(budget, manifest, workload=Workload(batch=most + 1)) == []
+    assert ways(budget, workload=Workload(batch=most + 1)) != [], "other forwards read rows in waves"
+
+
 def test_slots_hold_at_least_the_picks_of_a_step() -> None:
     """With a smaller budget other weights stream instead."""
     least = BUFFER_NBYTES + NUM_PICKED * NUM_LAYERS * (ROW_NBYTES + 2048)

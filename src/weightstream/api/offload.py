@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf.ranks import join, ranks_of, ranks_together
+from weightstream.adapters.modules.moe import PicksOf, picks_of
 from weightstream.adapters.modules.partition import Grain
 from weightstream.adapters.modules.split_weights import SplitModel, split_model
 from weightstream.adapters.tracing.meta_copy import copied
@@ -275,6 +276,7 @@ def offload_layers(
     config: OffloadConfig,
     grains: Sequence[Grain] = ("block",),
     in_graphs: bool = False,
+    picks_of: PicksOf = picks_of,
 ) -> Streamer:
     """Stream named layers of a model that an engine owns. Weights have fixed addresses from `Streamer.fix` on.
 
@@ -288,6 +290,7 @@ def offload_layers(
         grains: how layers may be cut into units; the plan takes the fastest. Parts of layers are only possible if steps
             are watched first (`Streamer.learn`).
         in_graphs: steps run as CUDA graphs, so the host launches no kernels.
+        picks_of: how a module of the engine reads single rows of its stacks.
     """
     config = config.resolved()
     if config.train is not None:
@@ -296,7 +299,9 @@ def offload_layers(
         raise ConfigError("an engine's layers stream on one GPU: leave out gpus, and give max_memory for one GPU only")
     root = rooted(layers)
     kept = _shared_or_buffers(list(layers.values()), root)
-    subset = LayerSubset(blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs)
+    subset = LayerSubset(
+        blocks=tuple(layers.values()), kept=kept, grains=tuple(grains), in_graphs=in_graphs, picks_of=picks_of
+    )
     with opened_backend(device, config) as backend, torch.no_grad():
         return _offload(root, backend, config, CallerFacts(subset=subset))
 
@@ -401,8 +406,10 @@ def _self_draft(
 
 def _shared_or_buffers(layers: Sequence[nn.Module], root: nn.Module) -> frozenset[str]:
     """Names of tensors that cannot stream at a fixed address: those that several layers or modules share, as each unit
-    has its own bytes in the ring; and buffers, which a forward may write to."""
+    has its own bytes in the ring; and buffers and attributes, which a forward may write to. An attribute that refers to
+    a parameter is none of its own."""
     holders = Counter(tensor for layer in layers for tensor in {id(leaf.tensor) for leaf in leaves_of(layer)})
     holders |= Counter(id(p) for module in root.modules() for p in set(module.parameters(recurse=False)))
-    leaves = leaves_of(root)
-    return frozenset(leaf.path for leaf in leaves if holders[id(leaf.tensor)] > 1 or leaf.role is not Role.PARAMETER)
+    leaves = list(leaves_of(root))
+    parameters = {id(leaf.tensor) for leaf in leaves if leaf.role is Role.PARAMETER}
+    return frozenset(leaf.path for leaf in leaves if holders[id(leaf.tensor)] > 1 or id(leaf.tensor) not in parameters)

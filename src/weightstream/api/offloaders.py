@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from weightstream.adapters.modules.moe import PicksOf, picks_of
 from weightstream.adapters.modules.partition import GRAINS, Grain
 from weightstream.api.offload import offload_layers
 from weightstream.errors import ConfigError, OffloadError, PlanError
@@ -104,6 +105,7 @@ class StreamingOffloader(BaseOffloader):
 
     def __init__(self, config: OffloadConfig) -> None:
         self.config = config
+        self.picks_of: PicksOf = picks_of  # how a module of the engine reads single rows of its stacks
         self.layers: dict[str, nn.Module] = {}
         self._device: torch.device | None = None
 
@@ -207,7 +209,12 @@ class StreamingOffloader(BaseOffloader):
         """A streamer of all layers; if the block fails they are restored."""
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as on_failure:
             streamer = offload_layers(
-                self.layers, device=self._device, config=config, grains=grains, in_graphs=in_graphs
+                self.layers,
+                device=self._device,
+                config=config,
+                grains=grains,
+                in_graphs=in_graphs,
+                picks_of=self.picks_of,
             )
             on_failure.callback(streamer.remove)
             yield streamer

@@ -172,7 +172,8 @@ class OffloadBuilder:
         )
         subset = facts.subset
         self._blocks = list(subset.blocks) if subset else find_blocks(model)
-        grains = grains_of(model, self._by_alias, subset.grains if subset else None, self._blocks)
+        how = (subset.grains, self._blocks, subset.picks_of) if subset else (None, self._blocks)
+        grains = grains_of(model, self._by_alias, *how)
         machine = machine_of(backend, config, self._homes, facts.progress, expected)
         if facts.ranks is not None:
             config, machine = _agreed(facts.ranks, backend, config, machine)

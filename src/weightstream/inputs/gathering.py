@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightstream.adapters.hf.packed_formats import unpack_kernels_of
-from weightstream.adapters.modules.moe import why_whole
+from weightstream.adapters.modules.moe import PicksOf, picks_of, why_whole
 from weightstream.adapters.modules.partition import GRAINS, Grain, called, find_blocks, find_units, row_tables
 from weightstream.adapters.tracing import op_timing
 from weightstream.adapters.tracing.footprint import Footprint, follow, observe, observe_passes
@@ -29,7 +29,7 @@ from weightstream.errors import UnsupportedError
 from weightstream.inputs.machine import can_decompress, compressible_dtypes, with_decode_rates, with_unpack_rates
 from weightstream.measure import bench
 from weightstream.plan.coding import Sizes
-from weightstream.plan.manifest import Manifest, Op, Rate, Workload
+from weightstream.plan.manifest import Manifest, Op, Rate, TensorSpec, UnitSpec, Workload
 from weightstream.plan.planner import Demand, Machine, Training, Weights
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.schedule import TRAIN, aligned
@@ -74,6 +74,7 @@ class LayerSubset:
         model: the model that the layers are part of, whose steps are planned for; None: an engine runs them.
         cache_share: the share of the model's cache that belongs to the layers.
         observe: returns the work of the model's step; shared by all devices, so that the step is traced once.
+        picks_of: how a module reads single rows of its stacks.
     """
 
     blocks: tuple[nn.Module, ...]
@@ -83,6 +84,7 @@ class LayerSubset:
     model: nn.Module | None = None
     cache_share: float = 1.0
     observe: Observe = observe
+    picks_of: PicksOf = picks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,7 +362,6 @@ class Gatherer:
     def _engine_step(
         self, config: OffloadConfig, machine: Machine, grains: tuple[Manifest, ...], subset: LayerSubset
     ) -> PlannerInputs:
-        rows = config.batch * config.tokens
         if subset.in_graphs:
             machine = replace(machine, profile=machine.profile.without_host())
         kept = {alias for alias, names in self.weights.names.items() if not subset.kept.isdisjoint(names)}
@@ -369,8 +370,8 @@ class Gatherer:
             machine=machine,
             weights=self.weights,
             grains=tuple(grain.keeping(kept) for grain in grains),
-            demands=tuple(Demand(work=_products(grain, rows)) for grain in grains),
-            whole_experts=why_whole(self.model),
+            demands=tuple(_engine_demand(grain, config) for grain in grains),
+            whole_experts=why_whole(self.model, subset.picks_of),
         )
 
     def _timed(self, work: Work, machine: Machine) -> Work:
@@ -502,10 +503,11 @@ def grains_of(
     by_alias: dict[str, Group],
     grains: Sequence[Grain] | None = None,
     blocks: list[nn.Module] | None = None,
+    picks_of: PicksOf = picks_of,
 ) -> Grains:
     """The units of a model in each of these grains; default: in every grain. `blocks` are its repeated blocks, if the
     caller knows them."""
-    return [merge_tied(find_units(model, grain, blocks), by_alias) for grain in grains or GRAINS]
+    return [merge_tied(find_units(model, grain, blocks, picks_of), by_alias) for grain in grains or GRAINS]
 
 
 def tables_of(model: nn.Module, by_alias: Mapping[str, Group]) -> frozenset[str]:
@@ -590,16 +592,27 @@ def _by_unit(work: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op
     return {unit.name: ops for unit, ops in zip(units, work.work(units), strict=True)}
 
 
+def _engine_demand(grain: Manifest, config: OffloadConfig) -> Demand:
+    """The demand of an engine's step. Its workload matters only for experts that are named by ids."""
+    work = _products(grain, config.batch * config.tokens)
+    if not any(unit.ids_per_token for unit in grain.units):
+        return Demand(work=work)
+    context = max(config.tokens, config.context or _CONTEXT)
+    return Demand(work=work, workload=Workload(batch=config.batch, tokens=config.tokens, context=context))
+
+
 def _products(grain: Manifest, rows: int) -> dict[str, tuple[Op, ...]]:
     """The work of units in which `rows` rows are multiplied by every matrix.
 
     Stacks of matrices, such as experts, count with their bytes only: a step uses some of the matrices, but may read
-    all.
+    all. If its kernels take ids, it reads those that are named.
     """
 
-    def op(shape: tuple[int, ...], dtype: str, nbytes: int) -> Op:
-        rate = _RATES.get(dtype, "none") if len(shape) == 2 else "none"
-        return Op(rate=rate, flops=2.0 * rows * math.prod(shape), nbytes=nbytes)
+    def op(unit: UnitSpec, tensor: TensorSpec) -> Op:
+        if unit.ids_per_token and tensor.alias in unit.stacks:
+            share = rows * unit.ids_per_token / tensor.shape[0]
+            return Op(nbytes=round(min(1.0, share) * tensor.nbytes), picked=share)
+        rate = _RATES.get(tensor.dtype, "none") if len(tensor.shape) == 2 else "none"
+        return Op(rate=rate, flops=2.0 * rows * math.prod(tensor.shape), nbytes=tensor.nbytes)
 
-    matrices = ((unit.name, [t for t in unit.tensors if len(t.shape) > 1]) for unit in grain.units)
-    return {name: tuple(op(t.shape, t.dtype, t.nbytes) for t in tensors) for name, tensors in matrices}
+    return {unit.name: tuple(op(unit, t) for t in unit.tensors if len(t.shape) > 1) for unit in grain.units}

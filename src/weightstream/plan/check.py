@@ -62,6 +62,8 @@ def _homes(plan: Plan) -> Iterator[str]:
         yield f"{plan.shared_nbytes} bytes of the buffer are slots, of {plan.buffer_nbytes} and {plan.slots_nbytes}"
     if plan.own_buffer_nbytes % ALIGN_NBYTES:
         yield f"slots start at byte {plan.own_buffer_nbytes} of the buffer, which is not aligned"
+    if plan.slots_nbytes % ALIGN_NBYTES:
+        yield f"the buffer starts after {plan.slots_nbytes} bytes of slots, which is not aligned"
     if shared := [alias for alias in sorted(plan.cached & aliases.keys()) if len(plan.manifest.users[alias]) > 1]:
         yield f"cached alias groups of several units, of which each would have slots: {shared}"
     if wrong := (plan.disk - aliases.keys()) | (plan.disk & plan.placed):

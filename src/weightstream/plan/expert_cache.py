@@ -104,7 +104,8 @@ def caches(
 ) -> Iterator[Cached]:
     """Caches for all stacks of an uncompressed manifest: uncompressed, and compressed if all stacks can be.
 
-    A cache has as many slots as leave room for all other weights, but at least those for the rows of one token.
+    A cache has as many slots as leave room for all other weights, but at least those for the rows of one token. Kernels
+    that read rows in their slots need uncompressed ones, and read whole stacks for more ids than rows.
     """
     stacks = stacks_of(manifest, profile)
     if not stacks:
@@ -116,11 +117,12 @@ def caches(
     least = -(-picked // _num_tokens(workload))
     most = min(t.shape[0] for t in every)
     in_waves = all(manifest.units[index].in_waves for index in stacks)
+    in_slots = any(manifest.units[index].ids_per_token for index in stacks)
     largest = max(sum(t.nbytes for t in of_unit) // of_unit[0].shape[0] for of_unit in stacks.values())
     waves = aligned(max(_WAVES_NBYTES, int(_WAVES_SHARE * budget), _LEAST_ROWS * largest))  # slots follow
     for coded in ({}, {t.alias: sizes[t.alias] for t in every if t.alias in sizes and prod(t.shape[1:]) % _TILE == 0}):
         held = {t.alias: t.nbytes for t in every} | coded
-        if 0 < len(coded) < len(held):
+        if 0 < len(coded) < len(held) or (in_slots and (coded or picked > most)):
             continue
         per_slot = _per_slot(every, held, coded)
         room = min(buffer, waves) if in_waves and not coded else buffer
@@ -131,7 +133,7 @@ def caches(
         if num < most and num * per_slot + room < budget:  # if all rows fit they are resident, without a cache
             cached = Cached(held, coded, num, num * per_slot, room)
             # If other weights stream, the link is busy, and the next router's weights may not be there yet.
-            fits = num * per_slot + room + rest <= budget
+            fits = num * per_slot + room + rest <= budget and not in_slots  # of their kernels no router is known
             yield cached._replace(ahead=_best_ahead(manifest, cached, profile, workload, counts) if fits else 0)
 
 

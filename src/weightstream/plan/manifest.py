@@ -61,6 +61,8 @@ class UnitSpec:
             this index.
         stacks: alias groups of which its forward may read only some rows, as a mixture of experts does.
         in_waves: its forward can read all rows of these a few at a time.
+        ids_per_token: rows of these that each token names to kernels, which read them in their slots; 0: a traced step
+            shows how many rows its forward copies.
     """
 
     name: str
@@ -69,6 +71,7 @@ class UnitSpec:
     layer: int | None = None
     stacks: frozenset[str] = frozenset()
     in_waves: bool = False
+    ids_per_token: int = 0
 
     def aliases(self) -> dict[str, int]:
         """Alias group -> bytes, in order of first appearance, each once."""

@@ -46,6 +46,14 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": None,
     "first_k_dense_replace": 8,
 }
+_OSS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 128,
+    "sliding_window": 64,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    | {"truncate": False, "original_max_position_embeddings": 256},
+}
 _STATES: dict[str, Any] = {"num_heads": 8, "state_size": 64, "n_groups": 1, "expand": 2, "head_dim": 64}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": ("DeepseekV2Config", _SHAPE | _LATENT),
@@ -58,6 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", _SHAPE | {"num_local_experts": 8, "intermediate_size": 128}),
     "shared": ("Qwen2MoeConfig", _SHAPE | _MOE | _SHARED),
     "biased": ("Glm4MoeConfig", _SHAPE | _MOE | _BIASED),
+    "gpt_oss": ("GptOssConfig", _SHAPE | _OSS),
     "gptq": ("LlamaConfig", _SHAPE),
     "awq": ("LlamaConfig", _SHAPE),
     "nvfp4": ("LlamaConfig", _SHAPE),

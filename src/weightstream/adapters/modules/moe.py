@@ -32,19 +32,19 @@ from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices, packed_matrices
 from weightstream.runtime.devices import cuda
-from weightstream.runtime.weights.picks import ForwardCall, RowProvider
+from weightstream.runtime.weights.picks import ForwardCall, Picks, RowProvider
 
 logger = logging.getLogger("weightstream")
 
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _BY_ROW = "batched_mm"  # the implementation that copies the matrices which it uses; generate() decodes with it
 _IN_PLACE = "grouped_mm"  # the implementation that reads matrices in place, and only those which it uses
-_FUSED = "w13_weight"  # of vLLM's experts
 _EQUAL: dict[_GroupedCase, bool] = {}  # [Note: grouped instead of batched]
 _ROUNDS = 8
 _OWN_FORWARDS = ("forward", "_compiled_call_impl")  # attributes of an instance that run instead of its class's forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+PicksOf = Callable[[nn.Module, nn.Module | None], Picks | None]  # as `picks_of`, for the modules that somebody knows
 
 
 class _StandIn:
@@ -149,6 +149,10 @@ class ExpertForward:
         are_packed = packed.keys() == self._names.keys()
         return [packed_leaves(self._module, packed[name]) for name in self._names] if are_packed else []
 
+    @property
+    def ids_per_token(self) -> int:
+        return 0
+
     def _is_plain(self, forward: Any) -> bool:
         """Whether this runs the forward of the module's class; another one may have been assigned."""
         if isinstance(forward, UnpackingForward):
@@ -238,7 +242,7 @@ class ExpertForward:
         return _GroupedCase(type(self._module), hidden.device, shapes, cuda.product_settings())
 
     def why_whole(self) -> str | None:
-        """Reason why every call reads whole stacks, or None."""
+        """As `Picks.why_whole`."""
         module, kind = self._module, type(self._module).__name__
         implementation = module.config._experts_implementation
         if not self._is_plain(module.forward):
@@ -322,7 +326,7 @@ def _is_indexed(stack: torch.Tensor | None) -> bool:
     return stack is not None and stack.dtype.itemsize > 1 and not is_traceable_wrapper_subclass(stack)
 
 
-def why_whole(model: nn.Module) -> str | None:
+def why_whole(model: nn.Module, picks_of: PicksOf = picks_of) -> str | None:
     """Reason why each step reads all experts of a model, in one line; None where it does not, or has no experts.
 
     Experts are recognised by their names here. Nothing but this message depends on that.
@@ -333,7 +337,7 @@ def why_whole(model: nn.Module) -> str | None:
         if not _are_experts(name, module) or any(name.startswith(f"{outer}.") for outer in every):
             continue
         every.append(name)
-        if reason := _why_whole(module):
+        if reason := _why_whole(module, picks_of):
             found.setdefault(reason, []).append(name)
     if not found:
         return None
@@ -348,12 +352,11 @@ def _are_experts(name: str, module: nn.Module) -> bool:
     return is_named and any(True for _ in module.parameters())
 
 
-def _why_whole(module: nn.Module) -> str | None:
+def _why_whole(module: nn.Module, picks_of: PicksOf) -> str | None:
     kind = type(module).__name__
-    if (picks := picks_of(module)) is not None:
-        return picks.why_whole()
-    if any(name.endswith(_FUSED) for name, _ in module.named_parameters()):
-        return f"kernels of vLLM take whole stacks from {kind}, inside of its operator: none are cached yet"
+    for inner in module.modules():  # the module of the stacks may be inside
+        if (picks := picks_of(inner, None)) is not None:
+            return picks.why_whole()
     packed = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.dtype.itemsize == 1})
     if packed:
         remedy = (

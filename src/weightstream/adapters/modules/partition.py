@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from weightstream.adapters.modules.moe import picks_of
+from weightstream.adapters.modules.moe import PicksOf, picks_of
 from weightstream.runtime.tensors.leaves import leaves
 from weightstream.runtime.weights.alias_groups import Scope, UnitModule
 
@@ -25,11 +25,14 @@ GRAINS: tuple[Grain, ...] = ("block", "half", "matrix")
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # their forward reads weights of their children
 
 
-def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module] | None = None) -> list[UnitModule]:
+def find_units(
+    model: nn.Module, grain: Grain = "block", blocks: list[nn.Module] | None = None, picks_of: PicksOf = picks_of
+) -> list[UnitModule]:
     """The units of a model in declared order: blocks; their children, such as attention and MLP ("half"); or every
     module with tensors of its own ("matrix").
 
     `blocks` default to those of `find_blocks`. A unit that is a block, or part of one, carries the block's index.
+    `picks_of` tells how a module reads single rows.
     """
     blocks = find_blocks(model) if blocks is None else blocks
     # modules that are one unit each; for "matrix" there are none, and every module is cut down to its leaf modules
@@ -40,7 +43,7 @@ def find_units(model: nn.Module, grain: Grain = "block", blocks: list[nn.Module]
     }[grain]
     layers = {id(module): layer for layer, block in enumerate(blocks) for module in block.modules()}
     unique: dict[int, UnitModule] = {}
-    for unit in _units("", model, kept_whole):
+    for unit in _units("", model, kept_whole, picks_of):
         unit.layer = layers.get(id(unit.module))
         unique.setdefault(id(unit.module), unit)
     return list(unique.values())
@@ -98,7 +101,9 @@ def row_tables(model: nn.Module) -> set[int]:
     return tables - others
 
 
-def _units(name: str, module: nn.Module, kept_whole: set[int], parent: nn.Module | None = None) -> Iterator[UnitModule]:
+def _units(
+    name: str, module: nn.Module, kept_whole: set[int], picks_of: PicksOf, parent: nn.Module | None = None
+) -> Iterator[UnitModule]:
     """The units of a subtree. `kept_whole`: ids of modules that are one unit each. Unless it is empty, the largest
     subtrees without such modules are one unit each, too."""
     if not _holds_tensors(module):
@@ -108,13 +113,14 @@ def _units(name: str, module: nn.Module, kept_whole: set[int], parent: nn.Module
     must_split = name == "" or isinstance(module, _CONTAINERS) or any(id(m) in kept_whole for m in module.modules())
     must_split |= not is_called
     is_whole = isinstance(module, _WHOLE) or id(module) in kept_whole or (bool(kept_whole) and not must_split)
-    if not children or is_whole:
-        yield UnitModule(name=name, module=module, picks=picks_of(module, parent))
+    picks = picks_of(module, parent)
+    if not children or is_whole or picks is not None:
+        yield UnitModule(name=name, module=module, picks=picks)
         return
     if any(True for _ in leaves(module)):
         yield UnitModule(name=name, module=module, scope=Scope.OWN, enclosing=True)
     for child_name, child in children:
-        yield from _units(child_name, child, kept_whole, module)
+        yield from _units(child_name, child, kept_whole, picks_of, module)
 
 
 def _nbytes(module: nn.Module) -> int:

@@ -36,7 +36,7 @@ import weightstream
 from weightstream.adapters.hf.ranks import Ranks, errors_stay_local, ranks_together
 from weightstream.api import offloaders
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
-from weightstream.integrations.vllm.experts import enter_by_forward
+from weightstream.integrations.vllm.experts import enter_by_forward, routed_picks
 from weightstream.integrations.vllm.loading import processed_on_host
 from weightstream.integrations.vllm.memory import Room, allocated, is_cuda, report_cache_offload
 from weightstream.integrations.vllm.versions import why_untried
@@ -307,6 +307,7 @@ class VllmWorker:
         worker, offloader = self._worker, self.offloader
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
+        offloader.picks_of = routed_picks
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"
@@ -399,6 +400,8 @@ class VllmWorker:
         batch, tokens = self.offloader.config.batch, self.offloader.config.tokens
         each = "" if tokens == 1 else f" of {tokens} tokens"
         prediction = f"predicted step of {batch} sequences{each} {1e3 * plan.step_s:.1f} ms"
+        if plan.cached:
+            prediction = f"experts: {plan.predictions()['experts']}; {prediction}"
         if room is not None:
             left = human(max(0, room.left(self._peak_nbytes)))
             prediction += f"; KV cache: {human(room.cache_nbytes)} wanted, {left} remain"

@@ -10,22 +10,32 @@ Where stacks are compressed or cached, the buffer has room for all of their rows
 - `Rows.place` brings each row to its own place in the buffer, which the weights show. A forward that touches no other
   rows then runs unchanged. If more rows are named than there are slots, they pass through the slots in waves.
 
+[Note: kernels that take ids]
+Some kernels take ids themselves, and read rows in place. They run unchanged with the slots of the ids for ids, and with
+stacks that show the slots as their first rows: the shapes, from which kernels choose their tiles, are those of whole
+stacks. The rest of such a stack is memory behind the slots, which no id names. Rows in slots are as far apart as in a
+whole stack.
+
 A forward that uses nearly all rows, many of them several times, reads whole stacks from the buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from weightstream.errors import InvariantError
 from weightstream.plan.expert_cache import NEARLY_ALL
 from weightstream.plan.schedule import ALIGN_NBYTES, aligned
 from weightstream.runtime.experts.row_stream import RowLeaf, RowStream, StreamBuffer
 from weightstream.runtime.experts.slot_cache import WORD, SlotCache, SlotStack
 from weightstream.runtime.experts.stacks import RowReader, Stack
+from weightstream.runtime.weights.alias_groups import Member
 from weightstream.runtime.weights.decompression import BufferedUnit, unit_decoder
 from weightstream.runtime.weights.picks import Picks
 
@@ -45,6 +55,13 @@ class SelectedRows:
         return self._read()
 
 
+class SlotView(NamedTuple):
+    """A stack, and its slots as the first rows of a whole stack: [Note: kernels that take ids]."""
+
+    stack: Member
+    view: torch.Tensor
+
+
 @dataclass(kw_only=True, slots=True)
 class Rows:
     """Brings single rows of the stacks of a unit: implements `RowProvider`."""
@@ -57,6 +74,7 @@ class Rows:
     cache: SlotCache | None = None  # None: the stacks are compressed, and not cached
     has_places: bool = True  # as `RowProvider.has_places`
     leaves: Mapping[int, RowLeaf] = field(default_factory=dict)  # of stacks whose rows can pass the slots
+    views: Sequence[SlotView] = ()  # of all stacks, if kernels may read rows in slots
     rest: Callable[[], None] | None = None  # brings the unit's weights that are not stacks
     look_ahead: Callable[[torch.Tensor], None] | None = None
     num_named: int = 0  # number of ids in the last call
@@ -119,6 +137,39 @@ class Rows:
             if slots is not None:
                 rows = rows.masked_fill(slots >= 0, -1)
 
+    @property
+    def has_slots(self) -> bool:
+        return bool(self.views)
+
+    def slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """As `RowProvider.slots`."""
+        self.buffer.drop()
+        if self.rest is not None:
+            self.rest()
+        return self._cache.resolve(ids.reshape(-1)).view(ids.shape)
+
+    def slot_of(self) -> torch.Tensor:
+        """As `RowProvider.slot_of`."""
+        return self._cache.slot_of()
+
+    @property
+    def _cache(self) -> SlotCache:
+        if self.cache is None:
+            raise InvariantError("rows without a cache have no slots")
+        return self.cache
+
+    @contextmanager
+    def in_slots(self) -> Iterator[None]:
+        """As `RowProvider.in_slots`."""
+        whole = [shown.stack.shown() for shown in self.views]
+        try:
+            for stack, view in self.views:
+                stack.show(view)
+            yield
+        finally:
+            for (stack, _), view in zip(self.views, whole, strict=True):
+                stack.show(view)
+
     def streams(self) -> bool:
         """As `RowProvider.streams`. Weights besides the stacks would use the same memory."""
         return bool(self.leaves) and self.rest is None and not self.capturing()
@@ -173,13 +224,18 @@ def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit, buffer: StreamBuff
     pieces = [stack.pieces(backend) for stack in stacks]
     if not all(pieces):
         return None
+    in_slots = unit.plan.manifest.units[unit.index].ids_per_token > 0
+    if in_slots and any(stack.home.layout is not None for stack in stacks):
+        return None
     strides = [max(piece.at + max(row.numel() for row in piece.rows) for piece in of_stack) for of_stack in pieces]
-    strides = [aligned(stride + WORD) for stride in strides]
-    num_slots = min(stacks[0].num_rows, room.numel() // sum(strides))
+    if not in_slots:
+        strides = [aligned(stride + WORD) for stride in strides]
+    num_slots = _fitting(room.numel(), strides, stacks[0].num_rows)
     if not num_slots:
         return None
-    parts = room[: num_slots * sum(strides)].split([num_slots * stride for stride in strides])
-    views = [part.view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
+    sizes = [aligned(num_slots * stride) for stride in strides]
+    parts = room[: sum(sizes)].split(sizes)
+    views = [part[: num_slots * stride].view(num_slots, stride) for part, stride in zip(parts, strides, strict=True)]
     readings = {stack.key: stack.reading(view) for stack, view in zip(stacks, views, strict=True)}
     cache = SlotCache([SlotStack(*each) for each in zip(views, pieces, strict=True)], stacks[0].num_rows)
     leaves = {
@@ -194,12 +250,28 @@ def _cached_rows(stacks: Sequence[Stack], unit: BufferedUnit, buffer: StreamBuff
         buffer=buffer,
         readings=readings,
         cache=cache,
-        has_places=not unit.plan.shared_nbytes,
+        has_places=not unit.plan.shared_nbytes and not any(stride % WORD for stride in strides),
         leaves=leaves if len(leaves) == len(stacks) else {},
+        views=[_as_whole(stack, view) for stack, view in zip(stacks, views, strict=True)] if in_slots else (),
     )
     if rows.leaves and not rows.stream(list(leaves)).most:
         rows.leaves = {}
     return rows
+
+
+def _fitting(nbytes: int, strides: Sequence[int], most: int) -> int:
+    """The number of slots, up to `most`, for which there is room: of each stack together, from an aligned address."""
+    num = min(most, nbytes // sum(strides))
+    while num and sum(aligned(num * stride) for stride in strides) > nbytes:
+        num -= 1
+    return num
+
+
+def _as_whole(stack: Stack, slots: torch.Tensor) -> SlotView:
+    """The slots as the first rows of a whole stack."""
+    (member,) = stack.home.group.members
+    rows = slots.view(-1).view(stack.dtype)
+    return SlotView(member, rows.as_strided(stack.shape, member.stride))
 
 
 def _share(unit: BufferedUnit) -> torch.Tensor:

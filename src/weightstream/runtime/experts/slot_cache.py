@@ -84,7 +84,7 @@ class SlotCache:
         self._device = _OnDevice(self._stacks, num_rows) if memory.device.type != "cpu" else None
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        """The slots of these rows, int64 of the same shape. Misses are fetched before any later kernel of the stream.
+        """The slots of these rows, of the same dtype. Misses are fetched before any later kernel of the stream.
 
         The slot of an id below 0, which names no row, is -1; so is that of a row for which no slot is free.
         """
@@ -93,7 +93,7 @@ class SlotCache:
                 return self._device.resolve(ids)
             slots, missed = self._table.resolve(self._clamped(ids))
             self._copy(missed)
-            return torch.tensor(slots, dtype=torch.int64, device="cpu")
+            return torch.tensor(slots, dtype=ids.dtype, device="cpu")
         except BaseException:
             self.forget()  # rows may have slots that they were not fetched into
             raise
@@ -124,6 +124,12 @@ class SlotCache:
             return self._device.slots()
         slot_of = self._table.slot_of()
         return [slot_of.get(row, -1) for row in range(self._num_rows)]
+
+    def slot_of(self) -> torch.Tensor:
+        """The slot of each row, int32 on the device, -1 for a row without. On a GPU later calls change it."""
+        if self._device is not None:
+            return self._device.slot_of
+        return torch.tensor(self.slots(), dtype=torch.int32, device="cpu")
 
     def counts(self) -> Found:
         """The counts so far. Waits for the device."""
@@ -295,7 +301,7 @@ class _OnDevice:
         self._stacks = stacks  # the tables hold the addresses of their memory
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        slots = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+        slots = torch.empty(ids.numel(), dtype=ids.dtype, device=ids.device)
         tables = self._tables
         sizes = self._sizes(ids)
         warps = min(_MOST_WARPS, max(_WARPS, max(sizes) // _PER_WARP))
@@ -358,6 +364,10 @@ class _OnDevice:
         for table in (self._tables.slot_of, self._tables.owner_of, self._tables.stamps):
             table.fill_(-1)
         self._tables.state[_State.NUM_AHEAD] = 0
+
+    @property
+    def slot_of(self) -> torch.Tensor:
+        return self._tables.slot_of
 
     def slots(self) -> list[int]:
         found: list[int] = self._tables.slot_of.tolist()

@@ -100,7 +100,7 @@ def resolve(
     tl.debug_barrier()
 
     tl.store(first_at + row, tl.full([IDS], NEVER, tl.int32), mask=is_named)
-    tl.store(slots + s, found.to(tl.int64), mask=s < num_ids)
+    tl.store(slots + s, found.to(slots.dtype.element_ty), mask=s < num_ids)
     tl.store(state, step + 1)
     tl.store(state + 1, num.to(tl.int64))
     tl.store(state + 2, tl.load(state + 2) + hits)

@@ -83,6 +83,12 @@ class Member:
             guarded.unguard(shell.tensor, shell.kind)
 
     @unseen
+    def shown(self) -> torch.Tensor:
+        """A view of the bytes that the tensor shows."""
+        found: torch.Tensor = torch.Tensor.data.__get__(self.tensor)  # type: ignore[attr-defined]
+        return found
+
+    @unseen
     def show(self, view: torch.Tensor) -> None:
         """Make the tensor a view of these bytes; its version does not change."""
         torch.Tensor.data.__set__(self.tensor, view)  # type: ignore[attr-defined]
@@ -319,6 +325,7 @@ def manifest(units: Iterable[UnitModule], by_alias: dict[str, Group]) -> Manifes
                 layer=unit.layer,
                 stacks=_stacks(unit, member_of),
                 in_waves=unit.picks is not None and bool(unit.picks.streams),
+                ids_per_token=0 if unit.picks is None else unit.picks.ids_per_token,
             )
         )
     return Manifest(units=tuple(found), order=tuple(range(len(found))))

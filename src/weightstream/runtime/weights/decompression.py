@@ -30,12 +30,11 @@ class PlanMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, plan: Plan, backend: Backend) -> PlanMemory:
-        both = backend.alloc(plan.own_buffer_nbytes + plan.slots_nbytes)
-        return cls(
-            ring=backend.alloc(plan.ring_nbytes),
-            buffer=both[: plan.buffer_nbytes],
-            slots=both[plan.own_buffer_nbytes :],
-        )
+        both, ring = backend.alloc(plan.own_buffer_nbytes + plan.slots_nbytes), backend.alloc(plan.ring_nbytes)
+        if plan.shared_nbytes:
+            return cls(ring=ring, buffer=both[: plan.buffer_nbytes], slots=both[plan.own_buffer_nbytes :])
+        # slots first: a stack of all rows that begins at its slots ends inside the buffer, which holds whole stacks
+        return cls(ring=ring, buffer=both[plan.slots_nbytes :], slots=both[: plan.slots_nbytes])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

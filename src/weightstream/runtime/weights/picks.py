@@ -7,6 +7,7 @@ side of the model: adapters implement it for the classes that they know. `RowPro
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -108,6 +109,20 @@ class RowProvider(Protocol):
     def place(self, ids: torch.Tensor) -> None:
         """Bring the rows of these ids to their places in the whole stacks, which the weights show."""
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether kernels may read rows in their slots, as `slots` and `in_slots` offer."""
+
+    def slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """The slots of the rows of these ids, of the same shape and dtype. Takes up to `most` ids."""
+
+    def slot_of(self) -> torch.Tensor:
+        """The slot of each row, int32, after a call of `slots`; the slot of a row that has none is -1."""
+
+    def in_slots(self) -> AbstractContextManager[None]:
+        """Inside, the stacks show their slots: a stack of all rows has slot i at i. What follows the slots is
+        undefined, and must not be read."""
+
     def streams(self) -> bool:
         """Whether a call that names nearly all rows may use `stream`, as the host may wait for its ids."""
 
@@ -127,11 +142,18 @@ class Picks(Protocol):
         """The tensors of each call of `RowProvider.stream` by which it reads all rows a few at a time, in the order in
         which it reads them; empty if it does not."""
 
+    @property
+    def ids_per_token(self) -> int:
+        """The rows that a token names to kernels, which read them in their slots; 0 for a forward that copies rows."""
+
+    def why_whole(self) -> str | None:
+        """Reason why every call reads whole stacks, or None."""
+
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """A function with the same results as `call.forward` for these arguments; None if it would read whole stacks.
 
-        It reads the rows of `rows.select(ids)`, or only rows that it has brought by `rows.place(ids)`, and then passes
-        its hidden states to `rows.look_ahead`.
+        It reads the rows of `rows.select(ids)`, those of `rows.slots(ids)` inside of `rows.in_slots()`, or only rows
+        that it has brought by `rows.place(ids)`, and then passes its hidden states to `rows.look_ahead`.
         """
 
     @property

@@ -1,0 +1,173 @@
+"""Experts by ids inside of vLLM: kernels read them in slots, and the tokens are those of the engine without offload."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from engines import NUM_TOKENS, PROMPTS, asked, engine, scored, streamer
+
+from weightstream.inputs import builder
+from weightstream.integrations.vllm import experts
+from weightstream.integrations.vllm.experts import IdsBecomeSlots
+from weightstream.plan.plan import Plan
+from weightstream.runtime.experts.rows import Rows
+from weightstream.runtime.weights.decompression import PlanMemory
+
+Folder = Callable[[str], Path]
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K, NUM_SLOTS = 8, 8, 2, 5
+BUDGET = 13_700_000  # bytes: attention, whole stacks of one layer, and 5 slots of 8 in each
+
+
+@pytest.fixture(autouse=True)
+def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link as slow for these sizes as a real one for real ones. On a CPU also a plan as for a GPU, vLLM's kernel for
+    CPUs, which takes ids, and its operator, which compiled code for CPUs inlines."""
+    inner, is_cpu = builder.machine_of, not torch.cuda.is_available()
+
+    def machine_of(*args: Any, **kwargs: Any) -> Any:
+        machine = inner(*args, **kwargs)
+        machine = replace(machine, profile=replace(machine.profile, link_bytes_per_s=1e8))
+        return replace(machine, on_cpu=False, total_nbytes=machine.host_total_nbytes) if is_cpu else machine
+
+    monkeypatch.setattr(builder, "machine_of", machine_of)
+    if not is_cpu:
+        return
+    from vllm.model_executor.layers.fused_moe.runner import moe_runner
+
+    def select_forward(self: Any) -> Any:
+        name = "moe_forward" if self._shared_experts is None else "moe_forward_shared"
+        return getattr(torch.ops.vllm, name)
+
+    monkeypatch.setattr(moe_runner.MoERunner, "_select_forward", select_forward)
+    kinds = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
+    monkeypatch.setattr(experts, "PROVED", MappingProxyType(dict.fromkeys(kinds, IdsBecomeSlots.AT_ONCE)))
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """How rows are brought from now on, by the call."""
+    found: list[str] = []
+    for name in ("slots", "place"):
+        inner = getattr(Rows, name)
+
+        def spy(rows: Rows, ids: torch.Tensor, name: str = name, inner: Any = inner) -> Any:
+            found.append(name)
+            return inner(rows, ids)
+
+        monkeypatch.setattr(Rows, name, spy)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Folder) -> Callable[..., list[list[Any]]]:
+    """Output of the same engine without offloading, made once for each mode and batch."""
+    made: dict[Any, list[list[Any]]] = {}
+
+    def found(compiled: bool, batch: int) -> list[list[Any]]:
+        if (compiled, batch) not in made:
+            with engine(folder("moe"), compiled=compiled, max_num_seqs=batch) as llm:
+                made[compiled, batch] = scored(llm)
+        return made[compiled, batch]
+
+    return found
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of plans that begins as NaN."""
+    inner = PlanMemory.allocate
+
+    def allocate(plan: Plan, backend: Any) -> PlanMemory:
+        found = inner(plan, backend)
+        for part in found:
+            part.fill_(255)
+        return found
+
+    monkeypatch.setattr(PlanMemory, "allocate", allocate)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the plug-in logs; vLLM keeps it from other handlers."""
+    logger = logging.getLogger("weightstream")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    return caplog
+
+
+BUDGETS = {"mixtral": 13_700_000, "shared": 15_800_000, "biased": 15_000_000, "gpt_oss": 14_300_000}
+SETTINGS = asked(device_budget=BUDGET, codec="none", batch=1)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("batch", [2, 4])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernels_read_experts_in_their_slots(
+    folder: Folder, plain: Any, ways: list[str], logged: pytest.LogCaptureFixture, compiled: bool, batch: int
+) -> None:
+    """A batch of 2 has a slot for each id. Experts of a batch of 4 are placed in whole stacks; prompts read all."""
+    wanted = plain(compiled, batch)
+    with engine(folder("moe"), compiled=compiled, max_num_seqs=batch, **SETTINGS) as llm:
+        found = streamer()
+        assert any(f"experts: {NUM_SLOTS} slots for those of a layer" in text for text in logged.messages)
+        assert not any("reads all experts" in text for text in logged.messages)
+        assert len(found.plan.cached) == 2 * NUM_LAYERS
+        assert found.plan.num_slots == NUM_SLOTS
+        ways.clear()
+        before = found.stats().experts
+        assert scored(llm) == wanted
+        is_captured = compiled and torch.cuda.is_available()  # then only captures call Python
+        way = "slots" if batch * TOP_K <= NUM_SLOTS else "place"
+        assert ways.count(way) >= len(PROMPTS) // batch * (NUM_TOKENS - 2) * NUM_LAYERS or is_captured
+        after = found.stats().experts
+        fetched = after.fetched - before.fetched
+        assert fetched > NUM_LAYERS * NUM_SLOTS, "slots were filled more than once"
+        assert after.found > before.found
+        assert after.fetched_nbytes == after.fetched * 3 * 256 * 128 * 2  # bytes of an expert
+        assert found.stats().held_nbytes["device"] <= BUDGET
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["mixtral", "shared", "biased", "gpt_oss"])
+def test_other_mixtures(folder: Folder, ways: list[str], name: str) -> None:
+    """With shared experts, with a bias for each expert that the router reads and the layer holds, and with biases that
+    the kernel reads."""
+    with engine(folder(name), max_num_seqs=2) as llm:
+        wanted = scored(llm)
+    with engine(folder(name), max_num_seqs=2, **asked(device_budget=BUDGETS[name], codec="none", batch=1)) as llm:
+        ways.clear()
+        assert scored(llm) == wanted
+        assert len(ways) >= len(PROMPTS) // 2 * (NUM_TOKENS - 2) * (NUM_LAYERS - 1)  # some layers are dense
+        assert set(ways) == {"slots"}
+
+
+def test_ids_that_do_not_become_slots_give_other_tokens(
+    folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the tests here can fail."""
+
+    def unmapped(kwargs: dict[str, Any], ids: torch.Tensor, _: torch.Tensor) -> dict[str, Any]:
+        return kwargs | {"topk_ids": ids.clamp(max=NUM_SLOTS - 1)}
+
+    monkeypatch.setattr(experts, "_replaced", unmapped)
+    with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
+        assert scored(llm) != plain(False, 2)
+
+
+def test_other_kernels_read_whole_layers(
+    folder: Folder, plain: Any, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "PROVED", MappingProxyType({"MarlinExperts": IdsBecomeSlots.SORTED}))
+    wanted = plain(False, 2)
+    with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
+        assert scored(llm) == wanted
+        assert not streamer().plan.cached
+    (message,) = {text for text in logged.messages if "reads all experts of 0." in text}
+    assert "Experts takes whole stacks; MarlinExperts would read single experts" in message
