@@ -89,6 +89,12 @@ class MarlinExperts(_Kernel):
 KERNELS: dict[str, type[_Kernel]] = {"TritonExperts": TritonExperts, "MarlinExperts": MarlinExperts}
 
 
+@pytest.fixture(autouse=True)
+def both_are_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"TritonExperts": experts.IdsBecomeSlots.AT_ONCE, "MarlinExperts": experts.IdsBecomeSlots.SORTED}
+    monkeypatch.setattr(experts, "PROVED", ways)
+
+
 class Routed(nn.Module):
     """As vLLM's RoutedExperts. A row of one of its scales has 4 bytes, or 8: a whole word."""
 
@@ -284,3 +290,9 @@ def test_other_layers_read_whole_stacks_and_say_why(change: Callable[[Any], None
     assert found is not None
     assert (list(found.stacks), found.ids_per_token) == ([], 0)
     assert REASONS[change] in (found.why_whole() or "")
+
+
+def test_an_engine_may_read_whole_stacks_altogether() -> None:
+    found = routed_picks(Routed(TritonExperts, 8), why_whole="in graphs")
+    assert found is not None
+    assert (list(found.stacks), found.why_whole()) == ([], "in graphs")

@@ -10,12 +10,14 @@ and after vLLM's custom operator that changes no bits, as its kernels are not fu
 [Note: experts by ids]
 The kernels behind `forward_modular` take ids, and run over the slots of a cache: [Note: kernels that take ids] in
 runtime/experts/rows.py. `expert_map` stays None, as with a map vLLM takes other paths, whose bits differ. That is right
-only for kernels that compute each block of tokens of an expert by itself, from nothing but the rows of its id. So these
-are listed by the names of their classes, and any other kernel reads whole stacks:
+only for kernels that compute each block of tokens of an expert by itself, from nothing but the rows of its id. So those
+whose tokens were compared are listed by the names of their classes, and any other kernel reads whole stacks:
 
 - TritonExperts: one program for each block, which takes the order of experts only as its own number.
-- MarlinExperts: it splits sums at places that depend on the order of the blocks, so blocks are sorted by experts as
-  always, and each block gets its slot after that.
+
+MarlinExperts is not listed. It splits sums at places that depend on the order of the blocks, so blocks are sorted by
+experts as always, and each gets its slot after that. With one sequence tokens were equal. With eight, two sequences
+differed [vLLM 0.26, H200, gpt-oss in mxfp4], and why is not known.
 
 All tensors with a row for each expert have to be parameters of the layer: weights, scales, biases. One that the kernel
 holds besides would be indexed by slots, too.
@@ -58,7 +60,7 @@ class IdsBecomeSlots(Enum):
 
 
 PROVED: Mapping[str, IdsBecomeSlots] = MappingProxyType(  # by the name of the kernel's class: [Note: experts by ids]
-    {"TritonExperts": IdsBecomeSlots.AT_ONCE, "MarlinExperts": IdsBecomeSlots.SORTED}
+    {"TritonExperts": IdsBecomeSlots.AT_ONCE}
 )
 
 
@@ -93,9 +95,12 @@ def _entry(name: str) -> Callable[..., Any]:
     return entry
 
 
-def routed_picks(module: nn.Module, _: nn.Module | None = None) -> RoutedPicks | None:
-    """How vLLM's routed experts read single experts; None for any other module."""
-    return RoutedPicks(module) if _are_routed(module) else None
+def routed_picks(module: nn.Module, _: nn.Module | None = None, *, why_whole: str | None = None) -> RoutedPicks | None:
+    """How vLLM's routed experts read single experts; None for any other module.
+
+    `why_whole`: reason why none of this engine does.
+    """
+    return RoutedPicks(module, why_whole) if _are_routed(module) else None
 
 
 class _Kernel(NamedTuple):
@@ -113,12 +118,13 @@ class RoutedPicks:
     streams: Sequence[Sequence[torch.Tensor]] = ()
     guesses = False
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, why_whole: str | None = None) -> None:
         self._module = module
+        self._why_whole = why_whole
 
     @cached_property
     def _kernel(self) -> _Kernel:
-        return _kernel_of(self._module)
+        return _kernel_of(self._module) if self._why_whole is None else _Kernel(why_whole=self._why_whole)
 
     @property
     def stacks(self) -> Sequence[torch.Tensor]:

@@ -48,6 +48,7 @@ logger = logging.getLogger("weightstream")
 
 KEY = "weightstream"  # in `additional_config`
 _UNITS = "units"  # in its settings, [Note: the compile cache]
+_NOT_COMPARED = "in CUDA graphs, tokens of experts that are read one by one were not compared yet"
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _CHOOSES = frozenset(  # where one of these is set, vLLM's own flags are not read
@@ -307,7 +308,8 @@ class VllmWorker:
         worker, offloader = self._worker, self.offloader
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
-        offloader.picks_of = routed_picks
+        why_whole = _NOT_COMPARED if self._in_graphs() else None
+        offloader.picks_of = partial(routed_picks, why_whole=why_whole)
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         mode = worker.vllm_config.compilation_config.mode
         is_compiled = mode is not None and mode.name != "NONE"
