@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from models import TEXT
 from weightstream.cli import app, chat
-from weightstream.cli.run import Tokens
+from weightstream.text.stream import Answer
 from words import CHAT, tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -78,7 +78,7 @@ def test_clear_forgets_and_exit_ends(folder: Path) -> None:
 def test_a_truncated_answer_is_marked(folder: Path) -> None:
     assert "[cut at 8 tokens: raise --max-new-tokens]" in talk(folder, "w5 w9").stderr
     once = talk(folder, flags=("--max-new-tokens", "8", "--prompt", "w5 w9"))
-    assert "(8 generated, cut by --max-new-tokens, the first after" in once.stdout
+    assert "(8 generated, cut by --max-new-tokens, the first after" in once.stderr
 
 
 def test_a_conversation_that_is_too_long_is_reported(folder: Path) -> None:
@@ -88,20 +88,20 @@ def test_a_conversation_that_is_too_long_is_reported(folder: Path) -> None:
 
 
 def test_an_interrupt_ends_only_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, before = Tokens.put, signal.getsignal(signal.SIGINT)
+    add, before = Answer._add, signal.getsignal(signal.SIGINT)
 
-    def interrupted(self: Tokens, ids: torch.Tensor) -> None:
-        put(self, ids)
+    def interrupted(self: Answer, token: int) -> None:
+        add(self, token)
         if len(self.ids) == 3:
             signal.raise_signal(signal.SIGINT)
 
     whole = answers(talk(folder, "w5 w9"))[0]
-    monkeypatch.setattr(Tokens, "put", interrupted)
+    monkeypatch.setattr(Answer, "_add", interrupted)
     result = talk(folder, "w5 w9", "w6")
     assert result.stderr.count("[stopped]") == 2
     first, second = answers(result)
     assert first == whole[: len(first)]
-    assert max(len(first), len(second)) <= 4
+    assert len(first) == len(second) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

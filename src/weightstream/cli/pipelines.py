@@ -49,7 +49,8 @@ def call_of(
 
 def refuse_options(model: str, **options: Any) -> None:
     """Raise `ConfigError` if options of the other kind of model are set."""
-    if flags := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if flags := [f"--{name.replace('_', '-')}" for name in given]:
         from weightstream.api.plan_model import is_pipeline_checkpoint
 
         kind = "a pipeline of diffusers" if is_pipeline_checkpoint(model) else "not a pipeline of diffusers"

@@ -1,0 +1,103 @@
+"""Prompts of a JSONL file, and answers as JSON lines on stdout: the batch form of `weightstream run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from weightstream.cli.chat import Conversation
+from weightstream.cli.terminal import print_message
+from weightstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightstream.text.engine import Inputs, TextModel
+    from weightstream.text.sampling import Sampling
+
+_QUIET_S = 2.0  # seconds after which a line on stderr says how far it is
+
+
+class _Request(BaseModel):
+    """A line of the file. Names are those of the flags, which hold where a line has none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: list[str] | None = None
+
+
+class RequestLine(NamedTuple):
+    """A prompt as the model takes it, and how it is to be answered."""
+
+    inputs: Inputs
+    sampling: Sampling
+
+
+def read_lines(path: Path, model: TextModel, sampling: Sampling, opening: Conversation) -> list[RequestLine]:
+    """The requests of a file; `-` is stdin. Raises `ConfigError` with the number of a line that is none.
+
+    `sampling` holds where a line says nothing; `opening` comes before the messages of a line.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--jsonl {path}: {error}") from error
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(_read(line, model, sampling, opening))
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = "".join(f"{part}: " for part in first["loc"][:1])
+                raise ConfigError(f"--jsonl {path}, line {number}: {where}{first['msg']}") from None
+            except ConfigError as error:
+                raise ConfigError(f"--jsonl {path}, line {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--jsonl {path}: it has no lines")
+    return found
+
+
+def _read(line: str, model: TextModel, sampling: Sampling, opening: Conversation) -> RequestLine:
+    request = _Request.model_validate_json(line)
+    given = request.model_dump(exclude={"prompt", "messages"}, exclude_none=True)
+    if "stop" in given:
+        given["stop"] = tuple(filter(None, given["stop"]))
+    if (request.prompt is None) is (request.messages is None):
+        raise ConfigError("it needs either prompt or messages")
+    if request.prompt is not None:
+        inputs = model.encode(request.prompt)
+    else:
+        inputs = model.encode_chat([*opening, *(request.messages or ())])
+    return RequestLine(inputs, dataclasses.replace(sampling, **given))
+
+
+def answer_lines(model: TextModel, lines: list[RequestLine]) -> None:
+    """Print a JSON object for each line, in their order, as soon as it is answered."""
+    said_at = time.monotonic()
+    for number, line in enumerate(lines):
+        answer = model.generate(line.inputs, line.sampling)
+        found = {
+            "index": number,
+            "text": answer.text,
+            "finish": answer.finish,
+            "num_prompt_tokens": line.inputs["input_ids"].shape[1],
+            "num_tokens": len(answer.ids),
+            "seconds": answer.seconds,
+        }
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        sys.stdout.flush()
+        if time.monotonic() - said_at > _QUIET_S:
+            said_at = time.monotonic()
+            print_message(f"weightstream: {number + 1} of {len(lines)} lines are answered")
