@@ -37,7 +37,7 @@ BELOW: dict[str, set[str]] = {
     "api": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "inputs"},
     "": {"errors", "settings", "plan", "runtime", "adapters", "api"},
     "text": {"errors", "store", "runtime", "adapters", "api"},
-    "serving": {"errors", "text"},
+    "serving": {"errors", "runtime", "text"},
     "integrations": {"errors", "settings", "plan", "runtime", "adapters", "api", ""},
     "cli": {"errors", "settings", "plan", "runtime", "measure", "adapters", "api", "text", "serving", ""},
     "__main__": {"cli"},

@@ -23,6 +23,7 @@ from weightstream.cli.doctor import doctor
 from weightstream.cli.pack import pack
 from weightstream.cli.plan import plan
 from weightstream.cli.run import run, trace
+from weightstream.cli.serve import serve
 from weightstream.cli.terminal import print_message
 from weightstream.errors import WeightstreamError
 
@@ -110,7 +111,7 @@ def _print_version(wanted: bool) -> None:
 rich_utils.STYLE_HELPTEXT = rich_utils.STYLE_OPTION_DEFAULT = rich_utils.STYLE_ERRORS_SUGGESTION = ""
 rich_utils.STYLE_REQUIRED_LONG = "red"
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (bench, doctor, pack, plan, run, trace):
+for command in (bench, doctor, pack, plan, run, serve, trace):
     app.command()(command)
 
 

@@ -44,7 +44,7 @@ from weightstream.runtime.trace import Trace, total
 if TYPE_CHECKING:
     from weightstream.text.engine import Inputs, Messages, TextModel
     from weightstream.text.sampling import Sampling
-    from weightstream.text.stream import Answer
+    from weightstream.text.stream import Answer, Piece
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
@@ -177,7 +177,7 @@ def _answer_once(
         context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
         options["config"] = options["config"].model_copy(update={"context": context})
     model.load(progress=sys.stderr.isatty() and not as_json, **options)
-    answer = model.generate(inputs, sampling, on_text=None if as_json else _show)
+    answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
     if not as_json:
         typer.echo()
     report = report_of(model, inputs, answer)
@@ -193,8 +193,8 @@ def _answer_once(
     raise typer.Exit(0 if difference is None else 1)
 
 
-def _show(text: str) -> None:
-    typer.echo(text, nl=False)
+def _show(piece: Piece) -> None:
+    typer.echo(piece.text, nl=False)
 
 
 def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int]:
@@ -222,7 +222,7 @@ def _reply(model: TextModel, sampling: Sampling, messages: Messages, is_stopped:
         need = f"{num} tokens so far + {most} of --max-new-tokens > {positions} of the model"
         typer.echo(f"[{need}: /clear starts over]", err=True)
         return None
-    answer = model.generate(inputs, sampling, on_text=_show, is_cancelled=is_stopped)
+    answer = model.generate(inputs, sampling, on_piece=_show, is_cancelled=is_stopped)
     typer.echo()
     if answer.finish == "length":
         typer.echo(f"[cut at {most} tokens: raise --max-new-tokens]", err=True)

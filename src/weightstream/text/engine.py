@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,15 @@ if TYPE_CHECKING:
 
     from weightstream.runtime.streamer.streamer import Streamer
     from weightstream.text.sampling import Sampling
-    from weightstream.text.stream import Answer
+    from weightstream.text.stream import Answer, Piece
 
 Messages = Sequence[Mapping[str, Any]]
 Inputs = dict[str, "torch.Tensor"]
+
+
+logger = logging.getLogger("weightstream")
+
+_NUM_TRIED = 4  # tokens of a trial: drafts are verified from the second on
 
 
 class PromptError(ConfigError):
@@ -110,19 +116,21 @@ class TextModel:
         inputs: Inputs,
         sampling: Sampling,
         *,
-        on_text: Callable[[str], object] | None = None,
+        on_piece: Callable[[Piece], object] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
         cache_length: int | None = None,
+        **drafts: Any,
     ) -> Answer:
         """The answer of `weightstream.generate` to a prompt.
 
         Args:
             inputs: what one of the `encode` methods returned.
             sampling: how tokens are chosen, and where the answer ends.
-            on_text: called with pieces of the text, as soon as they are certain.
+            on_piece: called with pieces of the text, as soon as they are certain.
             is_cancelled: asked after each token; true ends the answer.
             cache_length: positions of a static KV cache. transformers keeps the longest one so far, and a longer one
                 adds in another order: with one length for all, an answer does not depend on earlier ones.
+            drafts: `speculate` and `bits`, as for `weightstream.generate`.
         """
         from weightstream.adapters.generation.generation import generate
         from weightstream.text.sampling import seeded
@@ -131,17 +139,36 @@ class TextModel:
         config, device = self.model.generation_config, self.streamer.device
         num_top = sampling.top_logprobs
         recorder = None if num_top is None else LogprobRecorder(self.tokenizer, num_top)
-        answer = Answer(self.tokenizer, sampling.stop, recorder, on_text, is_cancelled)
+        answer = Answer(self.tokenizer, sampling.stop, recorder, on_piece, is_cancelled)
         options = self.placed(inputs) | sampling.options(config) | {"stopping_criteria": [answer]}
         if recorder is not None:
             options["logits_processor"] = [recorder]
         if cache_length is not None and hasattr(config, "max_cache_len"):
             options["max_cache_len"] = cache_length
         with seeded(sampling.seed, device):
-            generate(self.model, **options, on_decoding=answer.set_decoding)
+            generate(self.model, **options, **drafts, on_decoding=answer.set_decoding)
         ends = config.eos_token_id
         answer.end(ends if isinstance(ends, list) else [ends])
         return answer
+
+    def exact_drafts(self, cache_length: int) -> dict[str, Any]:
+        """The `drafts` with which `generate` has the bits of one token at a time, whatever is drafted.
+
+        A few tokens are generated to find out whether passes of several tokens can have these bits; else nothing is
+        drafted. They also warm up: the first answer would wait for kernels to load and for the order of the weights.
+        """
+        from weightstream.text.sampling import Sampling
+
+        inputs, sampling = self.encode_ids([0] * _NUM_TRIED), Sampling(max_new_tokens=_NUM_TRIED, temperature=0.0)
+        mode = getattr(getattr(self.streamer, "drafting", None), "mode", "off")
+        exact = {"bits": "token"}
+        try:
+            always: dict[str, Any] = {} if mode == "off" else {**exact, "speculate": "lookup"}
+            self.generate(inputs, sampling, cache_length=cache_length, **always)
+        except UnsupportedError as error:
+            logger.info("no tokens are drafted: %s", error)
+            return {"speculate": "off"}
+        return {} if mode == "off" else exact
 
     def placed(self, inputs: Inputs) -> Inputs:
         """Inputs on the device that computes."""

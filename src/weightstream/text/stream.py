@@ -88,6 +88,14 @@ class TokenLogprobs:
     top: tuple[tuple[str, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer: its text, and the log-probabilities of the tokens since the last piece."""
+
+    text: str
+    logprobs: Sequence[TokenLogprobs]
+
+
 class LogprobRecorder:
     """A logits processor of transformers that changes nothing: it keeps the log-probabilities of each position.
 
@@ -123,7 +131,7 @@ class Answer:
         tokenizer: of the model.
         stop: strings before which the answer ends.
         logprobs: None: log-probabilities are not wanted.
-        on_text: called with each piece of the text, which is never empty.
+        on_piece: called with each piece. Its text is empty only where log-probabilities are left at the end.
         is_cancelled: asked after each token; true ends the answer.
     """
 
@@ -132,7 +140,7 @@ class Answer:
         tokenizer: Any,
         stop: Sequence[str] = (),
         logprobs: LogprobRecorder | None = None,
-        on_text: Callable[[str], object] | None = None,
+        on_piece: Callable[[Piece], object] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self.ids: list[int] = []
@@ -145,11 +153,12 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)
         self._recorder = logprobs
-        self._on_text = on_text
+        self._on_piece = on_piece
         self._is_cancelled = is_cancelled
         self._was_cancelled = False
         self._num_prompt: int | None = None
         self._num_first = 0  # tokens that came first
+        self._num_passed = 0  # tokens whose log-probabilities are passed on
 
     def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if self._num_prompt is None:
@@ -173,14 +182,20 @@ class Answer:
     def _show(self, text: str) -> None:
         if text:
             self._pieces.append(text)
-            if self._on_text is not None:
-                self._on_text(text)
+            self._pass_on(text)
+
+    def _pass_on(self, text: str) -> None:
+        logprobs, self._num_passed = self.logprobs[self._num_passed :], len(self.logprobs)
+        if self._on_piece is not None:
+            self._on_piece(Piece(text, logprobs))
 
     def end(self, ends: Sequence[int]) -> None:
         """Show what was held back, and find out why the answer has ended. `ends`: the end-of-text tokens."""
         if not self._stops.is_found:
             self._show(self._stops.push(self._detokenizer.end()))
             self._show(self._stops.end())
+        if self._num_passed < len(self.logprobs):
+            self._pass_on("")
         has_ended = self._stops.is_found or (bool(self.ids) and self.ids[-1] in ends)
         self.finish = "stop" if has_ended else "cancelled" if self._was_cancelled else "length"
 
