@@ -25,8 +25,8 @@ from starlette.routing import Route
 
 from weightstream.serving.metrics import Metrics
 from weightstream.serving.replies import DONE, ChatReply, CompletionReply, event, usage_of
-from weightstream.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
 from weightstream.serving.request_queue import ClosingError, Job, QueueFullError, RequestQueue
+from weightstream.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
 from weightstream.text.engine import Inputs, PromptError, TextModel
 from weightstream.text.sampling import Sampling
 from weightstream.text.stream import Answer, Piece
