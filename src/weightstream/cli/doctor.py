@@ -51,8 +51,11 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
     device changes. Exits with 1 if something is broken.
     """
-    from weightstream.measure.checks import examine
-    from weightstream.measure.profile import to_json
+    from weightstream.measure.progress import announced
+
+    with announced("loading libraries"):
+        from weightstream.measure.checks import examine
+        from weightstream.measure.profile import to_json
 
     findings, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:

@@ -13,7 +13,6 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weightstream.cli.chat import Conversation
-from weightstream.cli.terminal import print_message
 from weightstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def _read(line: str, model: TextModel, sampling: Sampling, opening: Conversation
 
 def answer_lines(model: TextModel, lines: list[RequestLine]) -> None:
     """Print a JSON object for each line, in their order, as soon as it is answered."""
+    from weightstream.measure.progress import say
+
     said_at = time.monotonic()
     for number, line in enumerate(lines):
         answer = model.generate(line.inputs, line.sampling)
@@ -100,4 +101,4 @@ def answer_lines(model: TextModel, lines: list[RequestLine]) -> None:
         sys.stdout.flush()
         if time.monotonic() - said_at > _QUIET_S:
             said_at = time.monotonic()
-            print_message(f"weightstream: {number + 1} of {len(lines)} lines are answered")
+            say(f"{number + 1} of {len(lines)} lines are answered")

@@ -161,21 +161,26 @@ def _on_one(
     draft: str | None,
 ) -> None:
     """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
-    from weightstream.api.plan_model import plan_drafted, planner_inputs_of
+    from weightstream.measure.progress import announced
+
+    with announced("loading libraries"):
+        from weightstream.api.plan_model import plan_drafted, planner_inputs_of
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
-        if draft is not None:
-            drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
-            inputs, planned = drafted.inputs, drafted.plan
-        else:
-            drafted = None
-            inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
-            planned = inputs.plan()[1]
-        plans = _swept(inputs, planned) if sweep or plot is not None else []
+        with announced("planning"):
+            if draft is not None:
+                drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
+                inputs, planned = drafted.inputs, drafted.plan
+            else:
+                drafted = None
+                inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
+                planned = inputs.plan()[1]
+        with announced("planning for other budgets"):
+            plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:
         gc.enable()
     if save is not None:

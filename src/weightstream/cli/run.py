@@ -18,6 +18,7 @@ import typer
 from weightstream.cli import pipelines
 from weightstream.cli.chat import Conversation, converse
 from weightstream.cli.jsonl import answer_lines, read_lines
+from weightstream.cli.messages import is_quiet
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -150,10 +151,13 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    require("transformers", "transformers", what)
-    from weightstream.text.engine import TextModel
+    from weightstream.measure.progress import announced
 
-    return TextModel(model, loading["trust_remote_code"])
+    with announced("loading libraries"):
+        require("transformers", "transformers", what)
+        from weightstream.text.engine import TextModel
+
+        return TextModel(model, loading["trust_remote_code"])
 
 
 def _opening(system: str | None) -> Conversation:
@@ -181,7 +185,7 @@ def _answer_once(
     if not as_json:
         typer.echo()
     report = report_of(model, inputs, answer)
-    if not as_json:
+    if not as_json and not is_quiet():
         print_labelled(report_lines(report, answer), err=True)
     difference = first_difference(answer.ids, _plain_ids(model, inputs, sampling)) if verify else None
     if as_json:
