@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, print_message, require
+from weightstream.measure.progress import announced
 
 
 def pack(
@@ -34,7 +35,6 @@ def pack(
     from rich import progress
     from rich.console import Console
 
-    from weightstream.measure.progress import announced
     from weightstream.plan.units import human
 
     with announced("loading libraries"):

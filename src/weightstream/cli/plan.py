@@ -40,6 +40,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError
+from weightstream.measure.progress import announced
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
@@ -95,10 +96,8 @@ def plan(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_pipeline(model):
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(
@@ -161,8 +160,6 @@ def _on_one(
     draft: str | None,
 ) -> None:
     """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
-    from weightstream.measure.progress import announced
-
     with announced("loading libraries"):
         from weightstream.api.plan_model import plan_drafted, planner_inputs_of
 

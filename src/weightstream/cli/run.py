@@ -39,6 +39,7 @@ from weightstream.cli.terminal import (
     takes_model,
 )
 from weightstream.errors import ConfigError, OffloadError
+from weightstream.measure.progress import announced
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.trace import Trace, total
 
@@ -109,10 +110,8 @@ def run(
 
     The text goes to stdout, the report to stderr.
     """
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
     of_text: dict[str, Any] = {"system": system, "temperature": temperature, "top_p": top_p, "stop": stop or None}
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_pipeline(model):
         of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
         pipelines.refuse_options(model, **of_text, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
@@ -151,8 +150,6 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    from weightstream.measure.progress import announced
-
     with announced("loading libraries"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
@@ -312,9 +309,7 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
     inputs = text_model.encode(_text(prompt))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from weightstream.cli import pipelines
 from weightstream.cli.run import opened
 from weightstream.cli.terminal import DraftOption, Loading, Model, SpeculateMode, print_message, require, takes_model
 from weightstream.errors import ConfigError
@@ -40,9 +41,7 @@ def serve(
     """
     require("uvicorn", "serve", "weightstream serve")
     require("starlette", "serve", "weightstream serve")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: weightstream serve answers with text")
     from weightstream.serving.server import bound_socket, serve_forever
 
