@@ -24,6 +24,7 @@ from words import CHAT, tokenizer
 transformers = pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
+ChatRequest = importlib.import_module("weightstream.serving.requests").ChatRequest
 server = importlib.import_module("weightstream.serving.server")
 
 CONTEXT, NUM_TOKENS, QUEUE = 48, 8, 2
@@ -171,8 +172,18 @@ def test_errors_of_the_transport(port: int, client: Any) -> None:
     assert post(port, body, **{"Content-Type": "text/plain"})[0] == 415
     assert post(port, b" " * (17 << 20))[0] == 413
     assert post(port, body, "/v1/embeddings")[0] == 404
+    assert post(port, body, Authorization=f"bearer {KEY}")[0] == 200
     status, found = post(port, body[:-1])
     assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_body_that_ends_early_is_no_error(port: int, client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    lines = f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lines.encode() + b'{"model')
+    for _ in range(3):
+        assert client.models.list()
+    assert not caplog.text
 
 
 def test_fields_without_effect_are_accepted(client: Any, model: TextModel) -> None:
@@ -183,9 +194,10 @@ def test_fields_without_effect_are_accepted(client: Any, model: TextModel) -> No
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "w9"},
     ]
-    found = client.chat.completions.create(
-        model=NAME, messages=messages, tools=tools, n=1, user="x", presence_penalty=0, max_tokens=4, temperature=0
-    )
+    unset = {name for name, field in ChatRequest.model_fields.items() if not field.is_required()}
+    given = {"tools": tools, "n": 1, "user": "x", "presence_penalty": 0, "max_tokens": 4, "temperature": 0}
+    nothing = dict.fromkeys(unset - set(given))
+    found = client.chat.completions.create(model=NAME, messages=messages, **given, extra_body=nothing)
     answer = own(model, "w7 w5 w8w7 w8w7 w9 w8 w11", max_new_tokens=4)
     assert found.choices[0].message.content == answer.text
 

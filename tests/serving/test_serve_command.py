@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from models import TEXT
 from weightstream.cli import app
+from weightstream.errors import ConfigError
 from words import CHAT, tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -64,6 +65,23 @@ def test_a_port_in_use_is_an_error_before_the_load(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", str(port)])
     assert result.exit_code == 2
     assert f"--port {port}: Address already in use" in result.stderr
-    result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--host", "no-such-host.invalid"])
+    for host in ("no-such-host.invalid", "a" * 64):  # a label that is too long for a name
+        result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--host", host])
+        assert result.exit_code == 2
+        assert f"--host {host}" in result.stderr
+
+
+def test_of_two_servers_that_load_the_second_is_refused() -> None:
+    """A port that is bound can be bound again, until one of both listens."""
+    from weightstream.serving.server import bound_socket, serve_forever
+
+    with bound_socket("127.0.0.1", 0) as first, bound_socket("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            serve_forever(None, second, 1)  # type: ignore[arg-type]  # no request comes
+
+
+def test_an_empty_key_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--api-key", " "])
     assert result.exit_code == 2
-    assert "--host no-such-host.invalid" in result.stderr
+    assert "--api-key is empty" in result.stderr

@@ -85,6 +85,23 @@ def test_an_answer_ends_at_a_stop_string_within_a_pass() -> None:
     assert shown == ["w5", " "]
 
 
+def test_a_stop_string_may_be_a_special_token() -> None:
+    """It has no text. The unknown token, as which other strings would be read, stops nothing."""
+    answer = Answer(tokenizer(), ("<eos>", "w9 w23", "nothing"))
+    assert not answer(ids_of(7, 8, 0), None).any()
+    assert answer(ids_of(7, 8, 0, 5, 9, 2), None).all()
+    answer.end([])
+    assert (answer.text, answer.finish) == ("w5 w9", "stop")
+
+
+def test_text_is_not_cleaned_up() -> None:
+    """A clean-up would change the text of earlier tokens."""
+    words = tokenizer(words=["n", "'t", "x"], clean_up_tokenization_spaces=True)
+    detokenizer = Detokenizer(words)
+    ids = words("x n 't x")["input_ids"]
+    assert "".join([*(detokenizer.push(token) for token in ids), detokenizer.end()]) == "x n 't x"
+
+
 @pytest.mark.parametrize(
     ("tokens", "is_cancelled", "finish"),
     [((5, 2), False, "stop"), ((5, 9), False, "length"), ((5, 9), True, "cancelled"), ((5, 2), True, "stop")],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weightstream.cli.chat import Conversation
 from weightstream.errors import ConfigError
@@ -25,14 +25,14 @@ _QUIET_S = 2.0  # seconds after which a line on stderr says how far it is
 class _Request(BaseModel):
     """A line of the file. Names are those of the flags, which hold where a line has none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    max_new_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
     stop: list[str] | None = None
 
 
@@ -42,6 +42,11 @@ class RequestLine(NamedTuple):
     inputs: Inputs
     sampling: Sampling
 
+    @property
+    def num_positions(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.inputs["input_ids"].shape[1] + self.sampling.max_new_tokens
+
 
 def read_lines(path: Path, model: TextModel, sampling: Sampling, opening: Conversation) -> list[RequestLine]:
     """The requests of a file; `-` is stdin. Raises `ConfigError` with the number of a line that is none.
@@ -49,11 +54,11 @@ def read_lines(path: Path, model: TextModel, sampling: Sampling, opening: Conver
     `sampling` holds where a line says nothing; `opening` comes before the messages of a line.
     """
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--jsonl {path}: {error}") from error
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): JSON may hold U+2028 as it is
         if line.strip():
             try:
                 found.append(_read(line, model, sampling, opening))
@@ -79,16 +84,19 @@ def _read(line: str, model: TextModel, sampling: Sampling, opening: Conversation
         inputs = model.encode(request.prompt)
     else:
         inputs = model.encode_chat([*opening, *(request.messages or ())])
-    return RequestLine(inputs, dataclasses.replace(sampling, **given))
+    return RequestLine(inputs, dataclasses.replace(sampling, **given).greedy_by_default())
 
 
-def answer_lines(model: TextModel, lines: list[RequestLine]) -> None:
-    """Print a JSON object for each line, in their order, as soon as it is answered."""
+def answer_lines(model: TextModel, lines: list[RequestLine], cache_length: int) -> None:
+    """Print a JSON object for each line, in their order, as soon as it is answered.
+
+    With one `cache_length` for all, an answer does not depend on the lines before it.
+    """
     from weightstream.measure.progress import say
 
     said_at = time.monotonic()
     for number, line in enumerate(lines):
-        answer = model.generate(line.inputs, line.sampling)
+        answer = model.generate(line.inputs, line.sampling, cache_length=cache_length)
         found = {
             "index": number,
             "text": answer.text,

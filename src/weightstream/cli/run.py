@@ -114,23 +114,26 @@ def run(
     if pipelines.is_pipeline(model):
         of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
         pipelines.refuse_options(model, **of_text, speculate=speculate, draft=draft)
+        from weightstream.text.sampling import check_seed
+
+        check_seed(seed)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
         identical = pipelines.run_pipeline(
             model, loading, call, variant=variant, out=out, seed=seed or 0, verify=verify, as_json=as_json
         )
         raise typer.Exit(1 if identical is False else 0)
     pipelines.refuse_options(model, out=out, height=height, width=width, steps=steps, frames=frames, variant=variant)
-    text_model = opened(model, loading, "weightstream run")
     from weightstream.text.sampling import Sampling
 
-    is_greedy = temperature is None and top_p is None
-    sampling = Sampling(
+    given = Sampling(
         max_new_tokens=max_new_tokens or 64,
-        temperature=0.0 if is_greedy else temperature,
+        temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop=tuple(filter(None, stop or ())),
+        stop=tuple(map(as_text, filter(None, stop or ()))),
     )
+    sampling = given.greedy_by_default()
+    text_model = opened(model, loading, "weightstream run")
     options: dict[str, Any] = {**loading, "speculate": speculate, "draft": draft}
     if system is not None and not chat and jsonl is None:
         raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
@@ -139,18 +142,18 @@ def run(
     if jsonl is not None:
         if prompt is not None or chat or verify or as_json:
             raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
-        _answer_file(text_model, options, jsonl, sampling, system)
+        _answer_file(text_model, options, jsonl, given, system)
     elif chat and prompt is None and not verify and not as_json:
         _converse(text_model, options, sampling, system)
     else:
-        text = _text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
+        text = as_text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
         messages = [*_opening(system), {"role": "user", "content": text}] if chat else None
         _answer_once(text_model, options, messages or text, sampling, verify=verify, as_json=as_json)
 
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    with announced("loading libraries"):
+    with announced("loading the tokenizer"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
 
@@ -158,7 +161,7 @@ def opened(model: str, loading: Loading, what: str) -> TextModel:
 
 
 def _opening(system: str | None) -> Conversation:
-    return [] if system is None else [{"role": "system", "content": system}]
+    return [] if system is None else [{"role": "system", "content": as_text(system)}]
 
 
 def _answer_once(
@@ -174,10 +177,8 @@ def _answer_once(
     from weightstream.measure.comparison import first_difference
 
     inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
-    if options["config"].context is None:
-        context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
-        options["config"] = options["config"].model_copy(update={"context": context})
-    model.load(progress=sys.stderr.isatty() and not as_json, **options)
+    context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
+    model.load(progress=sys.stderr.isatty() and not as_json, **_planned_for(context, options))
     answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
     if not as_json:
         typer.echo()
@@ -192,6 +193,12 @@ def _answer_once(
         verdict_line = "yes" if difference is None else f"no (first difference at token {difference})"
         print_labelled({"identical": verdict_line}, err=True)
     raise typer.Exit(0 if difference is None else 1)
+
+
+def _planned_for(context: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a load, for texts of this length unless --context says another."""
+    config = options["config"]
+    return options if config.context else {**options, "config": config.model_copy(update={"context": context})}
 
 
 def _show(piece: Piece) -> None:
@@ -233,8 +240,9 @@ def _reply(model: TextModel, sampling: Sampling, messages: Messages, is_stopped:
 def _answer_file(model: TextModel, options: dict[str, Any], path: Path, sampling: Sampling, system: str | None) -> None:
     """Answer each line of a file. All lines are checked before the model is loaded."""
     lines = read_lines(path, model, sampling, _opening(system))
-    model.load(progress=sys.stderr.isatty(), **options)
-    answer_lines(model, lines)
+    longest = max(line.num_positions for line in lines)
+    model.load(progress=sys.stderr.isatty(), **_planned_for(longest, options))
+    answer_lines(model, lines, longest)
 
 
 def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
@@ -284,7 +292,7 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any
     }
 
 
-def _text(argument: str) -> str:
+def as_text(argument: str) -> str:
     """An argument of the command line, with undecodable bytes replaced."""
     return os.fsencode(argument).decode(errors="replace")
 
@@ -312,7 +320,7 @@ def trace(
     if pipelines.is_pipeline(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
-    inputs = text_model.encode(_text(prompt))
+    inputs = text_model.encode(as_text(prompt))
     text_model.load(progress=sys.stderr.isatty(), **loading)
     greedy = {**text_model.placed(inputs), "do_sample": False, "num_beams": 1}
     text_model.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from weightstream.cli import pipelines
-from weightstream.cli.run import opened
+from weightstream.cli.run import as_text, opened
 from weightstream.cli.terminal import DraftOption, Loading, Model, SpeculateMode, print_message, require, takes_model
 from weightstream.errors import ConfigError
 
@@ -39,6 +39,8 @@ def serve(
     faster, unless --speculate off. Ctrl-C or SIGTERM ends it. For many requests at a time use vLLM,
     with weightstream as its plug-in.
     """
+    if api_key is not None and not (api_key := as_text(api_key).strip()):
+        raise ConfigError("--api-key is empty: leave it out, or give a key that clients send")
     require("uvicorn", "serve", "weightstream serve")
     require("starlette", "serve", "weightstream serve")
     if pipelines.is_pipeline(model):
@@ -46,15 +48,13 @@ def serve(
     from weightstream.serving.server import bound_socket, serve_forever
 
     with bound_socket(host, port) as bound:
-        import torch
-
         from weightstream.runtime.devices import cuda
 
         text_model = opened(model, loading, "weightstream serve")
         config = loading["config"].resolved()
         context = min(config.context or _USUAL_CONTEXT, text_model.num_positions or sys.maxsize)
         loading["config"] = config.model_copy(update={"context": context})
-        is_gpu = torch.device(loading["device"] or ("cuda" if cuda.is_available() else "cpu")).type != "cpu"
+        is_gpu = (loading["device"] or ("cuda" if cuda.is_available() else "cpu")) != "cpu"
         speculate = speculate or ("auto" if draft is not None or (is_gpu and not config.stripes) else "off")
         text_model.load(progress=sys.stderr.isatty(), speculate=speculate, draft=draft, **loading)
 
@@ -62,7 +62,7 @@ def serve(
 
         served = ServedModel(
             model=text_model,
-            name=name or _name_of(model),
+            name=as_text(name or _name_of(model)),
             context=context,
             drafts=text_model.exact_drafts(context),
             api_key=api_key,

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from weightstream.serving.metrics import Metrics
 from weightstream.serving.replies import DONE, ChatReply, CompletionReply, event, usage_of
-from weightstream.serving.request_queue import ClosingError, Job, QueueFullError, RequestQueue
+from weightstream.serving.request_queue import ClosingError, Job, JobError, QueueFullError, RequestQueue
 from weightstream.serving.requests import ApiError, ChatRequest, CompletionRequest, parsed
 from weightstream.text.engine import Inputs, PromptError, TextModel
 from weightstream.text.sampling import Sampling
@@ -33,7 +33,7 @@ from weightstream.text.stream import Answer, Piece
 
 logger = logging.getLogger("weightstream")
 
-_MOST_BODY_NBYTES = 16 << 20
+_MOST_BODY_NBYTES = 4 << 20  # a million tokens; tokenizers take seconds for more
 _RETRY_S = "1"
 
 AnswerJob = Job[Piece, Answer]
@@ -81,7 +81,7 @@ def application(served: ServedModel, queue: RequestQueue) -> Starlette:
         Route("/metrics", api.guarded(api.metrics)),
         Route("/health", api.health),
     ]
-    handlers: Any = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
+    handlers: Any = {ApiError: _api_error, HTTPException: _http_error}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -95,16 +95,13 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return JSONResponse(found.body, error.status_code, error.headers)
 
 
-async def _internal_error(_: Request, error: Exception) -> Response:
-    return JSONResponse(_failed(error).body, 500)
-
-
 def _failed(error: Exception) -> ApiError:
-    """The error of a request that was good."""
+    """The error of a request that may be good."""
     if isinstance(error, ClosingError):
         return ApiError(503, "The server is shutting down")
-    logger.error("serve: a request failed: %s: %s", type(error).__name__, error, exc_info=error)
-    return ApiError(500, f"The model failed: {type(error).__name__}; the server's log has the details")
+    cause = error.cause if isinstance(error, JobError) else error
+    logger.error("serve: a request failed: %s: %s", type(cause).__name__, cause, exc_info=cause)
+    return ApiError(500, f"The model failed: {type(cause).__name__}; the server's log has the details")
 
 
 class _Api:
@@ -119,10 +116,17 @@ class _Api:
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
             key = self._served.api_key
-            given = request.headers.get("authorization", "").encode()
-            if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
+            scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+            if key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(given, key.encode())):
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-            return await endpoint(request)
+            try:
+                return await endpoint(request)
+            except (ApiError, HTTPException):
+                raise
+            except ClientDisconnect:
+                return Response(status_code=499)  # it gets no reply
+            except Exception as error:
+                raise _failed(error) from error
 
         return checked
 
@@ -133,7 +137,8 @@ class _Api:
         return JSONResponse({"status": "ok" if is_alive else "stopped"}, 200 if is_alive else 503)
 
     async def metrics(self, _: Request) -> Response:
-        text = self._metrics.text(self._queue, self._served.model.streamer.stats())
+        stats = await asyncio.to_thread(self._served.model.streamer.stats)  # it may wait for a copy
+        text = self._metrics.text(self._queue, stats)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, _: Request) -> Response:
@@ -179,10 +184,6 @@ class _Api:
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
             answer = await _unless_gone(request, _result(job))
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except Exception as error:
-            raise _failed(error) from error
         finally:
             self._queue.withdraw(job)
         return JSONResponse(reply.whole(answer, asked.num_prompt))
@@ -213,8 +214,6 @@ class _Api:
         except QueueFullError:
             self._metrics.num_refused += 1
             raise ApiError(429, "Too many requests are waiting; try again later", code="queue_full") from None
-        except ClosingError as error:
-            raise _failed(error) from None
         return job
 
     async def _events(

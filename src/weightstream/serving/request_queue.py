@@ -6,15 +6,13 @@ A model whose weights stream is limited by the link, and its steps take turns in
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
-
-logger = logging.getLogger("weightstream")
 
 _Result = TypeVar("_Result")
 _Piece = TypeVar("_Piece")
@@ -26,6 +24,17 @@ class QueueFullError(Exception):
 
 class ClosingError(Exception):
     """The server is shutting down."""
+
+
+class JobError(Exception):
+    """The work failed by the error `cause`.
+
+    A future takes no `StopIteration`, and hands no `SystemExit` on to one request alone.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause = cause
 
 
 class Job(Generic[_Piece, _Result]):
@@ -55,20 +64,19 @@ class Job(Generic[_Piece, _Result]):
         return await self._pieces.get()
 
     async def result(self) -> _Result:
-        """The result, or the exception of the work."""
+        """The result. Raises `JobError` if the work failed, `ClosingError` if it was not begun."""
         return await asyncio.shield(self._result)
 
     def run(self) -> None:
         try:
             result = self._work(self)
-        except BaseException as error:
-            self.fail(error)
-            if not isinstance(error, Exception):
-                raise
+        except BaseException as error:  # even an exit: the requests that wait need this thread
+            _clear_frames(error)
+            self.fail(JobError(error))
         else:
             self._end(self._result.set_result, result)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: Exception) -> None:
         self._end(self._result.set_exception, error)
 
     def _end(self, settle: Callable[..., object], value: object) -> None:
@@ -78,6 +86,13 @@ class Job(Generic[_Piece, _Result]):
     def _in_loop(self, call: Callable[..., object], value: object) -> None:
         with suppress(RuntimeError):  # the loop has ended: nobody waits
             self._loop.call_soon_threadsafe(call, value)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: activations, whose memory the next request needs."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class RequestQueue:

@@ -82,7 +82,7 @@ class _Body(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[_Stop] | None, BeforeValidator(_listed), Field(max_length=_MOST_STOPS)] = None
+    stop: Annotated[Annotated[list[_Stop], Field(max_length=_MOST_STOPS)] | None, BeforeValidator(_listed)] = None
 
     @model_validator(mode="after")
     def _knows_its_fields(self) -> Self:

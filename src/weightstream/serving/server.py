@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import uvicorn
@@ -14,13 +14,14 @@ from weightstream.errors import ConfigError
 from weightstream.serving.app import ServedModel, application
 from weightstream.serving.request_queue import RequestQueue
 
+_BACKLOG = 128  # connections that the kernel accepts ahead
 _CLOSING_S = 5  # for clients that do not read the last bytes
 _LAST_TOKEN_S = 30.0  # for the step in which the last job notices that it is cancelled
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
     """A socket at an address, before a long load; it listens once the model is loaded. Raises `ConfigError`."""
-    try:
+    with _refused(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -29,9 +30,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             on_failure.pop_all()
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: {error.strerror}") from error
     return bound
+
+
+@contextmanager
+def _refused(host: str, port: int) -> Iterator[None]:
+    """Inside, errors of an address are `ConfigError`s."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:  # a name that cannot be encoded
+        raise ConfigError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from error
 
 
 class _Server(uvicorn.Server):
@@ -62,10 +70,13 @@ def serve_forever(
 
     `on_start` is called once requests are accepted.
     """
+    with _refused(*at.getsockname()[:2]):
+        at.listen(_BACKLOG)  # fails if another process has bound the address, too, and was first
     queue = RequestQueue(most_waiting)
     config = uvicorn.Config(
         application(served, queue),
         log_config=None,
+        backlog=_BACKLOG,
         access_log=False,
         timeout_graceful_shutdown=_CLOSING_S,
         lifespan="off",

@@ -46,7 +46,8 @@ class Detokenizer:
         return text[len(known) :]
 
     def _decoded(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        # no clean-up: it changes earlier text when a token follows
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
 
@@ -124,6 +125,14 @@ class LogprobRecorder:
         return name
 
 
+def _special_token(tokenizer: Any, text: str) -> int | None:
+    """The special token that is written like this, or None."""
+    token: int | None = tokenizer.convert_tokens_to_ids(text)  # of any other text, perhaps the unknown token
+    if token is None or tokenizer.decode([token]) != text or tokenizer.decode([token], skip_special_tokens=True):
+        return None
+    return token
+
+
 class Answer:
     """An answer while it is generated, and afterwards. As a stopping criterion of transformers it sees each token.
 
@@ -152,6 +161,7 @@ class Answer:
         self._pieces: list[str] = []
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)
+        self._stop_ids = {_special_token(tokenizer, text) for text in stop}
         self._recorder = logprobs
         self._on_piece = on_piece
         self._is_cancelled = is_cancelled
@@ -178,11 +188,19 @@ class Answer:
             self.logprobs.append(self._recorder.take(self._num_prompt + len(self.ids), token))
         self.ids.append(token)
         self._show(self._stops.push(self._detokenizer.push(token)))
+        if token in self._stop_ids:  # special tokens have no text, in which a stop string could be found
+            self._show_held()
+            self._stops.is_found = True
 
     def _show(self, text: str) -> None:
         if text:
             self._pieces.append(text)
             self._pass_on(text)
+
+    def _show_held(self) -> None:
+        """Show what may be the begin of a character or of a stop string: it does not go on."""
+        self._show(self._stops.push(self._detokenizer.end()))
+        self._show(self._stops.end())
 
     def _pass_on(self, text: str) -> None:
         logprobs, self._num_passed = self.logprobs[self._num_passed :], len(self.logprobs)
@@ -192,8 +210,7 @@ class Answer:
     def end(self, ends: Sequence[int]) -> None:
         """Show what was held back, and find out why the answer has ended. `ends`: the end-of-text tokens."""
         if not self._stops.is_found:
-            self._show(self._stops.push(self._detokenizer.end()))
-            self._show(self._stops.end())
+            self._show_held()
         if self._num_passed < len(self.logprobs):
             self._pass_on("")
         has_ended = self._stops.is_found or (bool(self.ids) and self.ids[-1] in ends)
