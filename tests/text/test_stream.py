@@ -94,14 +94,6 @@ def test_a_stop_string_may_be_a_special_token() -> None:
     assert (answer.text, answer.finish) == ("w5 w9", "stop")
 
 
-def test_text_is_not_cleaned_up() -> None:
-    """A clean-up would change the text of earlier tokens."""
-    words = tokenizer(words=["n", "'t", "x"], clean_up_tokenization_spaces=True)
-    detokenizer = Detokenizer(words)
-    ids = words("x n 't x")["input_ids"]
-    assert "".join([*(detokenizer.push(token) for token in ids), detokenizer.end()]) == "x n 't x"
-
-
 @pytest.mark.parametrize(
     ("tokens", "is_cancelled", "finish"),
     [((5, 2), False, "stop"), ((5, 9), False, "length"), ((5, 9), True, "cancelled"), ((5, 2), True, "stop")],

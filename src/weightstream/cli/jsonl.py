@@ -56,7 +56,7 @@ def read_lines(path: Path, model: TextModel, sampling: Sampling, opening: Conver
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--jsonl {path}: {error}") from error
+        raise ConfigError(f"--jsonl {path}: {getattr(error, 'strerror', None) or error}") from error
     found = []
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): JSON may hold U+2028 as it is
         if line.strip():

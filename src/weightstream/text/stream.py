@@ -46,8 +46,7 @@ class Detokenizer:
         return text[len(known) :]
 
     def _decoded(self, ids: list[int]) -> str:
-        # no clean-up: it changes earlier text when a token follows
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
 
