@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
@@ -45,9 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
     loaded.streamer.remove()
 
 
-@pytest.fixture(scope="module")
-def port(model: TextModel) -> Iterator[int]:
-    """A server in a thread of its own, as only the main thread gets signals."""
+@contextmanager
+def serving(model: TextModel, *, is_forced: bool = False) -> Iterator[int]:
+    """The port of a server in a thread of its own, as only the main thread gets signals. `is_forced`: it ends as at the
+    second signal."""
     served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=KEY)
     is_up = threading.Event()
     running: list[Any] = []
@@ -63,9 +65,15 @@ def port(model: TextModel) -> Iterator[int]:
         thread.start()
         assert is_up.wait(30)
         yield bound.getsockname()[1]
-        running[0].should_exit = True
+        running[0].should_exit, running[0].force_exit = True, is_forced
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def port(model: TextModel) -> Iterator[int]:
+    with serving(model) as at:
+        yield at
 
 
 @pytest.fixture(scope="module")
@@ -177,12 +185,27 @@ def test_errors_of_the_transport(port: int, client: Any) -> None:
     assert (status, found["error"]["type"]) == (400, "invalid_request_error")
 
 
+def sent(port: int, body: bytes, num_more: int = 0) -> socket.socket:
+    """A connection that has sent a request, except the last bytes of its body."""
+    length = len(body) + num_more
+    lines = f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lines.encode() + body)
+    return connection
+
+
 def test_a_body_that_ends_early_is_no_error(port: int, client: Any, caplog: pytest.LogCaptureFixture) -> None:
-    lines = f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lines.encode() + b'{"model')
+    sent(port, b'{"model', num_more=9).close()
     for _ in range(3):
         assert client.models.list()
+    assert not caplog.text
+
+
+def test_a_server_that_is_forced_to_end_reports_no_failures(model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(model, is_forced=True) as port:
+        waiting = sent(port, b'{"model', num_more=9)
+        post(port, b"{}")  # after which it has begun
+    waiting.close()
     assert not caplog.text
 
 
@@ -244,11 +267,9 @@ def test_a_client_that_goes_ends_its_answer(
     monkeypatch.setattr(Answer, "_add", held)
     monkeypatch.setattr(Answer, "end", end)
     body = json.dumps({"model": NAME, "messages": USER, "stream": stream}).encode()
-    lines = f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
     sockets = []
     for _ in range(2):
-        sockets.append(socket.create_connection(("127.0.0.1", port)))
-        sockets[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + lines.encode() + body)
+        sockets.append(sent(port, body))
         assert began.wait(60)
     while _metric(port, "requests_waiting") != 1:
         time.sleep(0.01)

@@ -1,14 +1,16 @@
-"""Jobs that fail, of which nothing may be left: no memory, no waiting client, no dead thread."""
+"""Jobs that fail or are cut short, of which nothing may be left: no memory, no waiting client, no dead thread."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
+from typing import Any
 
 import pytest
 
-from weightstream.serving.request_queue import Job, JobError, RequestQueue
+from weightstream.serving.request_queue import ClosingError, Job, JobError, RequestQueue
 
 
 class Activations:
@@ -55,3 +57,34 @@ def test_a_failed_job_keeps_nothing_alive_and_the_next_one_runs(kind: type[BaseE
         asyncio.run(asyncio.wait_for(run(), 30))
     finally:
         gc.enable()
+
+
+def test_clients_need_not_wait_for_the_step_in_which_a_queue_is_closed() -> None:
+    goes_on, began = threading.Event(), threading.Event()
+    failures: list[dict[str, Any]] = []
+
+    def work(job: Job[str, int]) -> int:
+        began.set()
+        assert goes_on.wait(30)
+        assert job.is_cancelled
+        job.add("late")
+        return 0
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        queue = RequestQueue(most_waiting=1)
+        jobs: list[Job[str, int]] = [Job(work), Job(work)]
+        for job in jobs:
+            queue.submit(job)
+        await asyncio.to_thread(began.wait, 30)
+        queue.close()
+        for job in jobs:
+            assert await job.next_piece() is None
+            with pytest.raises(ClosingError):
+                await job.result()
+        goes_on.set()
+        await asyncio.to_thread(queue.join, 30)
+        await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert not failures

@@ -183,7 +183,7 @@ class _Api:
             events = self._events(job, reply, asked, wants_usage=body.wants_usage)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
-            answer = await _unless_gone(request, _result(job))
+            answer = await _unless_gone(request, job.result())
         finally:
             self._queue.withdraw(job)
         return JSONResponse(reply.whole(answer, asked.num_prompt))
@@ -225,7 +225,7 @@ class _Api:
                 yield event(opening)
             while (piece := await job.next_piece()) is not None:
                 yield event(reply.piece(piece))
-            answer = await _result(job)
+            answer = await job.result()
             yield event(reply.ending(answer.finish))
             if wants_usage:
                 yield event(reply.usage(usage_of(asked.num_prompt, len(answer.ids))))
@@ -234,14 +234,6 @@ class _Api:
             yield event(_failed(error).body)
         finally:
             self._queue.withdraw(job)
-
-
-async def _result(job: AnswerJob) -> Answer:
-    """The answer. Raises `ClosingError` if it was cancelled while the client is still there."""
-    answer = await job.result()
-    if answer.finish == "cancelled":
-        raise ClosingError
-    return answer
 
 
 def _text(message: str) -> str:

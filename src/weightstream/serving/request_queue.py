@@ -64,7 +64,7 @@ class Job(Generic[_Piece, _Result]):
         return await self._pieces.get()
 
     async def result(self) -> _Result:
-        """The result. Raises `JobError` if the work failed, `ClosingError` if it was not begun."""
+        """The result. Raises `JobError` if the work failed, `ClosingError` if the queue was closed before its end."""
         return await asyncio.shield(self._result)
 
     def run(self) -> None:
@@ -80,12 +80,16 @@ class Job(Generic[_Piece, _Result]):
         self._end(self._result.set_exception, error)
 
     def _end(self, settle: Callable[..., object], value: object) -> None:
-        self._in_loop(settle, value)
-        self._in_loop(self._pieces.put_nowait, None)
+        self._in_loop(self._settle, settle, value)
 
-    def _in_loop(self, call: Callable[..., object], value: object) -> None:
+    def _settle(self, settle: Callable[..., object], value: object) -> None:
+        if not self._result.done():  # else it was closed while it ran
+            settle(value)
+            self._pieces.put_nowait(None)
+
+    def _in_loop(self, call: Callable[..., object], *values: object) -> None:
         with suppress(RuntimeError):  # the loop has ended: nobody waits
-            self._loop.call_soon_threadsafe(call, value)
+            self._loop.call_soon_threadsafe(call, *values)
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -137,15 +141,15 @@ class RequestQueue:
             self._waiting.remove(job)
 
     def close(self) -> None:
-        """Cancel all jobs, and take no more."""
+        """Cancel all jobs, and take no more. Their clients get `ClosingError` at once, not after a long step."""
         with self._changed:
             self._is_closed = True
-            waiting, self._waiting = self._waiting, deque()
-            if self._running is not None:
-                self._running.cancel()
+            jobs = [*self._waiting, *filter(None, [self._running])]
+            self._waiting.clear()
             self._changed.notify()
-        for job in waiting:
-            job.fail(ClosingError())
+        for job in jobs:
+            job.fail(ClosingError())  # first, as a cancelled job may end with what it has
+            job.cancel()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the running job, after `close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,11 @@ def _refused(host: str, port: int) -> Iterator[None]:
         raise ConfigError(f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}") from error
 
 
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn's log is none of a request that the end of the server has cancelled."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
 class _Server(uvicorn.Server):
     """uvicorn that cancels requests when it is to end, and then returns, whatever signal it was."""
 
@@ -66,7 +72,7 @@ class _Server(uvicorn.Server):
 def serve_forever(
     served: ServedModel, at: socket.socket, most_waiting: int, on_start: Callable[[], object] = lambda: None
 ) -> None:
-    """Answer requests until SIGINT or SIGTERM. Then running ones end after their current token.
+    """Answer requests until SIGINT or SIGTERM, at which clients that wait for an answer get an error.
 
     `on_start` is called once requests are accepted.
     """
@@ -82,8 +88,11 @@ def serve_forever(
         lifespan="off",
         ws="none",
     )
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(_is_failure)
     try:
         asyncio.run(_Server(config, queue, on_start).serve([at]))
     finally:
+        log.removeFilter(_is_failure)
         queue.close()
         queue.join(_LAST_TOKEN_S)

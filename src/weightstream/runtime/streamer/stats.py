@@ -70,10 +70,10 @@ class Stats:
 
     def __str__(self) -> str:
         held = ", ".join(f"{human(nbytes)} {place}" for place, nbytes in self.held_nbytes.items())
-        step = "not timed yet" if self.step_s is None else milliseconds(self.step_s)
+        timed = "not timed yet" if self.step_s is None else f"{milliseconds(self.step_s)} each"
         per_step = self.filled_nbytes / max(1, self.steps)
         lines = [
-            f"steps: {self.steps}; {step} each, {milliseconds(self.predicted_step_s)} predicted",
+            f"steps: {self.steps}; {timed}, {milliseconds(self.predicted_step_s)} predicted",
             f"fills: {self.fills}, {human(per_step)} per step; {self.unplanned_fills} unplanned",
             f"waits: {milliseconds(self.stall_s)} in all",
             f"held: {held}; the model has {human(self.model_nbytes)}",
