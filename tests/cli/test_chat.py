@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from models import TEXT
 from weightstream.cli import app, chat
+from weightstream.text.engine import TextModel
 from weightstream.text.stream import Answer
 from words import CHAT, tokenizer
 
@@ -67,6 +69,19 @@ def test_each_line_is_a_turn_that_knows_the_earlier_ones(folder: Path, plain: Ca
     first, second = answers(talk(folder, "w5 w9", "", "w23"))
     assert first == plain("w7 w5 w9 w8 w11")
     assert second == plain(f"w7 w5 w9 w8w7 {' '.join(first)} w8w7 w23 w8 w11")
+
+
+def test_a_system_prompt_that_the_template_refuses_is_an_error_before_the_load(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}w7").save_pretrained(
+        tmp_path
+    )
+    monkeypatch.setattr(TextModel, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    result = CliRunner().invoke(app, ["run", str(tmp_path), "--chat", "--system", "w5"], input="w9\n")
+    assert result.exit_code == 2
+    assert "its chat template refuses these messages: no system" in result.stderr
 
 
 def test_clear_forgets_and_exit_ends(folder: Path) -> None:

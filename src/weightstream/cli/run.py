@@ -218,6 +218,7 @@ def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int
 
 
 def _converse(model: TextModel, options: dict[str, Any], sampling: Sampling, system: str | None) -> None:
+    model.encode_chat([*_opening(system), {"role": "user", "content": "?"}])  # some templates refuse system prompts
     model.load(progress=sys.stderr.isatty(), **options)
     converse(functools.partial(_reply, model, sampling), _opening(system))
 
