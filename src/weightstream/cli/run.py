@@ -111,7 +111,7 @@ def run(
     The text goes to stdout, the report to stderr.
     """
     of_text: dict[str, Any] = {"system": system, "temperature": temperature, "top_p": top_p, "stop": stop or None}
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
         pipelines.refuse_options(model, **of_text, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
@@ -309,7 +309,7 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
     inputs = text_model.encode(_text(prompt))

@@ -41,7 +41,7 @@ def serve(
     """
     require("uvicorn", "serve", "weightstream serve")
     require("starlette", "serve", "weightstream serve")
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: weightstream serve answers with text")
     from weightstream.serving.server import bound_socket, serve_forever
 
