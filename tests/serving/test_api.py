@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.client import HTTPConnection
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_completions_continue_text_and_tokens(client: Any, model: TextModel, pro
     options = {"max_tokens": NUM_TOKENS, "temperature": 0, "stop": stop}
     pieces = client.completions.create(model=NAME, prompt=prompt, stream=True, **options)
     assert "".join(piece.choices[0].text for piece in pieces) == answer.text[: answer.text.index(stop)]
+
+
+def test_an_answer_without_a_limit_fills_the_context(client: Any) -> None:
+    """Of completions, OpenAI's usual number of tokens, or what there is room for."""
+    found = client.chat.completions.create(model=NAME, messages=USER, temperature=0)
+    assert found.usage.total_tokens == CONTEXT or found.choices[0].finish_reason == "stop"
+    for num_prompt, most in ((2, 16), (CONTEXT - 3, 3)):
+        found = client.completions.create(model=NAME, prompt=[5] * num_prompt, temperature=0)
+        assert found.usage.completion_tokens == most or found.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="48 of the prompt"):
+        client.completions.create(model=NAME, prompt=[5] * CONTEXT)
 
 
 def test_models_and_health(client: Any, port: int) -> None:
@@ -250,6 +262,24 @@ def test_a_client_that_goes_ends_its_answer(
         time.sleep(0.01)
     assert client.chat.completions.create(model=NAME, messages=USER, max_tokens=1).choices
     assert ended == [("cancelled", 1), ("length", 1)]
+
+
+def test_a_client_that_goes_before_the_first_event_is_noticed() -> None:
+    began, ended = [], []
+
+    async def events() -> AsyncIterator[str]:
+        began.append(1)
+        yield "data: 1\n\n"
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def sent(_: Any) -> None:
+        pass
+
+    stream = importlib.import_module("weightstream.serving.app")._EventStream(events(), on_end=lambda: ended.append(1))
+    asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, sent))
+    assert (began, ended) == ([], [1])
 
 
 def _metric(port: int, name: str) -> float:
