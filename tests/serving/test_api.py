@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
 
 from models import TEXT
 from weightstream.text.engine import TextModel
@@ -271,14 +272,12 @@ def test_a_client_that_goes_before_the_first_event_is_noticed() -> None:
         began.append(1)
         yield "data: 1\n\n"
 
-    async def gone() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    async def sent(_: Any) -> None:
-        pass
+    async def gone(*_: Any) -> Any:
+        raise OSError
 
     stream = importlib.import_module("weightstream.serving.app")._EventStream(events(), on_end=lambda: ended.append(1))
-    asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, sent))
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone))
     assert (began, ended) == ([], [1])
 
 
