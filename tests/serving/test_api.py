@@ -6,16 +6,17 @@ import asyncio
 import importlib
 import json
 import random
+import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 import torch
-from starlette.requests import ClientDisconnect
 
 from models import TEXT
 from weightstream.text.engine import TextModel
@@ -26,10 +27,12 @@ from words import CHAT, tokenizer
 transformers = pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
+starlette = pytest.importorskip("starlette")
 server = importlib.import_module("weightstream.serving.server")
 
 CONTEXT, NUM_TOKENS, QUEUE = 48, 8, 2
 NAME, KEY = "tiny", "sesame"
+JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "w5 w9"}]
 
 
@@ -46,12 +49,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
     loaded.streamer.remove()
 
 
-@pytest.fixture(scope="module")
-def port(model: TextModel) -> Iterator[int]:
-    """A server in a thread of its own, as only the main thread gets signals."""
-    served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=KEY)
-    is_up = threading.Event()
-    running: list[Any] = []
+@contextmanager
+def serving(model: TextModel, api_key: str | None = KEY) -> Iterator[tuple[Any, int]]:
+    """A server and its port. It runs in a thread of its own, so it gets no signals."""
+    served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=api_key)
+    is_up, running = threading.Event(), []
 
     class Kept(server._Server):
         def __init__(self, *args: Any) -> None:
@@ -63,10 +65,16 @@ def port(model: TextModel) -> Iterator[int]:
         thread = threading.Thread(target=server.serve_forever, args=(served, bound, QUEUE, is_up.set), daemon=True)
         thread.start()
         assert is_up.wait(30)
-        yield bound.getsockname()[1]
-        running[0].should_exit = True
+        yield running[0], bound.getsockname()[1]
+        running[0].handle_exit(signal.SIGTERM, None)
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def port(model: TextModel) -> Iterator[int]:
+    with serving(model) as (_, port):
+        yield port
 
 
 @pytest.fixture(scope="module")
@@ -276,9 +284,37 @@ def test_a_client_that_goes_before_the_first_event_is_noticed() -> None:
         raise OSError
 
     stream = importlib.import_module("weightstream.serving.app")._EventStream(events(), on_end=lambda: ended.append(1))
-    with pytest.raises(ClientDisconnect):
+    with pytest.raises(starlette.requests.ClientDisconnect):
         asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone))
     assert (began, ended) == ([], [1])
+
+
+def test_a_signal_ends_running_and_waiting_requests(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, add, found = threading.Event(), Answer._add, []
+
+    def held(self: Answer, token: int) -> None:
+        add(self, token)
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(Answer, "_add", held)
+    body = {"model": NAME, "messages": USER}
+    with serving(model, None) as (running, port):
+        stream = HTTPConnection("127.0.0.1", port, timeout=60)
+        stream.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
+        response = stream.getresponse()
+        while b"w" not in response.readline().partition(b'"content": ')[2]:
+            pass
+        waiting = threading.Thread(target=lambda: found.append(post(port, json.dumps(body).encode())))
+        waiting.start()
+        while _metric(port, "requests_waiting") != 1:
+            time.sleep(0.01)
+        running.handle_exit(signal.SIGTERM, None)
+        waiting.join(60)
+        goes_on.set()
+        events = [line for line in response.read().splitlines() if line]
+        stream.close()
+    assert found[0][0] == 503
+    assert json.loads(events[-1].removeprefix(b"data: "))["error"]["message"] == "The server is shutting down"
 
 
 def _metric(port: int, name: str) -> float:

@@ -63,6 +63,7 @@ def ended(process: subprocess.Popen[str]) -> None:
     assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.stress
 def test_it_ends_on_sigterm_while_a_client_reads(folder: Path) -> None:
     with serving(folder, "--context", "90000") as (process, port):
         body = {"model": folder.name, "prompt": "w5 w9", "max_tokens": 80_000, "stream": True}
