@@ -110,6 +110,10 @@ def run(
 
     The text goes to stdout, the report to stderr.
     """
+    if jsonl is not None and (prompt is not None or chat or verify or as_json):
+        raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
+    if system is not None and not chat and jsonl is None:
+        raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
     of_text: dict[str, Any] = {"system": system, "temperature": temperature, "top_p": top_p, "stop": stop or None}
     if pipelines.is_diffusers(model):
         of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
@@ -132,13 +136,9 @@ def run(
         stop=tuple(filter(None, stop or ())),
     )
     options: dict[str, Any] = {**loading, "speculate": speculate, "draft": draft}
-    if system is not None and not chat and jsonl is None:
-        raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
     if chat and not text_model.has_chat_template:
         raise ConfigError(f"{model} has no chat template: leave out --chat")
     if jsonl is not None:
-        if prompt is not None or chat or verify or as_json:
-            raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
         _answer_file(text_model, options, jsonl, sampling, system)
     elif chat and prompt is None and not verify and not as_json:
         _converse(text_model, options, sampling, system)
@@ -150,7 +150,7 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    with announced("loading libraries"):
+    with announced("loading the tokenizer"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
 
