@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import random
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from typing import Any
@@ -30,6 +32,7 @@ server = importlib.import_module("weightstream.serving.server")
 
 CONTEXT, NUM_TOKENS, QUEUE = 48, 8, 2
 NAME, KEY = "tiny", "sesame"
+JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "w5 w9"}]
 
 
@@ -47,12 +50,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
 
 
 @contextmanager
-def serving(model: TextModel, *, is_forced: bool = False) -> Iterator[int]:
-    """The port of a server in a thread of its own, as only the main thread gets signals. `is_forced`: it ends as at the
-    second signal."""
-    served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=KEY)
-    is_up = threading.Event()
-    running: list[Any] = []
+def serving(model: TextModel, api_key: str | None = KEY) -> Iterator[tuple[Any, int]]:
+    """A server and its port. It runs in a thread of its own, so it gets no signals."""
+    served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=api_key)
+    is_up, running = threading.Event(), []
 
     class Kept(server._Server):
         def __init__(self, *args: Any) -> None:
@@ -64,16 +65,16 @@ def serving(model: TextModel, *, is_forced: bool = False) -> Iterator[int]:
         thread = threading.Thread(target=server.serve_forever, args=(served, bound, QUEUE, is_up.set), daemon=True)
         thread.start()
         assert is_up.wait(30)
-        yield bound.getsockname()[1]
-        running[0].should_exit, running[0].force_exit = True, is_forced
+        yield running[0], bound.getsockname()[1]
+        running[0].handle_exit(signal.SIGTERM, None)
         thread.join(30)
         assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
 def port(model: TextModel) -> Iterator[int]:
-    with serving(model) as at:
-        yield at
+    with serving(model) as (_, port):
+        yield port
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,17 @@ def test_completions_continue_text_and_tokens(client: Any, model: TextModel, pro
     options = {"max_tokens": NUM_TOKENS, "temperature": 0, "stop": stop}
     pieces = client.completions.create(model=NAME, prompt=prompt, stream=True, **options)
     assert "".join(piece.choices[0].text for piece in pieces) == answer.text[: answer.text.index(stop)]
+
+
+def test_an_answer_without_a_limit_fills_the_context(client: Any) -> None:
+    """Of completions, OpenAI's usual number of tokens, or what there is room for."""
+    found = client.chat.completions.create(model=NAME, messages=USER, temperature=0)
+    assert found.usage.total_tokens == CONTEXT or found.choices[0].finish_reason == "stop"
+    for num_prompt, most in ((2, 16), (CONTEXT - 3, 3)):
+        found = client.completions.create(model=NAME, prompt=[5] * num_prompt, temperature=0)
+        assert found.usage.completion_tokens == most or found.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="48 of the prompt"):
+        client.completions.create(model=NAME, prompt=[5] * CONTEXT)
 
 
 def test_models_and_health(client: Any, port: int) -> None:
@@ -202,9 +214,11 @@ def test_a_body_that_ends_early_is_no_error(port: int, client: Any, caplog: pyte
 
 
 def test_a_server_that_is_forced_to_end_reports_no_failures(model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(model, is_forced=True) as port:
+    with serving(model) as (running, port):
         waiting = sent(port, b'{"model', num_more=9)
         post(port, b"{}")  # after which it has begun
+        for _ in range(2):
+            running.handle_exit(signal.SIGTERM, None)
     waiting.close()
     assert not caplog.text
 
@@ -283,6 +297,49 @@ def test_a_client_that_goes_ends_its_answer(
         time.sleep(0.01)
     assert client.chat.completions.create(model=NAME, messages=USER, max_tokens=1).choices
     assert ended == [("cancelled", 1), ("length", 1)]
+
+
+def test_a_client_that_goes_before_the_first_event_is_noticed() -> None:
+    began, ended = [], []
+
+    async def events() -> AsyncIterator[str]:
+        began.append(1)
+        yield "data: 1\n\n"
+
+    async def gone(*_: Any) -> Any:
+        raise OSError
+
+    stream = importlib.import_module("weightstream.serving.app")._EventStream(events(), on_end=lambda: ended.append(1))
+    asyncio.run(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone))
+    assert (began, ended) == ([], [1])
+
+
+def test_a_signal_ends_running_and_waiting_requests(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, add, found = threading.Event(), Answer._add, []
+
+    def held(self: Answer, token: int) -> None:
+        add(self, token)
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(Answer, "_add", held)
+    body = {"model": NAME, "messages": USER}
+    with serving(model, None) as (running, port):
+        stream = HTTPConnection("127.0.0.1", port, timeout=60)
+        stream.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), JSON)
+        response = stream.getresponse()
+        while b"w" not in response.readline().partition(b'"content": ')[2]:
+            pass
+        waiting = threading.Thread(target=lambda: found.append(post(port, json.dumps(body).encode())))
+        waiting.start()
+        while _metric(port, "requests_waiting") != 1:
+            time.sleep(0.01)
+        running.handle_exit(signal.SIGTERM, None)
+        waiting.join(60)
+        goes_on.set()
+        events = [line for line in response.read().splitlines() if line]
+        stream.close()
+    assert found[0][0] == 503
+    assert json.loads(events[-1].removeprefix(b"data: "))["error"]["message"] == "The server is shutting down"
 
 
 def _metric(port: int, name: str) -> float:

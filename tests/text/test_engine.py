@@ -123,9 +123,14 @@ def test_drafted_answers_have_the_bits_of_one_token_at_a_time(tmp_path: Path) ->
 
 
 def test_prompts_that_are_refused(model: TextModel) -> None:
-    for bad in ([], [128], [-1]):
+    for bad in ([5, 128], [-1, 5]):
         with pytest.raises(PromptError, match="from 0 to 127"):
             model.encode_ids(bad)
+    with pytest.raises(PromptError, match="has no tokens"):
+        model.encode_ids([])
+    model.tokenizer.add_tokens(["w999"])  # the tokenizer has more tokens than the model
+    with pytest.raises(PromptError, match="from 0 to 127, and the prompt has 128"):
+        model.encode("w5 w999")
     with pytest.raises(PromptError, match="has no tokens"):
         model.encode(" ")
     with pytest.raises(PromptError, match="chat template refuses"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -71,6 +73,12 @@ class Commands(TyperGroup):
         return f"{text} (of weightstream.from_pretrained, in Python)" if _PYTHON.search(text) else text
 
 
+def _reflowed(command: Callable[..., None]) -> str:
+    """The docstring of a command, whose paragraphs a terminal of any width can break."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"weightstream {__version__}")
@@ -82,7 +90,7 @@ rich_utils.STYLE_HELPTEXT = rich_utils.STYLE_OPTION_DEFAULT = rich_utils.STYLE_E
 rich_utils.STYLE_REQUIRED_LONG = "red"
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (bench, doctor, pack, plan, profiles, run, serve, trace):
-    app.command()(with_messages(command))
+    app.command(help=_reflowed(command))(with_messages(command))
 
 
 @app.callback()

@@ -84,7 +84,7 @@ def bench(
         require("matplotlib", "plot", "--plot")
     if out is not None:
         write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         pipelines.refuse_options(model, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
         planned, comparison = pipelines.bench_pipeline(

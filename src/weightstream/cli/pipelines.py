@@ -48,7 +48,7 @@ def call_of(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def is_pipeline(model: str) -> bool:
+def is_diffusers(model: str) -> bool:
     """Whether MODEL is a pipeline of diffusers. Most commands ask this first, and wait for libraries."""
     with announced("loading libraries"):
         from weightstream.api.plan_model import is_pipeline_checkpoint
@@ -60,7 +60,7 @@ def refuse_options(model: str, **options: Any) -> None:
     """Raise `ConfigError` if options of the other kind of model are set."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     if flags := [f"--{name.replace('_', '-')}" for name in given]:
-        kind = "a pipeline of diffusers" if is_pipeline(model) else "not a pipeline of diffusers"
+        kind = "a pipeline of diffusers" if is_diffusers(model) else "not a pipeline of diffusers"
         raise ConfigError(f"{model} is {kind}: leave out {', '.join(flags)}")
 
 

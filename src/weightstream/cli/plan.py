@@ -97,7 +97,7 @@ def plan(
     if plot is not None:
         require("matplotlib", "plot", "--plot")
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(

@@ -110,8 +110,12 @@ def run(
 
     The text goes to stdout, the report to stderr.
     """
+    if jsonl is not None and (prompt is not None or chat or verify or as_json):
+        raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
+    if system is not None and not chat and jsonl is None:
+        raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
     of_text: dict[str, Any] = {"system": system, "temperature": temperature, "top_p": top_p, "stop": stop or None}
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
         pipelines.refuse_options(model, **of_text, speculate=speculate, draft=draft)
         from weightstream.text.sampling import check_seed
@@ -135,13 +139,9 @@ def run(
     sampling = given.greedy_by_default()
     text_model = opened(model, loading, "weightstream run")
     options: dict[str, Any] = {**loading, "speculate": speculate, "draft": draft}
-    if system is not None and not chat and jsonl is None:
-        raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
     if chat and not text_model.has_chat_template:
         raise ConfigError(f"{model} has no chat template: leave out --chat")
     if jsonl is not None:
-        if prompt is not None or chat or verify or as_json:
-            raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
         _answer_file(text_model, options, jsonl, given, system)
     elif chat and prompt is None and not verify and not as_json:
         _converse(text_model, options, sampling, system)
@@ -318,7 +318,7 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
     inputs = text_model.encode(as_text(prompt))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from weightstream.cli import pipelines
 from weightstream.cli.run import as_text, opened
-from weightstream.cli.terminal import DraftOption, Loading, Model, SpeculateMode, print_message, require, takes_model
+from weightstream.cli.terminal import DraftOption, Loading, Model, print_message, require, takes_model
 from weightstream.errors import ConfigError
 
 _USUAL_CONTEXT = 4096
@@ -30,7 +30,10 @@ def serve(
         typer.Option(envvar="WEIGHTSTREAM_API_KEY", help="Key that clients must send. Default: none is needed."),
     ] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get status 429.")] = 16,
-    speculate: SpeculateMode = None,
+    speculate: Annotated[
+        Literal["auto", "off", "lookup", "draft"] | None,
+        typer.Option(help="As of `run`; answers keep their bits. Default: auto on one GPU or with --draft, else off."),
+    ] = None,
     draft: DraftOption = None,
 ) -> None:
     """Answer OpenAI's API with MODEL while its weights stream: chat completions, completions, models.
@@ -43,7 +46,7 @@ def serve(
         raise ConfigError("--api-key is empty: leave it out, or give a key that clients send")
     require("uvicorn", "serve", "weightstream serve")
     require("starlette", "serve", "weightstream serve")
-    if pipelines.is_pipeline(model):
+    if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: weightstream serve answers with text")
     from weightstream.serving.server import bound_socket, serve_forever
 

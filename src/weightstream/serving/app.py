@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from weightstream.serving.metrics import Metrics
 from weightstream.serving.replies import DONE, ChatReply, CompletionReply, event, usage_of
@@ -180,8 +182,8 @@ class _Api:
         reply = kind(model=self._served.name, has_logprobs=asked.sampling.top_logprobs is not None)
         job = self._submitted(asked)
         if body.stream:
-            events = self._events(job, reply, asked, wants_usage=body.wants_usage)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            events = _events(job, reply, asked.num_prompt, wants_usage=body.wants_usage)
+            return _EventStream(events, on_end=lambda: self._queue.withdraw(job))
         try:
             answer = await _unless_gone(request, job.result())
         finally:
@@ -216,24 +218,38 @@ class _Api:
             raise ApiError(429, "Too many requests are waiting; try again later", code="queue_full") from None
         return job
 
-    async def _events(
-        self, job: AnswerJob, reply: ChatReply | CompletionReply, asked: _Asked, *, wants_usage: bool
-    ) -> AsyncIterator[str]:
-        """The events of a stream. Closing it, as Starlette does when the client goes, ends the job."""
+
+class _EventStream(StreamingResponse):
+    """Events as they come. `on_end` is called however the response ends: also if the client goes before the first."""
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], object]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if (opening := reply.opening()) is not None:
-                yield event(opening)
-            while (piece := await job.next_piece()) is not None:
-                yield event(reply.piece(piece))
-            answer = await job.result()
-            yield event(reply.ending(answer.finish))
-            if wants_usage:
-                yield event(reply.usage(usage_of(asked.num_prompt, len(answer.ids))))
-            yield DONE
-        except Exception as error:
-            yield event(_failed(error).body)
+            with suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
         finally:
-            self._queue.withdraw(job)
+            self._on_end()
+
+
+async def _events(
+    job: AnswerJob, reply: ChatReply | CompletionReply, num_prompt: int, *, wants_usage: bool
+) -> AsyncIterator[str]:
+    """The events of an answer."""
+    try:
+        if (opening := reply.opening()) is not None:
+            yield event(opening)
+        while (piece := await job.next_piece()) is not None:
+            yield event(reply.piece(piece))
+        answer = await job.result()
+        yield event(reply.ending(answer.finish))
+        if wants_usage:
+            yield event(reply.usage(usage_of(num_prompt, len(answer.ids))))
+        yield DONE
+    except Exception as error:
+        yield event(_failed(error).body)
 
 
 def _text(message: str) -> str:

@@ -102,8 +102,13 @@ class _Body(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """The limit of the answer's tokens; None: all that the context has room for."""
+        """The limit of the answer's tokens; None: the request has none."""
         return self.max_tokens
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """The limit where the request has none; None: all that the context has room for."""
+        return None
 
     @property
     def num_top(self) -> int | None:
@@ -126,7 +131,7 @@ class _Body(BaseModel):
                 code="context_length_exceeded",
             )
         return Sampling(
-            max_new_tokens=most or room,
+            max_new_tokens=most or min(room, self.usual_tokens or room),
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
@@ -231,8 +236,8 @@ class CompletionRequest(_Body):
     logprobs: int | None = Field(None, ge=0, le=_MOST_TOP_OF_COMPLETIONS)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens or _TOKENS_OF_COMPLETIONS
+    def usual_tokens(self) -> int | None:
+        return _TOKENS_OF_COMPLETIONS
 
     @property
     def num_top(self) -> int | None:

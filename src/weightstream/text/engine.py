@@ -85,16 +85,25 @@ class TextModel:
         """The model's inputs for tokens."""
         import torch
 
-        num = self._config.vocab_size
-        if not ids or not all(0 <= token < num for token in ids):
-            raise PromptError(f"a prompt of tokens has at least one, and all are from 0 to {num - 1}")
+        if not ids:
+            raise PromptError("the prompt has no tokens")
+        self._check_ids(ids)
         tokens = torch.tensor([ids])
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise `PromptError` for a token that the model has no embedding of: a GPU that looks it up stops working."""
+        num = getattr(self._config, "vocab_size", None)
+        if num is None or self._config.is_encoder_decoder:  # the encoder may have tokens of its own
+            return
+        if unknown := [token for token in (min(ids), max(ids)) if not 0 <= token < num]:
+            raise PromptError(f"the model's tokens are from 0 to {num - 1}, and the prompt has {unknown[0]}")
 
     def _encoded(self, text: str, *, is_template: bool) -> Inputs:
         encoded = self.tokenizer(text, add_special_tokens=not is_template, return_tensors="pt")
         if not encoded["input_ids"].numel():
             raise PromptError(f"the prompt {text[:80]!r} has no tokens")
+        self._check_ids(encoded["input_ids"][0].tolist())
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
 
     # -- answers -------------------------------------------------------------------------------------------------------
