@@ -80,6 +80,13 @@ def test_streams_the_plain_models_tokens(folder: Path) -> None:
     assert found["first_difference"] is None
 
 
+def test_drawn_tokens_are_verified_with_one_seed(folder: Path) -> None:
+    flags = ("--device-budget", BUDGET, "--prompt", PROMPT, "--verify", "--temperature", 1)
+    first, second = run_json(folder, *flags), run_json(folder, *flags)
+    assert first["identical"] is second["identical"] is True
+    assert first["tokens"] != second["tokens"]
+
+
 def test_counts_streamed_bytes(folder: Path) -> None:
     found = run_json(folder, "--device-budget", BUDGET, "--prompt", PROMPT)
     stats, model = found["stats"], transformers.AutoModelForCausalLM.from_pretrained(folder)

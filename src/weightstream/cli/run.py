@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def run(
         max_new_tokens=max_new_tokens or 64,
         temperature=temperature,
         top_p=top_p,
-        seed=seed,
+        seed=secrets.randbits(63) if verify and seed is None else seed,  # both models draw from it
         stop=tuple(map(as_text, filter(None, stop or ()))),
     )
     sampling = given.greedy_by_default()
