@@ -351,7 +351,7 @@ def _metric(port: int, name: str) -> float:
 
 
 def test_a_failure_of_the_model_is_an_error_of_the_server(
-    client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: Any, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError("disk gone")
@@ -363,6 +363,7 @@ def test_a_failure_of_the_model_is_an_error_of_the_server(
         with pytest.raises(openai.APIError, match="The model failed: OSError"):
             list(client.chat.completions.create(model=NAME, messages=USER, stream=True))
     assert "disk gone" in caplog.text
+    assert _metric(port, "requests_failed_total") == 2
     assert client.chat.completions.create(model=NAME, messages=USER, max_tokens=1).choices
 
 

@@ -199,14 +199,18 @@ class _Api:
 
     def _submitted(self, asked: _Asked) -> AnswerJob:
         def work(job: AnswerJob) -> Answer:
-            answer = self._served.model.generate(
-                asked.inputs,
-                asked.sampling,
-                on_piece=job.add,
-                is_cancelled=lambda: job.is_cancelled,
-                cache_length=self._served.context,
-                **self._served.drafts,
-            )
+            try:
+                answer = self._served.model.generate(
+                    asked.inputs,
+                    asked.sampling,
+                    on_piece=job.add,
+                    is_cancelled=lambda: job.is_cancelled,
+                    cache_length=self._served.context,
+                    **self._served.drafts,
+                )
+            except BaseException:
+                self._metrics.num_failed += 1
+                raise
             self._metrics.answered(answer, asked.num_prompt, job.created_at)
             return answer
 

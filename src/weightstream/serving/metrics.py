@@ -19,6 +19,7 @@ class Metrics:
     def __init__(self) -> None:
         self.started_at = int(time.time())
         self.num_refused = 0
+        self.num_failed = 0
         self._lock = threading.Lock()
         self._num_by_finish = dict.fromkeys(("stop", "length", "cancelled"), 0)
         self._num_prompt_tokens = 0
@@ -45,6 +46,7 @@ class Metrics:
                 _metric("requests_waiting", "gauge", "Requests that wait for their turn.", queue.num_waiting),
                 _metric("requests_running", "gauge", "Requests at the model: 1 or 0.", int(queue.is_running)),
                 _metric("requests_refused_total", "counter", "Requests that found the queue full.", self.num_refused),
+                _metric("requests_failed_total", "counter", "Requests that the model failed.", self.num_failed),
                 *_by_finish(self._num_by_finish),
                 _metric("prompt_tokens_total", "counter", "Tokens of prompts.", self._num_prompt_tokens),
                 _metric("generated_tokens_total", "counter", "Tokens of answers.", self._num_tokens),
