@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 
 from repeats import NUM_EXAMPLES
 from weightstream.codec import unpacking
-from weightstream.measure import profile
+from weightstream.measure import profile, progress
 from weightstream.plan.manifest import unpack_rate
 from weightstream.runtime.devices.cpu import CPU_PROFILE
 from weightstream.runtime.devices.cuda import CUDA_PROFILE
@@ -161,6 +161,15 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if torch.cuda.is_available():  # parallel tests, and tests that delay copies, would measure anything
             kept |= {unpack_rate(kernel): 1.5e12 for kernel in unpacking.FORMATS}
             profile.save_profile(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """No lines of progress because this machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "LONG_S", 1000.0)
+        patch.setattr(progress, "_AWAITED_S", 1000.0)
         yield
 
 

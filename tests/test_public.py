@@ -11,9 +11,9 @@ import pytest
 
 import weightstream
 
-DEVICE = "device: torch.device | str | None = None, device_budget: int | str | None = None"
+DEVICE = "device: torch.device | str | int | None = None, device_budget: int | str | None = None"
 DEVICES = DEVICE.replace("int | str | None", "int | str | Mapping[int, int | str] | None")
-CONFIG = "config: OffloadConfig | None = None"
+CONFIG = "config: OffloadConfig | str | Path | None = None"
 ANY_CONFIG = "config: OffloadConfig | Any | None = None"  # also a model's config
 DTYPE = "dtype: str | torch.dtype | None = None, torch_dtype: str | torch.dtype | None = None"
 FUNCTIONS = {

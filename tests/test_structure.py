@@ -36,8 +36,10 @@ BELOW: dict[str, set[str]] = {
     "inputs": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters"},
     "api": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "inputs"},
     "": {"errors", "settings", "plan", "runtime", "adapters", "api"},
+    "text": {"errors", "store", "runtime", "adapters", "api"},
+    "serving": {"errors", "runtime", "text"},
     "integrations": {"errors", "settings", "plan", "store", "runtime", "adapters", "api", ""},
-    "cli": {"errors", "settings", "plan", "codec", "store", "runtime", "measure", "adapters", "api", ""},
+    "cli": {"errors", "settings", "plan", "runtime", "measure", "adapters", "api", "text", "serving", ""},
     "__main__": {"cli"},
 }
 # The same within rooms that have rooms of their own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from typer.testing import CliRunner
 
 from models import TEXT
 from weightstream.cli import app, chat
-from weightstream.cli.run import Tokens
+from weightstream.text.engine import TextModel
+from weightstream.text.stream import Answer
 from words import CHAT, tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -69,6 +71,19 @@ def test_each_line_is_a_turn_that_knows_the_earlier_ones(folder: Path, plain: Ca
     assert second == plain(f"w7 w5 w9 w8w7 {' '.join(first)} w8w7 w23 w8 w11")
 
 
+def test_a_system_prompt_that_the_template_refuses_is_an_error_before_the_load(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}w7").save_pretrained(
+        tmp_path
+    )
+    monkeypatch.setattr(TextModel, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    result = CliRunner().invoke(app, ["run", str(tmp_path), "--chat", "--system", "w5"], input="w9\n")
+    assert result.exit_code == 2
+    assert "its chat template refuses these messages: no system" in result.stderr
+
+
 def test_clear_forgets_and_exit_ends(folder: Path) -> None:
     first, second = answers(talk(folder, "w5 w9", "/clear", "w5 w9", "/exit", "w6"))
     assert first == second
@@ -78,7 +93,7 @@ def test_clear_forgets_and_exit_ends(folder: Path) -> None:
 def test_a_truncated_answer_is_marked(folder: Path) -> None:
     assert "[cut at 8 tokens: raise --max-new-tokens]" in talk(folder, "w5 w9").stderr
     once = talk(folder, flags=("--max-new-tokens", "8", "--prompt", "w5 w9"))
-    assert "(8 generated, cut by --max-new-tokens, the first after" in once.stdout
+    assert "(8 generated, cut by --max-new-tokens, the first after" in once.stderr
 
 
 def test_a_conversation_that_is_too_long_is_reported(folder: Path) -> None:
@@ -88,20 +103,20 @@ def test_a_conversation_that_is_too_long_is_reported(folder: Path) -> None:
 
 
 def test_an_interrupt_ends_only_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, before = Tokens.put, signal.getsignal(signal.SIGINT)
+    add, before = Answer._add, signal.getsignal(signal.SIGINT)
 
-    def interrupted(self: Tokens, ids: torch.Tensor) -> None:
-        put(self, ids)
+    def interrupted(self: Answer, token: int) -> None:
+        add(self, token)
         if len(self.ids) == 3:
             signal.raise_signal(signal.SIGINT)
 
     whole = answers(talk(folder, "w5 w9"))[0]
-    monkeypatch.setattr(Tokens, "put", interrupted)
+    monkeypatch.setattr(Answer, "_add", interrupted)
     result = talk(folder, "w5 w9", "w6")
     assert result.stderr.count("[stopped]") == 2
     first, second = answers(result)
     assert first == whole[: len(first)]
-    assert max(len(first), len(second)) <= 4
+    assert len(first) == len(second) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from typer.testing import CliRunner
 from models import TEXT
 from weightstream import __version__
 from weightstream.cli import app
-from weightstream.cli.run import ModelSession
 from weightstream.measure import profile
 from words import tokenizer
 
@@ -80,6 +80,13 @@ def test_streams_the_plain_models_tokens(folder: Path) -> None:
     assert found["first_difference"] is None
 
 
+def test_drawn_tokens_are_verified_with_one_seed(folder: Path) -> None:
+    flags = ("--device-budget", BUDGET, "--prompt", PROMPT, "--verify", "--temperature", 1)
+    first, second = run_json(folder, *flags), run_json(folder, *flags)
+    assert first["identical"] is second["identical"] is True
+    assert first["tokens"] != second["tokens"]
+
+
 def test_counts_streamed_bytes(folder: Path) -> None:
     found = run_json(folder, "--device-budget", BUDGET, "--prompt", PROMPT)
     stats, model = found["stats"], transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -96,7 +103,7 @@ def test_counts_streamed_bytes(folder: Path) -> None:
 def test_shows_text_then_summary(folder: Path) -> None:
     result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
     assert result.exit_code == 0, result.output
-    text, *summary = result.stdout.splitlines()
+    (text,), summary = result.stdout.splitlines(), result.stderr.splitlines()
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
     labels = [label for label in labels if label != "advice"]  # shown on a busy machine
@@ -115,7 +122,7 @@ def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
     assert found["identical"] is True
     assert found["plan"].startswith("cpu:0: ")
     assert found["stats"]["held_nbytes"]["device"] <= 2 * 300 * 1024
-    assert "cpu:1: " in run(folder, *flags).stdout
+    assert "cpu:1: " in run(folder, *flags).stderr
     out = tmp_path / "trace.json"
     result = CliRunner().invoke(app, ["trace", str(folder), "--device", "cpu", *map(str, flags), "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -148,10 +155,10 @@ def test_progress_is_logged_if_stderr_is_not_a_terminal(
 def test_reports_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_tokens(folder, [5, 9, 23])
     other = [*plain[:4], plain[4] + 1, *plain[5:]]
-    monkeypatch.setattr(ModelSession, "plain", lambda *_: other)
+    monkeypatch.setattr(importlib.import_module("weightstream.cli.run"), "_plain_ids", lambda *_: other)
     result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
     assert result.exit_code == 1
-    assert result.stdout.endswith("identical: no (first difference at token 5)\n")
+    assert result.stderr.endswith("identical: no (first difference at token 5)\n")
 
 
 def test_chat_applies_the_template(folder: Path) -> None:
@@ -332,7 +339,8 @@ def test_an_ignored_setting_is_one_line_of_warning(folder: Path) -> None:
     result = run(folder, "--device-budget", BUDGET, "--offload-params", "mlp", "--prompt", PROMPT)
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("warning: prefetch.offload_params = ['mlp'] ignored")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("warning") == 1
+    assert result.stderr.splitlines()[1].startswith("     plan: ")
 
 
 def test_version() -> None:

@@ -107,8 +107,8 @@ def test_run_generates_the_plain_tokens_and_reports_passes(folder: Path, draft: 
         assert found["tokens_per_s"] > 0
         shown = call("run", folder, *flags, *more)
         assert shown.exit_code == 0, shown.output
-        assert "tokens per pass" in shown.stdout
-        assert f"({NUM_TOKENS} generated" in shown.stdout
+        assert "tokens per pass" in shown.stderr
+        assert f"({NUM_TOKENS} generated" in shown.stderr
 
 
 @pytest.fixture(scope="module")

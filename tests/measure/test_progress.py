@@ -61,6 +61,7 @@ def test_a_phase_of_steps_is_reported_once_more(
 ) -> None:
     """The steps look at the clock; no thread does."""
     now, threads, said = [100.0], set(threading.enumerate()), ""
+    monkeypatch.setattr(progress, "LONG_S", 5.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.reporting(TEXT) as advance:
         for second, lines in ((104.9, 1), (105.1, 2), (106.0, 2), (120.0, 2)):

@@ -204,6 +204,9 @@ class Stripes(StreamerGroup):
         """Counters and times as in `Streamer.stats`: counters and bytes are sums, and a step is one of the model."""
         return over_devices([part.stats() for part in self.parts.values()], self.plan.step_s)
 
+    def __str__(self) -> str:
+        return f"{self._title()}\n{self.plan}"
+
     def _title(self) -> str:
         return f"{type(self.model).__name__} on {', '.join(self.parts)}"
 

@@ -37,7 +37,7 @@ from weightstream.runtime.devices.warmup import preloading
 from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import Role, leaves_of
-from weightstream.settings.arguments import of_model, refuse_training, requested_dtype, resolve_config
+from weightstream.settings.arguments import check_source, of_model, refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 logger = logging.getLogger("weightstream")
@@ -46,25 +46,26 @@ logger = logging.getLogger("weightstream")
 def offload(
     model: nn.Module | Any,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     device_budget: int | str | Mapping[int, int | str] | None = None,
     example_inputs: Any = None,
-    config: OffloadConfig | None = None,
+    config: OffloadConfig | str | Path | None = None,
     **settings: Any,
 ) -> Any:
     """Stream the weights of a model through a small part of the device's memory, in place and bit for bit.
 
     Args:
         model: any module whose weights are loaded, or a diffusers pipeline. It stays the same object.
-        device: the device that computes. Default: the current CUDA GPU, or the CPU if there is no GPU.
+        device: the device that computes, such as "cuda:1", or the index of a GPU. Default: the current CUDA GPU, or the
+            CPU if there is no GPU.
         device_budget: bytes of device memory for weights, as an int or as text such as `"6GiB"`. Activations come on
             top. Default: the free memory minus headroom. With `{0: "6GiB", 1: "6GiB"}`, or `gpus=2`, several GPUs share
             the model.
         example_inputs: the arguments of a typical call: a tensor, a tuple of positional arguments, or a dict of
             keyword arguments. Only their shapes matter. Without them the work of a step is unknown before the first
             call.
-        config: all settings in one object. Keyword arguments (`device_budget`, `host_budget`, `offload_group_size`, …)
-            override it.
+        config: all settings in one object, or the path of a TOML file that has them. Keyword arguments
+            (`device_budget`, `host_budget`, `offload_group_size`, …) override it.
         settings: any other setting of `OffloadConfig`, such as `train=True`, to plan for training adapters.
 
     Returns:
@@ -97,14 +98,14 @@ def offload(
 
 @contextmanager
 def _opened(
-    device: torch.device | str | None, config: OffloadConfig, *, loads: bool = False
+    device: torch.device | str | int | None, config: OffloadConfig, *, loads: bool = False
 ) -> Iterator[list[Backend]]:
     """The backends of all devices of a model, the first of which is the current device inside of the block."""
     if not config.stripes:
         with opened_backend(config.device_for(device), config, loads=loads) as backend:
             yield [backend]
         return
-    kind = torch.device(device or ("cuda" if cuda.is_available() else "cpu"))
+    kind = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
     if kind.index is not None:
         raise ConfigError(
             f"device = {device!r}, but the settings spread the model over {len(config.stripes)} GPUs: leave out device"
@@ -138,7 +139,7 @@ def _example(model: nn.Module, inputs: Any) -> Example | None:
 def from_pretrained(
     path_or_repo_id: str | Path,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     device_budget: int | str | Mapping[int, int | str] | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -159,7 +160,8 @@ def from_pretrained(
         dtype: "auto", the default, keeps the dtype of the checkpoint. Any other casts the weights once, into
             `offload_folder`.
         torch_dtype: an older name of `dtype`.
-        config: an `OffloadConfig`, as for `offload`; or a transformers config, which replaces config.json.
+        config: an `OffloadConfig` or the path of a TOML file, as for `offload`; or a transformers config, which
+            replaces config.json.
         offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
         progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
         allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
@@ -188,6 +190,7 @@ def from_pretrained(
         >>> model = weightstream.from_pretrained("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
         >>> model.weightstream.plan  # doctest: +SKIP
     """
+    check_source(path_or_repo_id)
     tensor_parallel, load_pretrained = _loader()
     settings = _spread(kwargs) | OffloadConfig.take_from(kwargs)
     settings |= {"device_budget": device_budget, "offload_folder": offload_folder, "host_budget": host_budget}

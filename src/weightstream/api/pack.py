@@ -19,6 +19,7 @@ from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.plan.search import always_resident
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
+from weightstream.settings.arguments import check_source
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.header import dtype_name
@@ -61,6 +62,7 @@ def pack(
         CheckpointError: a file is missing, malformed or of an unsupported format.
     """
     options = _PackOptions(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # pydantic checks it
+    check_source(path_or_repo_id)
     if names_pipeline(path_or_repo_id):
         from weightstream.adapters.diffusers.folder import folder_of, specs_of  # needs diffusers
 

@@ -58,7 +58,7 @@ from weightstream.runtime.tensors.leaves import leaves_of, storage_of
 from weightstream.runtime.tensors.thread_state import restored
 from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import shared_between
-from weightstream.settings.arguments import refuse_training, requested_dtype, resolve_config
+from weightstream.settings.arguments import check_source, refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.ending import finalize
 from weightstream.store.folder import OffloadFolder
@@ -70,10 +70,10 @@ logger = logging.getLogger("weightstream")
 def offload_pipeline(
     pipe: Any,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     device_budget: int | str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
-    config: OffloadConfig | None = None,
+    config: OffloadConfig | str | Path | None = None,
     **settings: Any,
 ) -> Any:
     """Stream the weights of all components of a diffusers pipeline within one budget, bit for bit.
@@ -116,14 +116,14 @@ def offload_pipeline(
 def pipeline_from_pretrained(
     path_or_repo_id: str | Path,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     device_budget: int | str | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
     variant: str | None = None,
     base: str | Path | None = None,
     example_inputs: Mapping[str, Any] | None = None,
-    config: OffloadConfig | None = None,
+    config: OffloadConfig | str | Path | None = None,
     offload_folder: str | Path | None = None,
     progress: bool | None = None,
     **kwargs: Any,
@@ -163,6 +163,7 @@ def pipeline_from_pretrained(
             f"pipeline_from_pretrained needs diffusers: pip install 'weightstream[diffusers]' ({error})"
         ) from error
     settings = OffloadConfig.take_from(kwargs) | {"device_budget": device_budget, "offload_folder": offload_folder}
+    check_source(path_or_repo_id)
     config = resolve_config(config, **settings)
     refuse_training(config, of=str(path_or_repo_id))
     check_given(config, example_inputs)

@@ -30,7 +30,7 @@ from weightstream.plan.speculation import MOST_ROWS, WIDTHS
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.opening import backend_of
 from weightstream.runtime.streamer.drafting import Speculate
-from weightstream.settings.arguments import of_model, refuse_training, requested_dtype, resolve_config
+from weightstream.settings.arguments import check_source, of_model, refuse_training, requested_dtype, resolve_config
 from weightstream.settings.config import OffloadConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ logger = logging.getLogger("weightstream")
 def plan_model(
     path_or_repo_id: str | Path,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     device_budget: int | str | Mapping[int, int | str] | None = None,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -84,6 +84,7 @@ def plan_model(
         >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
         >>> print(plan)  # doctest: +SKIP
     """
+    check_source(path_or_repo_id)
     config, model_config = of_model(config)
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
@@ -140,7 +141,7 @@ def sketch_pipeline(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> PipelineSketch:
@@ -158,7 +159,7 @@ def plan_stripes(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> StripedPlan:
@@ -197,7 +198,7 @@ def _plan_self_drafted(
     config: OffloadConfig,
     mode: Speculate,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     profile: Profile | str | Path | None = None,
     **options: Any,
 ) -> DraftedPlan:
@@ -213,7 +214,7 @@ def planner_inputs_of(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     profile: Profile | str | Path | None = None,
     speculates: bool = False,
     **options: Any,
@@ -237,7 +238,7 @@ def _sketched(
     path_or_repo_id: str | Path,
     config: OffloadConfig,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     profile: Profile | str | Path | None = None,
     speculates: bool = False,
     **options: Any,
@@ -267,7 +268,7 @@ def _sketched(
 
 def _machine(
     config: OffloadConfig,
-    device: torch.device | str | None,
+    device: torch.device | str | int | None,
     profile: Profile | str | Path | None,
     dtypes: Collection[str],
     unpacked: Collection[str] = (),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import io
-import logging
 import re
 import shlex
 import signal
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +19,12 @@ from typer.core import TyperGroup
 from weightstream import __version__
 from weightstream.cli.bench import bench
 from weightstream.cli.doctor import doctor
+from weightstream.cli.messages import with_messages
 from weightstream.cli.pack import pack
 from weightstream.cli.plan import plan
+from weightstream.cli.profiles import profiles
 from weightstream.cli.run import run, trace
+from weightstream.cli.serve import serve
 from weightstream.cli.terminal import print_message
 from weightstream.errors import WeightstreamError
 
@@ -37,35 +39,10 @@ _KEYWORD = re.compile(
 _LINES = re.compile(r"\s*\n\s*")
 _PYTHON = re.compile(r"\bpass [a-z_]+=")
 _QUOTES, _BARE = "'\"", (None, "True")
-_TALKATIVE = ("torchao", "torch.utils._pytree")  # they log missing kernels while transformers imports them
-
-
-class _Lines(logging.Handler):
-    """Shows progress of work that takes seconds as lines on stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # stderr was closed
-            print_message(f"weightstream: {record.getMessage()}")
-
-
-@contextmanager
-def _lines_of_progress() -> Iterator[None]:
-    """Inside, progress is written to stderr as lines, also into a pipe or file; bars are shown on a terminal only."""
-    logger, shown = logging.getLogger("weightstream.progress"), _Lines()
-    before = logger.level, logger.propagate
-    logger.addHandler(shown)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(shown)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
 
 
 class Commands(TyperGroup):
-    """Shows weightstream's errors and warnings as plain text on stderr; an error exits with 2."""
+    """Shows weightstream's errors as plain text on stderr; an error exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
         with suppress(ValueError):  # outside of the main thread
@@ -74,15 +51,11 @@ class Commands(TyperGroup):
             sys.stdout.reconfigure(errors="replace")  # a name that stdout cannot encode ends no command
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # nor do bytes that are not text
-        for name in _TALKATIVE:
-            logging.getLogger(name).setLevel(logging.ERROR)
-        with _lines_of_progress(), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print_message(f"warning: {message}")
-            try:
-                return super().invoke(ctx)
-            except WeightstreamError as error:
-                print_message(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
-                raise typer.Exit(2) from None
+        try:
+            return super().invoke(ctx)
+        except WeightstreamError as error:
+            print_message(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
+            raise typer.Exit(2) from None
 
     def _in_flags(self, text: str, ctx: Any) -> str:
         """The text of an error with keywords replaced by flags of the command; others are marked as Python's."""
@@ -100,6 +73,12 @@ class Commands(TyperGroup):
         return f"{text} (of weightstream.from_pretrained, in Python)" if _PYTHON.search(text) else text
 
 
+def _reflowed(command: Callable[..., None]) -> str:
+    """The docstring of a command, whose paragraphs a terminal of any width can break."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"weightstream {__version__}")
@@ -109,9 +88,9 @@ def _print_version(wanted: bool) -> None:
 # dim is hard to read on light and on dark
 rich_utils.STYLE_HELPTEXT = rich_utils.STYLE_OPTION_DEFAULT = rich_utils.STYLE_ERRORS_SUGGESTION = ""
 rich_utils.STYLE_REQUIRED_LONG = "red"
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (bench, doctor, pack, plan, run, trace):
-    app.command()(command)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (bench, doctor, pack, plan, profiles, run, serve, trace):
+    app.command(help=_reflowed(command))(with_messages(command))
 
 
 @app.callback()

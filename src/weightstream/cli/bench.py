@@ -82,11 +82,9 @@ def bench(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
     if out is not None:
         write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_diffusers(model):
         pipelines.refuse_options(model, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
         planned, comparison = pipelines.bench_pipeline(

@@ -9,20 +9,29 @@ from contextlib import contextmanager
 
 import typer
 
-Messages = list[dict[str, str]]
+Conversation = list[dict[str, str]]
+
+_HELP = """/clear  start over, with the same system prompt
+/exit   end, as does Ctrl-D
+/help   show this
+Ctrl-C  stop an answer; pressed twice, end"""
 
 
-def converse(answer: Callable[[Messages, Callable[[], bool]], str | None]) -> None:
-    """Answer each line of stdin, with the conversation so far, up to its end or /exit. /clear forgets the conversation.
+def converse(answer: Callable[[Conversation, Callable[[], bool]], str | None], opening: Conversation) -> None:
+    """Answer each line of stdin, with the conversation so far, up to its end or /exit. Lines with / are commands.
 
-    `answer(messages, is_stopped)` returns the text that it has shown, or None where an answer has no room.
+    `answer(messages, is_stopped)` returns the text that it has shown, or None where an answer has no room. `opening`
+    are the messages before the first line.
     """
-    messages: Messages = []
+    messages = opening
     for line in input_lines():
         if line == "/exit":
             return
         if line == "/clear":
-            messages = []
+            messages = opening
+            continue
+        if line == "/help":
+            typer.echo(_HELP, err=True)
             continue
         with_question = [*messages, {"role": "user", "content": line}]
         with _stoppable() as is_stopped:
@@ -59,7 +68,7 @@ def input_lines() -> Iterator[str]:
 def _typed() -> Iterator[str]:
     import readline  # noqa: F401  so that `input` takes arrow keys
 
-    typer.echo("/exit or Ctrl-D ends, /clear starts over, Ctrl-C stops an answer", err=True)
+    typer.echo("/help lists commands, /exit or Ctrl-D ends", err=True)
     while True:
         try:
             yield input("> ")

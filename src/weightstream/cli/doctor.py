@@ -16,6 +16,7 @@ import typer
 from rich.text import Text
 
 from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write_file
+from weightstream.measure.progress import announced
 
 if TYPE_CHECKING:
     from weightstream.measure.checks import Finding
@@ -51,8 +52,9 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
     device changes. Exits with 1 if something is broken.
     """
-    from weightstream.measure.checks import examine
-    from weightstream.measure.profile import to_json
+    with announced("loading libraries"):
+        from weightstream.measure.checks import examine
+        from weightstream.measure.profile import to_json
 
     findings, profile = examine(device, (model or path).expanduser(), anew=measure)
     if save is not None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, print_message, require
+from weightstream.measure.progress import announced
 
 
 def pack(
@@ -31,12 +32,14 @@ def pack(
     OUT is an ordinary safetensors checkpoint, and appears when it is complete. A compressed one is
     smaller, and only weightstream reads it.
     """
-    require("transformers", "transformers", "weightstream pack")
     from rich import progress
     from rich.console import Console
 
-    from weightstream.api.pack import pack as pack_checkpoint
     from weightstream.plan.units import human
+
+    with announced("loading libraries"):
+        require("transformers", "transformers", "weightstream pack")
+        from weightstream.api.pack import pack as pack_checkpoint
 
     began, shown = time.perf_counter(), sys.stderr.isatty()
     columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())

@@ -26,6 +26,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
+from weightstream.measure.progress import announced
 from weightstream.plan.pipeline import PipelinePlan, joined
 from weightstream.plan.units import human, milliseconds, scale
 
@@ -47,12 +48,19 @@ def call_of(
     return {name: value for name, value in named.items() if value is not None}
 
 
-def refuse_options(model: str, **options: Any) -> None:
-    """Raise `ConfigError` if options of the other kind of model are set."""
-    if flags := [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, False)]:
+def is_diffusers(model: str) -> bool:
+    """Whether MODEL is a pipeline of diffusers. Most commands ask this first, and wait for libraries."""
+    with announced("loading libraries"):
         from weightstream.api.plan_model import is_pipeline_checkpoint
 
-        kind = "a pipeline of diffusers" if is_pipeline_checkpoint(model) else "not a pipeline of diffusers"
+        return is_pipeline_checkpoint(model)
+
+
+def refuse_options(model: str, **options: Any) -> None:
+    """Raise `ConfigError` if options of the other kind of model are set."""
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if flags := [f"--{name.replace('_', '-')}" for name in given]:
+        kind = "a pipeline of diffusers" if is_diffusers(model) else "not a pipeline of diffusers"
         raise ConfigError(f"{model} is {kind}: leave out {', '.join(flags)}")
 
 

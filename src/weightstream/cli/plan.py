@@ -40,6 +40,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError
+from weightstream.measure.progress import announced
 from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
@@ -95,10 +96,8 @@ def plan(
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_diffusers(model):
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(
@@ -161,21 +160,24 @@ def _on_one(
     draft: str | None,
 ) -> None:
     """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
-    from weightstream.api.plan_model import plan_drafted, planner_inputs_of
+    with announced("loading libraries"):
+        from weightstream.api.plan_model import plan_drafted, planner_inputs_of
 
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
-        if draft is not None:
-            drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
-            inputs, planned = drafted.inputs, drafted.plan
-        else:
-            drafted = None
-            inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
-            planned = inputs.plan()[1]
-        plans = _swept(inputs, planned) if sweep or plot is not None else []
+        with announced("planning"):
+            if draft is not None:
+                drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
+                inputs, planned = drafted.inputs, drafted.plan
+            else:
+                drafted = None
+                inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
+                planned = inputs.plan()[1]
+        with announced("planning for other budgets"):
+            plans = _swept(inputs, planned) if sweep or plot is not None else []
     finally:
         gc.enable()
     if save is not None:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import json
 import os
+import secrets
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightstream.cli import pipelines
-from weightstream.cli.chat import Messages, converse
+from weightstream.cli.chat import Conversation, converse
+from weightstream.cli.jsonl import answer_lines, read_lines
+from weightstream.cli.messages import is_quiet
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -37,18 +39,19 @@ from weightstream.cli.terminal import (
     speculation_line,
     takes_model,
 )
-from weightstream.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
+from weightstream.errors import ConfigError, OffloadError
+from weightstream.measure.progress import announced
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.trace import Trace, total
 
 if TYPE_CHECKING:
-    import torch
-
-    from weightstream.adapters.generation.decoder import DecodeReport
-    from weightstream.runtime.streamer.streamer import Streamer
+    from weightstream.text.engine import Inputs, Messages, TextModel
+    from weightstream.text.sampling import Sampling
+    from weightstream.text.stream import Answer, Piece
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
+_TEXT = "Text"
 
 
 @takes_model("batch", "tokens")
@@ -60,7 +63,35 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="Chat: --prompt, or each line of stdin, is a user's message.")
     ] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System prompt of a chat.", rich_help_panel=_TEXT, show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate at most. Default: 64.", rich_help_panel=_TEXT)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Draw tokens at this temperature. Default: 0.", rich_help_panel=_TEXT)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this share.", rich_help_panel=_TEXT),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of drawn tokens, or of a pipeline's noise. Default of a pipeline: 0.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the text before this string. May be given several times.", rich_help_panel=_TEXT),
+    ] = None,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a JSON object per line, with prompt or messages, and any of max_new_tokens, temperature, "
+            "top_p, seed and stop. An object per answer goes to stdout. - is stdin.",
+            rich_help_panel=_TEXT,
+            allow_dash=True,
+        ),
+    ] = None,
     speculate: SpeculateMode = None,
     draft: DraftOption = None,
     out: Annotated[Path | None, typer.Option(help="File for a pipeline. Default: image.png or video.gif.")] = None,
@@ -68,113 +99,169 @@ def run(
     width: Width = None,
     steps: Steps = None,
     frames: Frames = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a pipeline's noise. Default: 0.")] = None,
     variant: Variant = None,
     verify: Annotated[bool, typer.Option("--verify", help="Also run without offloading, and compare.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate text with MODEL, greedily, or an image or video with a pipeline, while weights stream.
+    """Generate text with MODEL, or an image or video with a pipeline, while weights stream.
 
-    Text continues --prompt, or the text of a pipe, or else "The sky is blue because". With --chat and
-    no --prompt it is a conversation: each line of stdin is a message, /clear starts over, Ctrl-C stops
-    an answer, and the end of the input or /exit ends it.
+    Text continues --prompt, or the text of a pipe, or else "The sky is blue because". The most likely
+    tokens are taken, unless --temperature or --top-p is given. With --chat and no --prompt it is a
+    conversation: each line of stdin is a message, and /help lists commands.
+
+    The text goes to stdout, the report to stderr.
     """
-    from weightstream.api.plan_model import is_pipeline_checkpoint
+    if jsonl is not None and (prompt is not None or chat or verify or as_json):
+        raise ConfigError("--jsonl has prompts and prints objects: leave out --prompt, --chat, --verify and --json")
+    if system is not None and not chat and jsonl is None:
+        raise ConfigError("--system is for --chat and --jsonl: a text to continue has no system prompt")
+    of_text: dict[str, Any] = {"system": system, "temperature": temperature, "top_p": top_p, "stop": stop or None}
+    if pipelines.is_diffusers(model):
+        of_text |= {"chat": chat, "max_new_tokens": max_new_tokens, "jsonl": jsonl}
+        pipelines.refuse_options(model, **of_text, speculate=speculate, draft=draft)
+        from weightstream.text.sampling import check_seed
 
-    if is_pipeline_checkpoint(model):
-        pipelines.refuse_options(model, chat=chat, max_new_tokens=max_new_tokens, speculate=speculate, draft=draft)
+        check_seed(seed)
         call = pipelines.call_of(height, width, steps, frames, prompt=prompt or _piped() or pipelines.PROMPT)
         identical = pipelines.run_pipeline(
             model, loading, call, variant=variant, out=out, seed=seed or 0, verify=verify, as_json=as_json
         )
         raise typer.Exit(1 if identical is False else 0)
-    pipelines.refuse_options(
-        model, out=out, seed=seed, height=height, width=width, steps=steps, frames=frames, variant=variant
+    pipelines.refuse_options(model, out=out, height=height, width=width, steps=steps, frames=frames, variant=variant)
+    from weightstream.text.sampling import Sampling
+
+    given = Sampling(
+        max_new_tokens=max_new_tokens or 64,
+        temperature=temperature,
+        top_p=top_p,
+        seed=secrets.randbits(63) if verify and seed is None else seed,  # both models draw from it
+        stop=tuple(map(as_text, filter(None, stop or ()))),
     )
-    max_new_tokens = max_new_tokens or 64
+    sampling = given.greedy_by_default()
+    text_model = opened(model, loading, "weightstream run")
+    options: dict[str, Any] = {**loading, "speculate": speculate, "draft": draft}
+    if chat and not text_model.has_chat_template:
+        raise ConfigError(f"{model} has no chat template: leave out --chat")
+    if jsonl is not None:
+        _answer_file(text_model, options, jsonl, given, system)
+    elif chat and prompt is None and not verify and not as_json:
+        _converse(text_model, options, sampling, system)
+    else:
+        text = as_text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
+        messages = [*_opening(system), {"role": "user", "content": text}] if chat else None
+        _answer_once(text_model, options, messages or text, sampling, verify=verify, as_json=as_json)
+
+
+def opened(model: str, loading: Loading, what: str) -> TextModel:
+    """A model whose tokenizer is loaded, for the command `what`."""
+    with announced("loading the tokenizer"):
+        require("transformers", "transformers", what)
+        from weightstream.text.engine import TextModel
+
+        return TextModel(model, loading["trust_remote_code"])
+
+
+def _opening(system: str | None) -> Conversation:
+    return [] if system is None else [{"role": "system", "content": as_text(system)}]
+
+
+def _answer_once(
+    model: TextModel,
+    options: dict[str, Any],
+    prompt: str | Messages,
+    sampling: Sampling,
+    *,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Answer one prompt, and report. Exits with 1 if the plain model's tokens differ."""
     from weightstream.measure.comparison import first_difference
 
-    session = ModelSession(model, loading["trust_remote_code"])
-    drafts = {"speculate": speculate, "draft": draft}
-    if chat and prompt is None and not verify and not as_json:
-        _converse(session, {**loading, **drafts}, max_new_tokens)
-        return
-    text = _text(prompt) if prompt is not None else _piped() or DEFAULT_PROMPT
-    inputs = session.encode([{"role": "user", "content": text}] if chat else text)
-    if loading["config"].context is None:
-        context = inputs["input_ids"].shape[1] + max_new_tokens
-        loading["config"] = loading["config"].model_copy(update={"context": context})
-    session.load(progress=sys.stderr.isatty() and not as_json, **loading, **drafts)
-    tokens = session.generate(inputs, max_new_tokens, show=not as_json)
-    report = session.report(inputs, tokens)
+    inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+    context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
+    model.load(progress=sys.stderr.isatty() and not as_json, **_planned_for(context, options))
+    answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
     if not as_json:
-        print_labelled(_lines(report, tokens))
-    difference = first_difference(tokens.ids, session.plain(inputs, max_new_tokens)) if verify else None
+        typer.echo()
+    report = report_of(model, inputs, answer)
+    if not as_json and not is_quiet():
+        print_labelled(report_lines(report, answer), err=True)
+    difference = first_difference(answer.ids, _plain_ids(model, inputs, sampling)) if verify else None
     if as_json:
         verdict = {"identical": difference is None if verify else None, "first_difference": difference}
         typer.echo(json.dumps(report | verdict))
     elif verify:
-        print_labelled({"identical": "yes" if difference is None else f"no (first difference at token {difference})"})
+        verdict_line = "yes" if difference is None else f"no (first difference at token {difference})"
+        print_labelled({"identical": verdict_line}, err=True)
     raise typer.Exit(0 if difference is None else 1)
 
 
-def _converse(session: ModelSession, options: dict[str, Any], max_new_tokens: int) -> None:
-    session.check_chat()
-    session.load(progress=sys.stderr.isatty(), **options)
-    converse(functools.partial(session.answer, max_new_tokens))
+def _planned_for(context: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a load, for texts of this length unless --context says another."""
+    config = options["config"]
+    return options if config.context else {**options, "config": config.model_copy(update={"context": context})}
 
 
-class Tokens:
-    """The tokens that `generate` makes, and the times at which they came, several at once where they were drafted. They
-    are passed on to `text`, a transformers streamer."""
-
-    def __init__(self, text: Any) -> None:
-        self.ids: list[int] = []
-        self.times: list[float] = []
-        self.decoding: DecodeReport | None = None  # set when generation ends, as is `is_cut`
-        self.is_cut = False  # by the limit of tokens
-        self._text = text
-        self._num_first = 0  # tokens that came first
-
-    def put(self, ids: torch.Tensor) -> None:
-        if self.times:  # the first call brings the prompt
-            self.ids += ids.flatten().tolist()
-        if len(self.times) == 1:
-            self._num_first = len(self.ids)
-        self.times.append(time.perf_counter())
-        if self._text:
-            self._text.put(ids)
-
-    def end(self) -> None:
-        if self._text:
-            self._text.end()
-
-    def set_decoding(self, decoding: DecodeReport) -> None:
-        self.decoding = decoding
-
-    @property
-    def per_second(self) -> float:
-        """The rate of the tokens after the first, whose step reads the prompt; with one token, the rate of that one."""
-        first = min(1, len(self.times) - 2)
-        num_before = self._num_first if first else 0
-        return (len(self.ids) - num_before) / (self.times[-1] - self.times[first])
+def _show(piece: Piece) -> None:
+    typer.echo(piece.text, nl=False)
 
 
-def _lines(report: dict[str, Any], tokens: Tokens) -> dict[str, str]:
+def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int]:
+    """Stop offloading for good, and return the tokens of the model on the device."""
+    import torch
+
+    model.streamer.remove()
+    try:
+        model.model.to(model.streamer.device)
+        return model.generate(inputs, sampling).ids
+    except torch.OutOfMemoryError as error:
+        raise OffloadError(f"--verify needs the whole model on the device, where it does not fit: {error}") from error
+
+
+def _converse(model: TextModel, options: dict[str, Any], sampling: Sampling, system: str | None) -> None:
+    model.encode_chat([*_opening(system), {"role": "user", "content": "?"}])  # some templates refuse system prompts
+    model.load(progress=sys.stderr.isatty(), **options)
+    converse(functools.partial(_reply, model, sampling), _opening(system))
+
+
+def _reply(model: TextModel, sampling: Sampling, messages: Messages, is_stopped: Callable[[], bool]) -> str | None:
+    """Print the answer to the last message on stdout, and notes on it on stderr. None: it has no room."""
+    inputs, most = model.encode_chat(messages), sampling.max_new_tokens
+    num, positions = inputs["input_ids"].shape[1], model.num_positions
+    if positions is not None and num + most > positions:
+        need = f"{num} tokens so far + {most} of --max-new-tokens > {positions} of the model"
+        typer.echo(f"[{need}: /clear starts over]", err=True)
+        return None
+    answer = model.generate(inputs, sampling, on_piece=_show, is_cancelled=is_stopped)
+    typer.echo()
+    if answer.finish == "length":
+        typer.echo(f"[cut at {most} tokens: raise --max-new-tokens]", err=True)
+    return answer.text
+
+
+def _answer_file(model: TextModel, options: dict[str, Any], path: Path, sampling: Sampling, system: str | None) -> None:
+    """Answer each line of a file. All lines are checked before the model is loaded."""
+    lines = read_lines(path, model, sampling, _opening(system))
+    longest = max(line.num_positions for line in lines)
+    model.load(progress=sys.stderr.isatty(), **_planned_for(longest, options))
+    answer_lines(model, lines, longest)
+
+
+def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     """A report, as labelled lines."""
-    stats, speed = report["stats"], f"{tokens.per_second:.1f} tokens/s ({len(tokens.ids)} generated"
-    speed += ", cut by --max-new-tokens" if tokens.is_cut else ""
+    stats, speed = report["stats"], f"{answer.tokens_per_s:.1f} tokens/s ({len(answer.ids)} generated"
+    speed += ", cut by --max-new-tokens" if answer.finish == "length" else ""
     held = f"{human(stats['held_nbytes']['device'])} held on {report['device']}"
     lines = {
         "plan": report["plan"],
         "speed": f"{speed}, the first after {report['first_token_s']:.2f} s)",
-        "decode": str(tokens.decoding),
+        "decode": str(answer.decoding),
         "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
         "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
         "waited": f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
     }
     if stats["speculation"] is not None:
-        lines["drafts"] = speculation_line(stats["speculation"], tokens.per_second)
+        lines["drafts"] = speculation_line(stats["speculation"], answer.tokens_per_s)
     if report["experts"] is not None:
         lines["experts"] = expert_line(report["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
@@ -185,142 +272,29 @@ def _lines(report: dict[str, Any], tokens: Tokens) -> dict[str, str]:
     return lines
 
 
-class ModelSession:
-    """A model that streams, and its tokenizer, which is loaded first: a bad prompt is an error before a long load."""
+def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any]:
+    """The values of `--json`."""
+    from weightstream.runtime.streamer.stats import of_cache
 
-    def __init__(self, name: str, trust_remote_code: bool) -> None:
-        transformers = require("transformers", "transformers", "weightstream run")
-        from weightstream.adapters.hf.hub import config_and_class, find, refused_as_checkpoint, weights_named
-        from weightstream.store.checkpoint import Checkpoint
-
-        source = find(name, trust_remote_code)
-        Checkpoint.open(
-            source.path, weights_named(source.path, None)
-        )  # headers only, so that an error of the weights is not reported as one of the tokenizer
-        with refused_as_checkpoint(name, "load"):
-            config_and_class(source, None, trust_remote_code)
-        folder = source.folder
-        if source.adapter is not None and (source.adapter / "tokenizer_config.json").is_file():
-            folder = source.adapter
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except Exception as error:  # of any class, depending on the files
-            raise CheckpointError(f"{name}: its tokenizer cannot be loaded: {error}") from error
-        self.name = name
-
-    def encode(self, prompt: str | Messages) -> dict[str, torch.Tensor]:
-        """The model's inputs for a text or a chat, each of shape (1, tokens)."""
-        text = prompt if isinstance(prompt, str) else self._templated(prompt)
-        encoded = self.tokenizer(text, add_special_tokens=isinstance(prompt, str), return_tensors="pt")
-        if not encoded["input_ids"].numel():
-            raise ConfigError(f"the prompt {text!r} has no tokens: pass another --prompt")
-        return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
-
-    def _templated(self, messages: Messages) -> str:
-        self.check_chat()
-        try:
-            text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program
-            raise CheckpointError(f"{self.name}: its chat template cannot be used: {error}") from error
-        return text
-
-    def check_chat(self) -> None:
-        """Raise `ConfigError` if the tokenizer has no chat template."""
-        if not self.tokenizer.chat_template:
-            raise ConfigError(f"{self.name} has no chat template: leave out --chat")
-
-    def load(self, **options: Any) -> None:
-        """Load the model; `options` go to `from_pretrained`."""
-        import transformers
-
-        from weightstream import from_pretrained
-
-        self.model = from_pretrained(self.name, **options)
-        self.streamer: Streamer = self.model.weightstream
-        transformers.logging.set_verbosity_error()  # no advice on generation settings, which the user did not choose
-        if not self.model.can_generate():
-            raise UnsupportedError(f"{self.name}: {type(self.model).__name__} does not generate text")
-
-    def generate(
-        self,
-        inputs: dict[str, torch.Tensor],
-        max_new_tokens: int,
-        *,
-        show: bool = False,
-        is_stopped: Callable[[], bool] | None = None,
-    ) -> Tokens:
-        """Generate greedily. `show` prints the text meanwhile; generation ends when `is_stopped()` after a token."""
-        import torch
-        from transformers import TextStreamer
-
-        from weightstream.adapters.generation.generation import generate
-
-        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        tokens = Tokens(text)
-        options = self.greedy(inputs) | {"max_new_tokens": max_new_tokens, "streamer": tokens}
-        if is_stopped is not None:
-            options["stopping_criteria"] = [lambda ids, _: torch.full((len(ids),), is_stopped(), device=ids.device)]
-        generate(self.model, **options, on_decoding=tokens.set_decoding)
-        ends = self.model.generation_config.eos_token_id
-        has_ended = tokens.ids[-1] in (ends if isinstance(ends, list) else [ends])
-        tokens.is_cut = len(tokens.ids) == max_new_tokens and not has_ended
-        return tokens
-
-    def answer(self, max_new_tokens: int, messages: Messages, is_stopped: Callable[[], bool]) -> str | None:
-        """Print the answer to the last message on stdout, and notes on it on stderr. None: it has no room."""
-        inputs = self.encode(messages)
-        num = inputs["input_ids"].shape[1]
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and num + max_new_tokens > positions:
-            need = f"{num} tokens so far + {max_new_tokens} of --max-new-tokens > {positions} of the model"
-            typer.echo(f"[{need}: /clear starts over]", err=True)
-            return None
-        tokens = self.generate(inputs, max_new_tokens, show=True, is_stopped=is_stopped)
-        if tokens.is_cut and not is_stopped():
-            typer.echo(f"[cut at {max_new_tokens} tokens: raise --max-new-tokens]", err=True)
-        text: str = self.tokenizer.decode(tokens.ids, skip_special_tokens=True)
-        return text
-
-    def greedy(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The arguments of `generate`: the inputs on the device, and no sampling."""
-        placed = {name: value.to(self.streamer.device) for name, value in inputs.items()}
-        return {**placed, "do_sample": False, "num_beams": 1}
-
-    def plain(self, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> list[int]:
-        """Stop offloading for good, and return the tokens of the model on the device."""
-        import torch
-
-        self.streamer.remove()
-        try:
-            self.model.to(self.streamer.device)
-            return self.generate(inputs, max_new_tokens).ids
-        except torch.OutOfMemoryError as error:
-            raise OffloadError(
-                f"--verify needs the whole model on the device, where it does not fit: {error}"
-            ) from error
-
-    def report(self, inputs: dict[str, torch.Tensor], tokens: Tokens) -> dict[str, Any]:
-        """The values of `--json`."""
-        from weightstream.runtime.streamer.stats import of_cache
-
-        stats = self.streamer.stats()
-        return {
-            "model": self.name,
-            "device": str(self.streamer.device),
-            "plan": self.streamer.plan.summary(),
-            "num_prompt_tokens": inputs["input_ids"].shape[1],
-            "tokens": tokens.ids,
-            "text": self.tokenizer.decode(tokens.ids, skip_special_tokens=True),
-            "seconds": tokens.times[-1] - tokens.times[0],
-            "first_token_s": tokens.times[1] - tokens.times[0],
-            "tokens_per_s": tokens.per_second,
-            "decoding": tokens.decoding and dataclasses.asdict(tokens.decoding),
-            "experts": of_cache(self.streamer.plan, stats.experts, len(tokens.ids)),
-            "stats": numbers_of(stats),
-        }
+    streamer, stats = model.streamer, model.streamer.stats()
+    return {
+        "model": model.name,
+        "device": str(streamer.device),
+        "plan": streamer.plan.summary(),
+        "num_prompt_tokens": inputs["input_ids"].shape[1],
+        "tokens": answer.ids,
+        "text": answer.text,
+        "finish": answer.finish,
+        "seconds": answer.seconds,
+        "first_token_s": answer.first_token_s,
+        "tokens_per_s": answer.tokens_per_s,
+        "decoding": answer.decoding and dataclasses.asdict(answer.decoding),
+        "experts": of_cache(streamer.plan, stats.experts, len(answer.ids)),
+        "stats": numbers_of(stats),
+    }
 
 
-def _text(argument: str) -> str:
+def as_text(argument: str) -> str:
     """An argument of the command line, with undecodable bytes replaced."""
     return os.fsencode(argument).decode(errors="replace")
 
@@ -345,22 +319,20 @@ def trace(
     """
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
-    from weightstream.api.plan_model import is_pipeline_checkpoint
-
-    if is_pipeline_checkpoint(model):
+    if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
-    session = ModelSession(model, loading["trust_remote_code"])
-    inputs = session.encode(_text(prompt))
-    session.load(progress=sys.stderr.isatty(), **loading)
-    greedy = session.greedy(inputs)
-    session.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned
-    with session.streamer.trace() as recorded:
-        session.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
+    text_model = opened(model, loading, "weightstream trace")
+    inputs = text_model.encode(as_text(prompt))
+    text_model.load(progress=sys.stderr.isatty(), **loading)
+    greedy = {**text_model.placed(inputs), "do_sample": False, "num_beams": 1}
+    text_model.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned
+    with text_model.streamer.trace() as recorded:
+        text_model.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
     recorded.save(out)
-    _show(session, recorded, out)
+    _show_trace(text_model, recorded, out)
 
 
-def _show(session: ModelSession, recorded: Trace, out: Path) -> None:
+def _show_trace(model: TextModel, recorded: Trace, out: Path) -> None:
     on_device = [span for span in recorded.spans if span.row != "host"]
     steps, waits, fills = ([span for span in on_device if span.kind == kind] for kind in ("step", "wait", "fill"))
     waited: defaultdict[str, float] = defaultdict(float)  # seconds, by unit
@@ -370,10 +342,10 @@ def _show(session: ModelSession, recorded: Trace, out: Path) -> None:
     copied_s, nbytes = sum(fill.seconds for fill in fills), sum(fill.nbytes for fill in fills)
     decoded_s = median(step.seconds for step in steps[1:])
     lines = {
-        "plan": session.streamer.plan.summary(),
+        "plan": model.streamer.plan.summary(),
         "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
         "decode": f"{len(steps) - 1} steps of {milliseconds(decoded_s)} each (median)",
-        **prediction_lines(session.streamer.plan.step_s, decoded_s),
+        **prediction_lines(model.streamer.plan.step_s, decoded_s),
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
     if fills:

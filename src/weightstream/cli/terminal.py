@@ -146,9 +146,9 @@ def _settings() -> dict[str, Any]:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def screen() -> Console:
-    """The console of stdout. A pipe is as wide as COLUMNS says, else 100 columns."""
-    console = Console(highlight=False, emoji=False, markup=False)
+def screen(*, err: bool = False) -> Console:
+    """The console of stdout, or of stderr. A pipe is as wide as COLUMNS says, else 100 columns."""
+    console = Console(highlight=False, emoji=False, markup=False, stderr=err)
     is_known = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     console.width = max(_FEWEST, min(_COLUMNS, console.width)) if is_known else _COLUMNS
     return console
@@ -198,9 +198,9 @@ def print_table(shown: Table, title: str = "", *, drop: Container[str] = ()) -> 
     console.print(shown)
 
 
-def print_folded(head: Text, body: str, style: str = "") -> None:
+def print_folded(head: Text, body: str, style: str = "", *, err: bool = False) -> None:
     """Print a line whose continuation is indented by the length of its head."""
-    console, margin = screen(), " " * len(head)
+    console, margin = screen(err=err), " " * len(head)
     options = {"initial_indent": margin, "subsequent_indent": margin, "break_on_hyphens": False}
     folded = textwrap.fill(body, console.width, **options)  # type: ignore[arg-type]
     console.print(Text.assemble(head, (folded[len(head) :], style)), soft_wrap=True)
@@ -215,10 +215,10 @@ def print_message(text: str, *, err: bool = True) -> None:
     typer.echo("\n".join(lines), err=err)
 
 
-def print_labelled(lines: Mapping[str, str]) -> None:
+def print_labelled(lines: Mapping[str, str], *, err: bool = False) -> None:
     """Print lines with right-aligned labels, so that values line up one space after their labels."""
     for label, value in lines.items():
-        print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value)
+        print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value, err=err)
 
 
 def prediction_lines(

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter
@@ -237,6 +237,28 @@ def save_profile(device: torch.device, profile: Profile) -> None:
         logger.info("%s cannot be written, so the next process measures again: %s", path, error)
 
 
+class StoredProfile(NamedTuple):
+    """A file of the profiles' folder. The profile is None if it is of another version, or damaged."""
+
+    path: Path
+    profile: Profile | None
+
+
+def stored_profiles() -> list[StoredProfile]:
+    """All stored profiles, also those of earlier drivers and versions, the newest first."""
+    found = []
+    for path in profiles_folder().glob("*.json"):
+        try:
+            found.append(StoredProfile(path, from_json(path.read_bytes())))
+        except (OSError, ConfigError):
+            found.append(StoredProfile(path, None))
+    return sorted(found, key=lambda each: each.profile.measured_at if each.profile else 0.0, reverse=True)
+
+
+def profiles_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "weightstream" / "profiles"
+
+
 def _path(device: torch.device) -> Path:
     """The file of a profile: its name is a hash of everything that a measurement depends on."""
     key = [_FORMAT, machine.machine_id(), machine.cpu_name(), os.cpu_count(), torch.__version__]
@@ -246,5 +268,4 @@ def _path(device: torch.device) -> Path:
         facts = cuda.facts(device)
         driver = nvml.driver_version() or facts.driver
         key += [facts.name, facts.uuid, facts.pci, facts.capability, driver, torch.version.cuda]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return folder / "weightstream" / "profiles" / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"
+    return profiles_folder() / f"{sha256(repr(key).encode()).hexdigest()[:16]}.json"

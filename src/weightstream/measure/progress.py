@@ -16,6 +16,7 @@ logger = logging.getLogger("weightstream.progress")  # the command line writes i
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
 _NOTICED_S = 0.7  # a phase that takes less gets no line
+_AWAITED_S = 1.5  # nor does a start that takes less
 
 
 def say(text: str, progress: bool | None = None) -> None:
@@ -84,6 +85,20 @@ def lasting(text: str, progress: bool | None = None) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+
+
+@contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Write a line if the block takes long enough to be noticed on a terminal, and one more after `LONG_S`."""
+    timers = [Timer(_AWAITED_S, say, (text,)), Timer(LONG_S, say, (_still(text),))]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from weightstream.errors import ConfigError
@@ -32,15 +34,24 @@ def requested_dtype(dtype: Any, torch_dtype: Any) -> Any:
     return dtype or torch_dtype or "auto"
 
 
-def resolve_config(config: OffloadConfig | None, /, **settings: Any) -> OffloadConfig:
-    """The `config` with `settings` laid over it. A `device_budget` for several devices becomes their `max_memory`.
+def check_source(path_or_repo_id: object) -> None:
+    """Raise `ConfigError` for what names no folder, file or repository."""
+    if not isinstance(path_or_repo_id, str | os.PathLike) or not str(path_or_repo_id):
+        raise ConfigError(f"path_or_repo_id = {path_or_repo_id!r}: give a folder, or the name of a repository")
 
-    Raises `ConfigError`, also if `config` is the config of a model.
+
+def resolve_config(config: OffloadConfig | str | Path | None, /, **settings: Any) -> OffloadConfig:
+    """The `config`, or the one in a TOML file, with `settings` laid over it.
+
+    A `device_budget` for several devices becomes their `max_memory`. Raises `ConfigError`, also if `config` is the
+    config of a model.
     """
+    if isinstance(config, str | Path):
+        config = OffloadConfig.from_toml(config)
     if config is not None and not isinstance(config, OffloadConfig):
         raise ConfigError(
-            f"config is a {type(config).__name__}, not an OffloadConfig; pass the config of a model to "
-            "from_pretrained() or plan_model()"
+            f"config is a {type(config).__name__}, not an OffloadConfig or the path of a TOML file; pass the config of "
+            "a model to from_pretrained() or plan_model()"
         )
     if isinstance(budgets := settings.get("device_budget"), Mapping):
         if not budgets:
@@ -76,7 +87,7 @@ def refuse_training(config: OffloadConfig, *, of: str = "", options: Iterable[st
 class EitherConfig(NamedTuple):
     """The argument `config`: either the settings or the config of a transformers model; the other one is None."""
 
-    settings: OffloadConfig | None
+    settings: OffloadConfig | str | Path | None
     model: Any
 
 

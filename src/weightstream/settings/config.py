@@ -282,7 +282,8 @@ class OffloadConfig(_Settings):
 
         Raises `ConfigError` if these are different, or if several GPUs share the model.
         """
-        name = None if device is None else str(device)
+        is_index = isinstance(device, int) and not isinstance(device, bool)
+        name = None if device is None else f"cuda:{device}" if is_index else str(device)
         if self.stripes:
             raise ConfigError("this call uses one GPU: offload() and from_pretrained() of a model can use several")
         if self._gpu_entry is None:

@@ -23,6 +23,7 @@ from weightstream.runtime.experts.counters import Cache, Tally
 from weightstream.runtime.experts.slot_cache import Found
 from weightstream.runtime.streamer.stats import of_cache
 from weightstream.runtime.trace import ExpertTraffic, Span, Trace, total
+from weightstream.text.stream import Answer
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("nothing_foreseen")
@@ -257,16 +258,14 @@ def test_a_comparison_reports_hits_and_fetched_bytes(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("form", ["cached", "coded"])
 def test_a_run_reports_hits_and_fetched_bytes(form: str) -> None:
     cli = importlib.import_module("weightstream.cli.run")
-    model, tokens = built(), cli.Tokens(None)
+    model, answer = built(), Answer(None)
     with held(model, form, MOST) as streamer:
         steps(model, 8)
-        session = object.__new__(cli.ModelSession)
-        session.name, session.streamer = "mixture", streamer
-        session.tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
-        tokens.ids, tokens.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
-        report = session.report({"input_ids": torch.zeros(1, 1)}, tokens)
+        named = SimpleNamespace(name="mixture", streamer=streamer)
+        answer.ids, answer.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
+        report = cli.report_of(named, {"input_ids": torch.zeros(1, 1)}, answer)
         stats = streamer.stats()
-    lines = cli._lines(report, tokens)
+    lines = cli.report_lines(report, answer)
     if form == "coded":
         assert report["experts"] is None
         assert "experts" not in lines

@@ -14,6 +14,7 @@ from weightstream.adapters.hf.ranks import Ranks, num_processes
 from weightstream.adapters.steps import static_cache
 from weightstream.adapters.steps.decode_steps import CACHES
 from weightstream.adapters.steps.graph_runner import LaunchableGraph, Recorder
+from weightstream.errors import UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
 
@@ -54,6 +55,16 @@ class CapturableStreamer(Protocol):
 
     def replay(self, graph: LaunchableGraph, /) -> None:
         """Launch a captured graph."""
+
+
+def check_generates(model: Any) -> None:
+    """Raise `UnsupportedError` if the model is none that transformers generates with."""
+    lacking = [name for name in ("generate", "device", "generation_config") if not hasattr(model, name)]
+    if lacking:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no {' and no '.join(lacking)}: weightstream.generate takes a transformers "
+            "model that generates text"
+        )
 
 
 def setting_of(model: Any, options: dict[str, Any], name: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from weightstream.adapters.generation import deferred_stop, speculation, tree_loop
 from weightstream.adapters.generation.call import (
+    check_generates,
     no_graphs,
     recorder_of,
     setting_of,
@@ -75,10 +76,12 @@ def generate(
         The return value of `model.generate`.
 
     Raises:
-        UnsupportedError: for `assistant_early_exit`, where `bits="token"` cannot be had, as with `tree_nodes`, and for
-            `tree_nodes` with another draft, or with layers that see chunks of a text.
+        UnsupportedError: for a model that transformers does not generate with, for `assistant_early_exit`, where
+            `bits="token"` cannot be had, as with `tree_nodes`, and for `tree_nodes` with another draft, or with layers
+            that see chunks of a text.
         The errors of `model.generate`.
     """
+    check_generates(model)
     recorder, own = recorder_of(model), draft_of(model, partial(setting_of, model, kwargs))
     drafts = drafts_for(
         model,

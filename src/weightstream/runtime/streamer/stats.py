@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from weightstream.plan.multi_device import AnyPlan
+from weightstream.plan.units import human, milliseconds
 from weightstream.runtime.ring.timeline import UnitTimes
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.drafting import SpeculationStats
 from weightstream.runtime.trace import ExpertTraffic, total
+
+_LONGEST = 3  # waits that are printed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,27 @@ class Stats:
 
     speculation: SpeculationStats | None = None
     """Counts and times of texts that were generated with drafts; None: there was none."""
+
+    def __str__(self) -> str:
+        held = ", ".join(f"{human(nbytes)} {place}" for place, nbytes in self.held_nbytes.items())
+        timed = "not timed yet" if self.step_s is None else f"{milliseconds(self.step_s)} each"
+        per_step = self.filled_nbytes / max(1, self.steps)
+        lines = [
+            f"steps: {self.steps}; {timed}, {milliseconds(self.predicted_step_s)} predicted",
+            f"fills: {self.fills}, {human(per_step)} per step; {self.unplanned_fills} unplanned",
+            f"waits: {milliseconds(self.stall_s)} in all",
+            f"held: {held}; the model has {human(self.model_nbytes)}",
+        ]
+        if self.units:
+            longest = sorted(self.units, key=lambda unit: unit.wait_s, reverse=True)[:_LONGEST]
+            waits = ", ".join(f"{unit.name or '(root)'} {milliseconds(unit.wait_s)}" for unit in longest)
+            lines.append(f"units: {len(self.units)}; longest waits: {waits}")
+        if num := self.experts.found + self.experts.fetched:
+            fetched = human(self.experts.fetched_nbytes)
+            lines.append(f"experts: {self.experts.found} of {num} found in the cache; {fetched} fetched")
+        if (drafts := self.speculation) is not None:
+            lines.append(f"drafts: {drafts.tokens_per_pass:.2f} tokens a pass, {drafts.acceptance:.0%} accepted")
+        return "\n".join(lines)
 
 
 def of_cache(plan: AnyPlan, experts: ExpertTraffic, num_tokens: int) -> dict[str, Any] | None:

@@ -131,6 +131,9 @@ class Streamer(BaseStreamer):
         """Watch the next step, even if earlier ones were watched: it may read other weights outside of their units."""
         self._learning.watching = True
 
+    def __str__(self) -> str:
+        return f"{type(self._modules.model).__name__} on {self.device}\n{self.plan}"
+
     def stats(self) -> Stats:
         """Counters and bytes held, as of now, from any thread. Waits for the device where it caches experts."""
         with self._gate.lock:  # the plan may not change meanwhile

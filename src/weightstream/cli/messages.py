@@ -1,0 +1,91 @@
+"""What commands write to stderr besides errors: progress, warnings, and the log at the level that flags choose."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from inspect import Parameter
+from typing import Annotated, Any
+
+import typer
+
+from weightstream.cli.terminal import print_message
+
+_Verbose = Annotated[
+    int, typer.Option("--verbose", "-v", count=True, help="Show the log, too. -vv: all that a plan depends on.")
+]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, no warnings and no report.")]
+_LOGGER = "weightstream"
+_TALKATIVE = (  # they log missing kernels while transformers imports them
+    "torchao",
+    "torch.utils._pytree",
+    "transformers.activations",
+)
+
+
+class _Lines(logging.Handler):
+    """Shows log records as lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # stderr was closed
+            print_message(f"weightstream: {record.getMessage()}")
+            if record.exc_info:
+                print_message(logging.Formatter().formatException(record.exc_info))
+
+
+def is_quiet() -> bool:
+    """Whether stderr gets errors only."""
+    return not logging.getLogger(_LOGGER).isEnabledFor(logging.WARNING)
+
+
+@contextmanager
+def messages(level: int) -> Iterator[None]:
+    """Inside, the log of weightstream goes to stderr from this level on, and progress where warnings do.
+
+    Progress comes as lines, also into a pipe or file; bars are shown on a terminal only.
+    """
+    logger, progress = logging.getLogger(_LOGGER), logging.getLogger(f"{_LOGGER}.progress")
+    before = [(each, each.level, each.propagate) for each in (logger, progress)]
+    shown = _Lines(level if level > logging.WARNING else min(level, logging.INFO))
+    logger.addHandler(shown)
+    progress.addHandler(shown)
+    logger.setLevel(level)
+    progress.setLevel(logging.INFO)  # else lines of progress are printed
+    progress.propagate = False
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            if level > logging.WARNING:
+                warnings.simplefilter("ignore")
+            warnings.showwarning = lambda message, *_, **__: print_message(f"warning: {message}")
+            yield
+    finally:
+        for each, old_level, propagates in before:
+            each.removeHandler(shown)
+            each.setLevel(old_level)
+            each.propagate = propagates
+
+
+def with_messages(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the flags -q and -v."""
+    signature = inspect.signature(command, eval_str=True)
+    flags = [
+        Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=_Quiet),
+        Parameter("verbose", Parameter.KEYWORD_ONLY, default=0, annotation=_Verbose),
+    ]
+
+    @functools.wraps(command)
+    def run(*args: Any, quiet: bool, verbose: int, **values: Any) -> None:
+        levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+        with messages(logging.ERROR if quiet else levels[min(verbose, 2)]):
+            command(*args, **values)
+
+    given = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=[*given, *flags])  # type: ignore[attr-defined]
+    run.__annotations__ = {}
+    return run

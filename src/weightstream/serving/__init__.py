@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP: requests, their turns at the model, and replies."""

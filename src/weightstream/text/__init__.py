@@ -1,0 +1,1 @@
+"""Text from a language model: prompts, sampling, and where an answer ends."""

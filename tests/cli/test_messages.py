@@ -1,0 +1,85 @@
+"""What stderr shows: -q and -v, and lines while something takes long. And the list of stored profiles."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from weightstream.cli import app
+from weightstream.cli.messages import with_messages
+from weightstream.measure import profile, progress
+from weightstream.runtime.devices.cpu import CPU_PROFILE
+
+
+def speak(text: str) -> None:
+    logger = logging.getLogger("weightstream")
+    logger.debug("a detail of %s", text)
+    logger.info("a fact")
+    logger.warning("a doubt")
+    logging.getLogger("weightstream.progress").info("a phase")
+    warnings.warn("a setting", UserWarning, stacklevel=1)
+    typer.echo(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), ["doubt", "phase", "setting"]),
+        (("-q",), []),
+        (("--verbose",), ["fact", "doubt", "phase", "setting"]),
+        (("-vv",), ["detail of x", "fact", "doubt", "phase", "setting"]),
+    ],
+)
+@pytest.mark.filterwarnings("default")
+def test_flags_choose_what_stderr_shows(flags: tuple[str, ...], expected: list[str]) -> None:
+    speaking = typer.Typer()
+    speaking.command()(with_messages(speak))
+    loggers = [logging.getLogger(name) for name in ("weightstream", "weightstream.progress")]
+    before = [(each.level, each.propagate, list(each.handlers)) for each in loggers]
+    result = CliRunner().invoke(speaking, ["x", *flags])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "x\n"
+    assert [line.partition(" a ")[2] or line for line in result.stderr.splitlines()] == expected
+    assert [(each.level, each.propagate, list(each.handlers)) for each in loggers] == before
+
+
+def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_AWAITED_S", 0.01)
+    monkeypatch.setattr(progress, "LONG_S", 0.05)
+    with progress.announced("loading libraries"):
+        time.sleep(0.3)
+    assert capsys.readouterr().err.splitlines() == [
+        "weightstream: loading libraries",
+        "weightstream: still loading libraries, 0 s so far",
+    ]
+    with progress.announced("loading libraries"):
+        pass
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
+
+
+def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def call(*flags: str) -> str:
+        result = CliRunner().invoke(app, ["profiles", *flags])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    folder = tmp_path / "weightstream" / "profiles"
+    assert call() == f"no profiles in {folder}: `weightstream doctor` measures this machine\n"
+    profile.save_profile(torch.device("cpu"), CPU_PROFILE)
+    (folder / "old.json").write_text("{")
+    shown = call()
+    assert str(folder) in shown
+    assert "of another version" in shown
+    assert next(folder.glob("*[0-9a-f].json")).name in shown
+    assert call("--clear").startswith("2 profiles removed")
+    assert not list(folder.iterdir())
