@@ -1,4 +1,4 @@
-"""`weightstream run --jsonl`: an answer per line, drawn as the line says, else as the flags say; and bad lines."""
+"""`weightstream run --jsonl`: an answer per line, drawn as the line says, else as the flags say; and limits of both."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def test_lines_are_answered_as_they_say(model: TextModel, tmp_path: Path, monkey
         ('{"prompt": "w5", "top_p": 1.5}', "line 2: top_p=1.5: it is from 0 to 1"),
         ('{"prompt": "w5", "max_new_tokens": 0}', "line 2: max_new_tokens=0: it is at least 1"),
         ('{"prompt": "w5", "seed": 18446744073709551616}', "line 2: seed=18446744073709551616: it is from"),
+        (json.dumps({"prompt": "w5 " * 64}), "line 2: the prompt has 64 tokens, and the model 64 positions"),
         ('{"prompt": " "}', "line 2: the prompt ' ' has no tokens"),
     ],
 )
@@ -93,6 +94,20 @@ def test_lines_that_are_none_are_errors(model: TextModel, tmp_path: Path, line: 
     (tmp_path / "lines.jsonl").write_text(f"\n{line}\n")
     with pytest.raises(ConfigError, match=text):
         read_lines(tmp_path / "lines.jsonl", model, Sampling(max_new_tokens=4), [])
+
+
+def test_an_answer_ends_with_the_positions_of_the_model(tmp_path: Path) -> None:
+    """GPT-2 has no embedding of later ones."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 128, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer(None).save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["run", str(tmp_path), "--device", "cpu", "--prompt", PROMPT, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["tokens"]) == 16 - 3 or found["finish"] == "stop"
+    assert "max_new_tokens is 13: the prompt has 3 of the model's 16 positions" in result.stderr
 
 
 @pytest.mark.parametrize("flag", [("--temperature", "inf"), ("--seed", str(2**64))])

@@ -84,7 +84,8 @@ def _read(line: str, model: TextModel, sampling: Sampling, opening: Conversation
         inputs = model.encode(request.prompt)
     else:
         inputs = model.encode_chat([*opening, *(request.messages or ())])
-    return RequestLine(inputs, dataclasses.replace(sampling, **given).greedy_by_default())
+    sampling = dataclasses.replace(sampling, **given).greedy_by_default()
+    return RequestLine(inputs, model.limited(inputs, sampling))
 
 
 def answer_lines(model: TextModel, lines: list[RequestLine], cache_length: int) -> None:

@@ -178,6 +178,7 @@ def _answer_once(
     from weightstream.measure.comparison import first_difference
 
     inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
+    sampling = model.limited(inputs, sampling)
     context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
     model.load(progress=sys.stderr.isatty() and not as_json, **_planned_for(context, options))
     answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,23 @@ class TextModel:
             raise PromptError(f"the prompt {text[:80]!r} has no tokens")
         self._check_ids(encoded["input_ids"][0].tolist())
         return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+    def limited(self, inputs: Inputs, sampling: Sampling) -> Sampling:
+        """The sampling, for an answer that ends where the model's positions end: some have no embedding of later ones.
+
+        Raises `PromptError` if the prompt takes them all.
+        """
+        num, positions = inputs["input_ids"].shape[1], self.num_positions
+        if positions is None or self._config.is_encoder_decoder or num + sampling.max_new_tokens <= positions:
+            return sampling
+        if num >= positions:
+            raise PromptError(
+                f"the prompt has {num} tokens, and the model {positions} positions: there is no room left"
+            )
+        logger.warning(
+            "max_new_tokens is %d: the prompt has %d of the model's %d positions", positions - num, num, positions
+        )
+        return dataclasses.replace(sampling, max_new_tokens=positions - num)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
