@@ -484,6 +484,24 @@ def test_a_failing_step_leaves_the_layers_unchanged() -> None:
     assert_steps_equal(modules, list(layers()))
 
 
+def test_a_step_that_fails_is_not_tried_with_another_plan() -> None:
+    """The error may be that of another rank, which takes part in no more steps."""
+    offloader = BudgetOffloader(nbytes(list(peeking())) // 2, codec="none")
+    modules, steps = offloader.wrap_modules(peeking()), []
+
+    def step() -> int:
+        run(modules, 0)
+        steps.append(len(steps))
+        if len(steps) == 2:
+            raise PlanError("rank 1 refused")
+        return nbytes(modules) // 2
+
+    with pytest.raises(PlanError, match="rank 1 refused"):
+        offloader.post_init(step, is_compiled=True)
+    assert steps == [0, 1]
+    assert_steps_equal(modules, list(peeking()), num_steps=1)
+
+
 def test_layers_of_a_draft_are_given_back() -> None:
     offloader = PrefetchOffloader(1, 1, 2)
     modules, draft = offloader.wrap_modules(layers(4)), offloader.wrap_modules(layers(2))

@@ -170,10 +170,13 @@ class StreamingOffloader(BaseOffloader):
         """
         room: int | None = None
         refused: PlanError | None = None
+        is_in_step = False  # an error of the engine, such as one of another rank, is no refusal of a plan
 
         def watched() -> None:
-            nonlocal room
+            nonlocal room, is_in_step
+            is_in_step = True
             left_nbytes = step()
+            is_in_step = False
             room = None if left_nbytes is None else max(1, left_nbytes)
 
         try:
@@ -187,7 +190,7 @@ class StreamingOffloader(BaseOffloader):
                     return streamer
                 streamer.remove()
         except PlanError as error:
-            if room is None:
+            if room is None or is_in_step:
                 raise
             refused = error  # weights that must stay on the device do not fit, or no plan does
         try:

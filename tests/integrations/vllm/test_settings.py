@@ -314,11 +314,11 @@ def test_a_computed_budget_leaves_memory_for_the_cache(monkeypatch: pytest.Monke
     assert room_of.Room(worker, 4 * GIB).cache_nbytes == 7 * GIB
 
 
-@pytest.mark.parametrize("is_offloaded", [True, False])
+@pytest.mark.parametrize(("is_on_host", "is_layer"), [(True, True), (False, True), (True, False)])
 def test_processed_weights_with_a_new_name_are_moved_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, is_offloaded: bool
+    monkeypatch: pytest.MonkeyPatch, is_on_host: bool, is_layer: bool
 ) -> None:
-    """vLLM moves weights back by their names, and pins them if it can."""
+    """vLLM moves weights back by their names, and pins them if it can. Outside of layers it has the last word."""
     said: list[Any] = []
 
     @contextmanager
@@ -331,14 +331,15 @@ def test_processed_weights_with_a_new_name_are_moved_to_the_host(
     monkeypatch.setattr(offloader, "hold_on_host", lambda module: said.append([*dict(module.named_parameters())]))
     monkeypatch.setattr(loader, "device_loading_context", theirs)
     monkeypatch.setattr(loader, "is_pin_memory_available", lambda: True)
-    module = torch.nn.Linear(4, 4, bias=False, device=None if is_offloaded else "meta")
+    module = torch.nn.Linear(4, 4, bias=False, device=None if is_on_host else "meta")
+    offloader.wrap_modules([module if is_layer else torch.nn.Linear(4, 4)])
     with (
         processed_on_host(offloader),
         loader.device_loading_context(module, torch.device("cuda")),
     ):
         module.renamed = module.weight
         del module.weight
-    assert said == ["to the device", ("back", False), *([["renamed"]] if is_offloaded else [])]
+    assert said == ["to the device", ("back", False), *([["renamed"]] if is_on_host and is_layer else [])]
     assert loader.device_loading_context is theirs
     assert loader.is_pin_memory_available()
 
@@ -371,3 +372,21 @@ def test_tensors_of_adapters_follow_to_the_device() -> None:
     host._move_adapters([torch.nn.Sequential(layer)], torch.device("meta"))
     assert {t.device.type for t in (*layer.lora_a_stacked, layer.other)} == {"meta"}
     assert layer.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "graphs", "is_whole"),
+    [
+        ("cuda", "NONE", "NONE", False),
+        ("cuda", "VLLM_COMPILE", "NONE", True),
+        ("cuda", "NONE", "FULL", True),
+        ("cpu", "VLLM_COMPILE", "NONE", False),
+    ],
+)
+def test_experts_are_read_one_by_one_only_where_tokens_were_compared(
+    device: str, mode: str, graphs: str, is_whole: bool
+) -> None:
+    modes = SimpleNamespace(mode=SimpleNamespace(name=mode), cudagraph_mode=SimpleNamespace(name=graphs))
+    worker = SimpleNamespace(device=torch.device(device), vllm_config=SimpleNamespace(compilation_config=modes))
+    engine = host.VllmWorker(worker, host.OffloadConfig())
+    assert engine._why_whole() == (host._NOT_COMPARED if is_whole else None)

@@ -236,6 +236,15 @@ def test_blocks_that_get_their_slots_before_they_are_sorted_give_other_bits(monk
     assert not all(torch.equal(run(modules, seed, 2), run(plain, seed, 2)) for seed in range(8))
 
 
+def test_ids_are_read_one_after_another() -> None:
+    """As a kernel does, which knows no strides."""
+    ids = torch.arange(12, dtype=torch.int32).view(6, 2)[:, 1:]
+    cache = SimpleNamespace(resolve=lambda flat: flat.as_strided(flat.shape, (1,)))
+    buffer: Any = SimpleNamespace(drop=lambda: None)
+    rows = Rows(unit=0, num_rows=12, capturing=lambda: False, buffer=buffer, readings={}, cache=cache)  # type: ignore[arg-type]
+    assert torch.equal(rows.slots(ids), ids)
+
+
 def _other_kernel(module: Any) -> None:
     module.kernel.__class__ = type("OtherExperts", (TritonExperts,), {})
 
@@ -268,6 +277,10 @@ def _with_config(module: Any) -> None:
     module.kernel.quant_config._w1.scale = object()
 
 
+def _with_another_row(module: Any) -> None:
+    module.w13_weight = nn.Parameter(torch.empty(NUM_EXPERTS + 1, 2 * WIDTH, WIDTH))
+
+
 REASONS = {
     _other_kernel: "the kernel OtherExperts takes whole stacks; MarlinExperts or TritonExperts would read single",
     _spread: "with expert parallelism",
@@ -277,6 +290,7 @@ REASONS = {
     _with_copy: "TritonExperts holds tensors of its own with a row for each expert",
     _with_order: "TritonExperts holds tensors of its own with a row for each expert",
     _with_config: "TritonExperts holds tensors of its own with a row for each expert",
+    _with_another_row: "have more rows than the layer has routed experts",
 }
 
 

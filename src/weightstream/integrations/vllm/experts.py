@@ -227,7 +227,10 @@ def _kernel_of(module: Any) -> _Kernel:
         return _Kernel(why_whole="with LoRA the kernel reads adapters by the ids of experts")
     if PROVED[name] is IdsBecomeSlots.SORTED and not hasattr(sys.modules[type(experts).__module__], _SORT):
         return _Kernel(why_whole=f"this {name} does not sort by {_SORT}")
-    read = [getattr(module, weight) for weight in _WEIGHTS] + _tensors_of(getattr(experts, "quant_config", None))
+    weights = [getattr(module, weight) for weight in _WEIGHTS]
+    if any(len(weight) != num for weight in weights):  # such as those of shared experts, which each token names
+        return _Kernel(why_whole=f"the stacks of {name} have more rows than the layer has routed experts")
+    read = weights + _tensors_of(getattr(experts, "quant_config", None))
     per_expert = [tensor for tensor in read if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == num]
     per_expert = list({id(tensor): tensor for tensor in per_expert}.values())
     own = {id(parameter) for parameter in module.parameters(recurse=False)}

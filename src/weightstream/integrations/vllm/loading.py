@@ -26,20 +26,25 @@ from weightstream.api.offloaders import StreamingOffloader
 def processed_on_host(offloader: StreamingOffloader) -> Iterator[None]:
     """Inside, modules of layers whose weights vLLM processes on the device are on the host afterwards."""
     loading, process = loader.device_loading_context, layerwise._layerwise_process
-    parts: set[int] = set()  # modules of layers, once all of these are built
+    parts: set[int] = set()
+
+    def is_part(module: nn.Module) -> bool:
+        """Whether it is a module of a layer. Others, such as embeddings that stay on the host, are vLLM's own."""
+        if not parts:  # vLLM processes weights once all layers are built
+            parts.update(id(part) for layer in offloader.layers.values() for part in layer.modules())
+        return id(module) in parts
 
     @contextmanager
     def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
-        was_on_host = any(parameter.device.type == "cpu" for parameter in module.parameters())
+        was_on_host = is_part(module) and any(parameter.device.type == "cpu" for parameter in module.parameters())
         with loading(module, target_device):
             yield module
         if was_on_host:
             offloader.hold_on_host(module)
 
     def layerwise_process(module: nn.Module, *args: Any) -> None:
-        parts.update(() if parts else (id(part) for layer in offloader.layers.values() for part in layer.modules()))
         process(module, *args)
-        if id(module) in parts:
+        if is_part(module):
             offloader.hold_on_host(module)
 
     with ExitStack() as stack:

@@ -146,7 +146,7 @@ class Rows:
         self.buffer.drop()
         if self.rest is not None:
             self.rest()
-        return self._cache.resolve(ids.reshape(-1)).view(ids.shape)
+        return self._cache.resolve(ids.reshape(-1).contiguous()).view(ids.shape)  # a column may have gaps
 
     def slot_of(self) -> torch.Tensor:
         """As `RowProvider.slot_of`."""
