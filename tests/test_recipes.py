@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from chat_model import saved
 from models import TEXT
 from words import CHAT, tokenizer
 
@@ -29,13 +30,10 @@ LONGEST = 25  # lines
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recipes")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT, initializer_range=0.3)  # large enough that greedy tokens vary
-    transformers.LlamaForCausalLM(config).save_pretrained(path / "model")
+    saved(path / "model")
     sizes = {name: TEXT[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=160)).save_pretrained(path / "encoder")
-    for name in ("model", "encoder"):
-        tokenizer(CHAT).save_pretrained(path / name)
+    tokenizer(CHAT).save_pretrained(path / "encoder")
     (path / "offload.toml").write_text('device_budget = "260KiB"\n')
     return path
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
+from engine_process import EngineProcess, passed, wait_while_starting  # noqa: E402
 from experts_shapes import HITS, SHAPES, Shape, drawn  # noqa: E402
 from rows import append, environment, percentiles  # noqa: E402
 from run import FIXED, GIB, PROFILE  # noqa: E402
@@ -357,51 +357,27 @@ def kernels(llm: Any) -> dict[str, Any]:
 
 
 class Case:
-    """One engine, in a process that tells when it is up and waits to be measured."""
+    """One engine, in a process of its own."""
 
     def __init__(self, args: argparse.Namespace, shape: str, case: str, mode: str) -> None:
         self.shape, self.case, self.mode = shape, case, mode
         name = f"{shape}-{case}-{mode}-{args.routing or 'set'}"
-        self._log = args.out.parent / f"{name}.log"
-        passed = ["--shape", shape, "--case", case, "--mode", mode]
-        for option in ("layers", "batches", "routing", "together"):
-            passed += [f"--{option}", str(getattr(args, option))]
-        cache = TEMPORARY / "cache" / name
-        environ = os.environ | {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "one", *passed],
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def is_starting(self) -> bool:
-        return self._process.poll() is None and "READY" not in self._lines()
-
-    def _lines(self) -> list[str]:
-        return self._log.read_text(errors="replace").splitlines()
+        arguments = ["--shape", shape, "--case", case, "--mode", mode]
+        arguments += passed(vars(args), ("layers", "batches", "routing", "together"))
+        log, cache = args.out.parent / f"{name}.log", TEMPORARY / "cache" / name
+        self.process = EngineProcess(__file__, arguments, log, cache)
 
     def measured(self, until: float) -> dict[str, Any] | None:
         """The result; None if it failed, with the errors on the screen."""
-        try:
-            self._process.communicate(b"\n", timeout=max(1.0, until - time.time()))
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        lines = self._lines()
+        code, lines, result = self.process.ended(until)
         said = [line[line.index("weightstream") :] for line in lines if "weightstream: " in line or "each step" in line]
         print(self.shape, self.case, self.mode, *said[-2:], flush=True)
-        result = next((line[7:] for line in lines if line.startswith("RESULT ")), None)
         if result is None:
             errors = [line for line in lines if "Error" in line][-6:] or lines[-6:]
-            print(f"code {self._process.returncode}:", *errors, sep="\n  ", flush=True)
+            print(f"code {code}:", *errors, sep="\n  ", flush=True)
             return None
-        self._log.unlink()
-        found: dict[str, Any] = json.loads(result)
-        return found
+        self.process.log.unlink()
+        return result
 
 
 def measured(args: argparse.Namespace, cases: Sequence[tuple[str, str, str]]) -> Iterator[dict[str, Any]]:
@@ -412,8 +388,7 @@ def measured(args: argparse.Namespace, cases: Sequence[tuple[str, str, str]]) ->
     for begin in range(0, len(cases), args.together):
         started = [Case(args, *case) for case in cases[begin : begin + args.together]]
         until = min(end, time.time() + args.limit)
-        while any(case.is_starting() for case in started) and time.time() < until:
-            time.sleep(0.2)
+        wait_while_starting([case.process for case in started], until)
         for case in started:
             if (found := case.measured(until)) is None:
                 continue

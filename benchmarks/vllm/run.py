@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from engine_process import EngineProcess, passed, wait_while_starting
 from known_tokens import PROPOSED, KnownTokens
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -52,6 +52,7 @@ from weightstream.runtime.devices.cuda import CudaBackend
 torch.cuda.is_available() and print(profile_for(CudaBackend(torch.device("cuda", 0))))
 """
 PORT = 8123
+OPTIONS = ("model", "batches", "prompt", "new", "prompts", "util", "kv", "tp", "pp", "quantization", "long", "together")
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000},
@@ -425,77 +426,37 @@ def run_all(args: argparse.Namespace) -> None:
             break
         started = [Case(args, *what) for what in wanted[first : first + args.together]]
         until = min(end, time.time() + args.limit)
-        while any(case.is_starting() for case in started) and time.time() < until:
-            time.sleep(0.2)
+        wait_while_starting([case.process for case in started], until)
         for case in started:
             if (found := case.measured(until)) is not None:
                 rows.append(args.out, [found], common)
 
 
 class Case:
-    """One case, in a process that tells when the engine is up and waits to be measured."""
+    """One case, in a process of its own."""
 
     def __init__(self, args: argparse.Namespace, case: str, mode: str) -> None:
         self._args = args
         self._case = case
         self._mode = mode
         self._name = name_of(args, case, mode)
-        self._log = args.out.parent / f"{self._name}.log"
-        passed = ["--case", case, "--mode", mode]
-        for option in (
-            "model",
-            "batches",
-            "prompt",
-            "new",
-            "prompts",
-            "util",
-            "kv",
-            "tp",
-            "pp",
-            "quantization",
-            "long",
-            "together",
-        ):
-            passed += [f"--{option}", str(getattr(args, option))]
-        passed += [option for option in ("--prompt-only", "--verify") if getattr(args, option[2:].replace("-", "_"))]
-        cache = TEMPORARY / "cache" / self._name  # a compile cache of its own, cold the first time
-        environ = os.environ | {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        environ["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+        arguments = ["--case", case, "--mode", mode, *passed(vars(args), OPTIONS)]
+        arguments += [option for option in ("--prompt-only", "--verify") if getattr(args, option[2:].replace("-", "_"))]
+        log, cache = args.out.parent / f"{self._name}.log", TEMPORARY / "cache" / self._name
+        path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
         self._begin = time.time()
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "one", *passed],
-                env=environ,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def is_starting(self) -> bool:
-        return self._process.poll() is None and "READY" not in self._lines()
-
-    def _lines(self) -> list[str]:
-        return self._log.read_text(errors="replace").splitlines()
+        self.process = EngineProcess(__file__, arguments, log, cache, PYTHONPATH=path)
 
     def measured(self, until: float) -> dict[str, Any] | None:
         """The row; None if it failed, with the error on the screen."""
-        try:
-            self._process.communicate(b"\n", timeout=max(1.0, until - time.time()))
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        lines = self._lines()
-        result = next((line[7:] for line in lines if line.startswith("RESULT ")), None)
+        code, lines, found = self.process.ended(until)
         said = [line[line.index("weightstream") :] for line in lines if "weightstream: " in line][-1:]
         wall_s = round(time.time() - self._begin, 1)
-        if result is None:
+        if found is None:
             errors = " | ".join([line for line in lines if "Error" in line][-4:] or lines[-4:])
-            print(
-                f"{self._case} {self._mode}: code {self._process.returncode}, {wall_s} s: {errors[-1200:]}", flush=True
-            )
+            print(f"{self._case} {self._mode}: code {code}, {wall_s} s: {errors[-1200:]}", flush=True)
             return None
-        args, found = self._args, json.loads(result)
+        args = self._args
         ranks = (("TP", args.tp), ("PP", args.pp))
         tokens = found.pop("tokens")
         (TEMPORARY / "vtokens" / f"{self._name}.json").write_text(json.dumps(tokens))
@@ -514,7 +475,7 @@ class Case:
         if "step_ms_1" in found:
             found["ms"] = found.pop("step_ms_1")
         print(json.dumps(found), *said, flush=True)
-        self._log.unlink()
+        self.process.log.unlink()
         return found
 
 

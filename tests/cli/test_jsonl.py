@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from models import TEXT
+from chat_model import streaming
 from weightstream.cli import app
 from weightstream.cli.jsonl import read_lines
 from weightstream.errors import ConfigError
 from weightstream.text.engine import TextModel
 from weightstream.text.sampling import Sampling
-from words import CHAT, tokenizer
+from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,15 +26,8 @@ PROMPT = "w5 w9 w23"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
-    path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT, initializer_range=0.3)  # large enough that greedy tokens vary
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer(CHAT).save_pretrained(path)
-    loaded = TextModel(str(path))
-    loaded.load(device="cpu", device_budget="512KiB")
-    yield loaded
-    loaded.streamer.remove()
+    with streaming(tmp_path_factory.mktemp("llama")) as loaded:
+        yield loaded
 
 
 def test_lines_are_answered_as_they_say(model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

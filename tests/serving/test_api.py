@@ -16,15 +16,12 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-import torch
 
-from models import TEXT
+from chat_model import streaming
 from weightstream.text.engine import TextModel
 from weightstream.text.sampling import Sampling
 from weightstream.text.stream import Answer
-from words import CHAT, tokenizer
 
-transformers = pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 ChatRequest = importlib.import_module("weightstream.serving.requests").ChatRequest
@@ -38,15 +35,8 @@ USER = [{"role": "user", "content": "w5 w9"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
-    path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT, initializer_range=0.3)  # large enough that greedy tokens vary
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer(CHAT).save_pretrained(path)
-    loaded = TextModel(str(path))
-    loaded.load(device="cpu", device_budget="512KiB")
-    yield loaded
-    loaded.streamer.remove()
+    with streaming(tmp_path_factory.mktemp("llama")) as loaded:
+        yield loaded
 
 
 @contextmanager

@@ -17,28 +17,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import weightstream
+from chat_model import saved
 from models import TEXT
 from weightstream.cli import app
 from weightstream.errors import ConfigError
-from words import CHAT, tokenizer
-
-transformers = pytest.importorskip("transformers")
+from words import tokenizer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny-llama")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT | {"max_position_embeddings": 100_000}, initializer_range=0.3)
-    model = transformers.LlamaForCausalLM(config)
-    model.generation_config.eos_token_id = None  # texts do not end
-    model.save_pretrained(path)
-    tokenizer(CHAT).save_pretrained(path)
-    return path
+    sizes = TEXT | {"max_position_embeddings": 100_000}
+    return saved(tmp_path_factory.mktemp("tiny-llama"), sizes, eos_token_id=None)  # texts do not end
 
 
 @contextmanager

@@ -10,33 +10,18 @@ import pytest
 import torch
 
 import weightstream
-from models import TEXT
+from chat_model import saved, streaming
 from weightstream.text.engine import PromptError, TextModel
 from weightstream.text.sampling import Sampling
-from words import CHAT, tokenizer
-
-transformers = pytest.importorskip("transformers")
 
 PROMPT = "w5 w9 w23"
 NUM_TOKENS = 12
 
 
-def saved(path: Path, **generation: Any) -> Path:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(**TEXT, initializer_range=0.3)  # large enough that greedy tokens vary
-    model = transformers.LlamaForCausalLM(config)
-    model.generation_config.update(**generation)
-    model.save_pretrained(path)
-    tokenizer(CHAT).save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
-    loaded = TextModel(str(saved(tmp_path_factory.mktemp("llama"))))
-    loaded.load(device="cpu", device_budget="512KiB")
-    yield loaded
-    loaded.streamer.remove()
+    with streaming(tmp_path_factory.mktemp("llama")) as loaded:
+        yield loaded
 
 
 def generated(model: TextModel, **options: Any) -> Any:

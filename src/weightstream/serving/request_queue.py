@@ -88,7 +88,7 @@ class Job(Generic[_Piece, _Result]):
             self._pieces.put_nowait(None)
 
     def _in_loop(self, call: Callable[..., object], *values: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
+        with suppress(RuntimeError):  # the loop has ended, and its clients have gone
             self._loop.call_soon_threadsafe(call, *values)
 
 

@@ -44,7 +44,7 @@ _ROUNDS = 8
 _OWN_FORWARDS = ("forward", "_compiled_call_impl")  # attributes of an instance that run instead of its class's forward
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
-PicksOf = Callable[[nn.Module, nn.Module | None], Picks | None]  # as `picks_of`, for the modules that somebody knows
+PicksOf = Callable[[nn.Module, nn.Module | None], Picks | None]  # as `picks_of`, for modules of other libraries too
 
 
 class _StandIn:
