@@ -289,7 +289,7 @@ def on_device(rows: Sequence[int]) -> torch.Tensor:
 def test_slots_have_the_rows_and_no_other_byte_changes(num_rows: int, num_slots: int, kernels: bool) -> None:
     rig, model = Rig(num_rows, num_slots), Model(num_slots)
     slots = _OnDevice(rig.stacks, num_rows) if kernels else SlotCache(rig.stacks, num_rows)
-    numbers, rng = set(), random.Random(num_slots)
+    numbers, rng, dtypes = set(), random.Random(num_slots), random.Random(num_rows)
     for rows in steps(num_rows, num_slots, 16 if kernels else 400, seed=7):
         if rng.random() < 0.6:
             guess, most = guesses(rows, num_rows, rng), rng.choice((1, 2, MAX_PREFETCHED_ROWS))
@@ -297,7 +297,7 @@ def test_slots_have_the_rows_and_no_other_byte_changes(num_rows: int, num_slots:
             rig.fetched(model.guess(guess, most))
             assert torch.equal(rig.whole, rig.wanted), guess
         wanted, missed = model.resolve(rows)
-        ids = on_device(rows).to(rng.choice((torch.int32, torch.int64)))
+        ids = on_device(rows).to(dtypes.choice((torch.int32, torch.int64)))
         found = slots.resolve(ids)
         assert found.dtype is ids.dtype
         assert found.tolist() == wanted
