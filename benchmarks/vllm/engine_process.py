@@ -1,5 +1,5 @@
 """A process of a script that builds an engine, writes READY, waits for a line of stdin, and writes RESULT and a JSON
-object. Engines are built concurrently, and then measured one after another."""
+object, the last of which counts. Engines are built concurrently, and then measured one after another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         lines = self._lines()
-        result = next((json.loads(line[7:]) for line in lines if line.startswith("RESULT ")), None)
+        result = next((json.loads(line[7:]) for line in reversed(lines) if line.startswith("RESULT ")), None)
         return Ended(self._process.returncode, lines, result)
 
     def _lines(self) -> list[str]:

@@ -1,10 +1,11 @@
 """Mixtures of experts in vLLM, with single experts in slots, compared with the same engine without offload.
 
-    python benchmarks/vllm/mixtures.py verify --shapes qwen3,qwen3-fp8,gpt-oss --layers 6     tokens, eager and compiled
+    python benchmarks/vllm/mixtures.py verify --shapes qwen3,qwen3-fp8,gpt-oss --layers 6 [--mode eager]
     python benchmarks/vllm/mixtures.py speed --shapes qwen3-fp8,gpt-oss [--limit 280] [--total 560]
     python benchmarks/vllm/mixtures.py one --shape qwen3-fp8 --case x          what both start for each
 
-Cases: a nothing is offloaded; x experts in slots: half of their bytes, or 24 GiB for all layers of gpt-oss.
+Cases: a nothing is offloaded; again the same in another process; x experts in slots: half of their bytes, or 24 GiB for
+all layers of gpt-oss. verify runs all three, speed a and x.
 Shapes: qwen3 Qwen3-30B-A3B in bfloat16, qwen3-fp8 in float8 with a scale for each block (both with vLLM's Triton
 kernel), gpt-oss gpt-oss-120b in mxfp4 (Marlin).
 
@@ -14,19 +15,25 @@ names the model whose hit rates the ids have, drawn as in experts_shapes.py; `ow
 ms           of decode steps of one sequence, from one output to the next, once the slots are warm (step_ms_8: of 8)
 found        the share of experts that were in a slot; fetched: those that were not, per step
 bound_ms     that of case a, plus the bytes of these at 48 GB/s, plus 0.6
-same         tokens as in case a, by batch; repeats: the engine gave the same tokens twice
+same         tokens and their log-probabilities as in case a, by batch; repeats: the engine gave the same tokens twice
+same_layers  each layer of experts gives the same for random input, by batch
+slots_differ calls of case x whose outputs from slots and from whole stacks differ
+
+DeepGEMM is off: its warm-up takes 80 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +53,7 @@ _LINK_BYTES_PER_S, _BESIDES_MS = 48e9, 0.6  # of the bound
 _NUM_STEPS = 512  # of a table of ids; then it begins again
 _APART = 61  # steps between the places of two sequences in it
 _MOST_TOKENS = 512
+_TRIALS = 16  # inputs of each layer and batch
 
 
 class Mixture(NamedTuple):
@@ -82,9 +90,10 @@ def main() -> None:
     parser.add_argument("what", choices=["one", "verify", "speed"])
     parser.add_argument("--shape", default="qwen3-fp8", choices=list(MIXTURES))
     parser.add_argument("--shapes", default="qwen3-fp8,gpt-oss")
-    parser.add_argument("--case", default="x", choices=["a", "x"])
+    parser.add_argument("--case", default="x", choices=["a", "again", "x"])
     parser.add_argument("--mode", default="default", choices=["default", "eager"])
     parser.add_argument("--layers", type=int, default=0, help="default: all")
+    parser.add_argument("--check", action="store_true", help="of one: call each layer of experts with random input")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--routing", default="", help="a model of plan/hit_curves.py, or own; default: the shape's own")
     parser.add_argument("--together", type=int, default=2)
@@ -270,21 +279,24 @@ class Counted(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The tokens of each sequence, the milliseconds of the timed steps, and the experts of these."""
+    """The tokens of each sequence, their log-probabilities as hexadecimals, the times of the timed steps, and the
+    experts of these."""
 
     tokens: list[list[int]]
+    scores: list[str]
     times_ms: list[float]
     counted: Counted
 
 
-def run(llm: Any, prompts: Sequence[list[int]], new: int) -> Run:
+def run(llm: Any, prompts: Sequence[list[int]], new: int, *, is_scored: bool) -> Run:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    scored = 0 if is_scored else None
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=scored)
     for index, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
     times: list[float] = []
-    tokens: dict[int, list[int]] = {}
+    done: dict[int, Any] = {}
     before = Counted()
     while llm.llm_engine.has_unfinished_requests():
         if len(times) == _WARM:
@@ -292,14 +304,54 @@ def run(llm: Any, prompts: Sequence[list[int]], new: int) -> Run:
         start = time.perf_counter()
         outputs = llm.llm_engine.step()
         times.append(1e3 * (time.perf_counter() - start))
-        tokens |= {int(output.request_id): list(output.outputs[0].token_ids) for output in outputs if output.finished}
+        done |= {int(output.request_id): output.outputs[0] for output in outputs if output.finished}
     after = Counted.now()
     counted = Counted(after.found - before.found, after.fetched - before.fetched)
-    return Run([tokens[index] for index in range(len(prompts))], times[_WARM:], counted)
+    texts = [done[index] for index in range(len(prompts))]
+    scores = [score.hex() for text in texts for score in _scores(text)] if is_scored else []
+    return Run([list(text.token_ids) for text in texts], scores, times[_WARM:], counted)
+
+
+def _scores(text: Any) -> Iterator[float]:
+    for token, known in zip(text.token_ids, text.logprobs, strict=True):
+        yield known[token].logprob
+
+
+def outputs_of_layers(llm: Any, batches: Iterable[int]) -> tuple[dict[str, list[str]], int]:
+    """Digests of what the layers of experts give for random input, by batch; and the number of calls of case x whose
+    outputs from slots and from whole stacks differ."""
+    from weightstream.integrations.vllm.experts import RoutedPicks
+
+    by_slots, digests, num_different = RoutedPicks.forward, dict[str, list[str]](), 0
+    for batch in batches:
+        found = digests[str(batch)] = []
+        for layer, module in enumerate(routed_of(llm)):
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(layer), device=device)
+            for _ in range(_TRIALS):
+                states = draw(batch, module.moe_config.hidden_dim).sub_(0.5).mul_(2).bfloat16()
+                scores, ids = draw(batch, module.global_num_experts).topk(module.top_k)
+                arguments = states, scores, ids.to(torch.int32)
+                with torch.inference_mode():
+                    given = module.forward_modular(*map(torch.clone, arguments)).clone()
+                    RoutedPicks.forward = lambda *_: None
+                    try:
+                        whole = module.forward_modular(*map(torch.clone, arguments)).clone()
+                    finally:
+                        RoutedPicks.forward = by_slots
+                num_different += not torch.equal(given, whole)
+                found.append(hashlib.sha256(given.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:8])
+    return digests, num_different
+
+
+def routed_of(llm: Any) -> list[Any]:
+    """The layers of experts."""
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    return [module for module in model.modules() if hasattr(module, "forward_modular")]
 
 
 def one(args: argparse.Namespace) -> None:
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_DEEP_GEMM": "0"}
     from vllm import LLM
 
     mixture = MIXTURES[args.shape]
@@ -316,22 +368,27 @@ def one(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(7)
     vocab = mixture.shape.sizes["vocab_size"]
     tokens: dict[str, list[list[int]]] = {}
+    scores: dict[str, list[str]] = {}
     for batch in map(int, args.batches.split(",")):
         prompts = torch.randint(10, vocab, (batch, _PROMPT), generator=generator).tolist()
         runs = []
-        for _ in range(2):
+        for is_scored in (True, False):
             if table is not None:
                 table.reset()
-            runs.append(run(llm, prompts, _WARM + _TIMED))
+            runs.append(run(llm, prompts, _WARM + _TIMED, is_scored=is_scored))
         again, last = runs
-        tokens[str(batch)] = last.tokens
+        tokens[str(batch)], scores[str(batch)] = last.tokens, again.scores
         found[f"step_ms_{batch}"] = percentiles(last.times_ms)
         found.setdefault("repeats", {})[str(batch)] = again.tokens == last.tokens
         if total := sum(last.counted):
             steps = len(last.times_ms)
             found[f"found_{batch}"] = round(last.counted.found / total, 4)
             found[f"fetched_{batch}"] = round(last.counted.fetched / steps, 2)
-    print("RESULT " + json.dumps(found | {"tokens": tokens}), flush=True)
+    print("RESULT " + json.dumps(found | {"tokens": tokens, "scores": scores, "layers": {}}), flush=True)
+    if args.check:
+        layers, differ = outputs_of_layers(llm, map(int, args.batches.split(",")))
+        found["slots_differ"] = differ
+        print("RESULT " + json.dumps(found | {"tokens": tokens, "scores": scores, "layers": layers}), flush=True)
     os._exit(0)  # no time for shutdown
 
 
@@ -339,8 +396,7 @@ def kernels(llm: Any) -> dict[str, Any]:
     """The kernels that ran, and the plan."""
     from vllm.model_executor.offloader.base import get_offloader
 
-    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
-    routed = [module for module in model.modules() if hasattr(module, "forward_modular")]
+    routed = routed_of(llm)
     experts = [getattr(module.quant_method.moe_kernel, "fused_experts", None) for module in routed]
     num = routed[0].local_num_experts
     expert_nbytes = sum(p.nbytes // num for p in routed[0].parameters() if p.dim() and len(p) == num)
@@ -364,6 +420,7 @@ class Case:
         name = f"{shape}-{case}-{mode}-{args.routing or 'set'}"
         arguments = ["--shape", shape, "--case", case, "--mode", mode]
         arguments += passed(vars(args), ("layers", "batches", "routing", "together"))
+        arguments += ["--check"] if args.what == "verify" else []
         log, cache = args.out.parent / f"{name}.log", TEMPORARY / "cache" / name
         self.process = EngineProcess(__file__, arguments, log, cache)
 
@@ -392,15 +449,16 @@ def measured(args: argparse.Namespace, cases: Sequence[tuple[str, str, str]]) ->
         for case in started:
             if (found := case.measured(until)) is None:
                 continue
-            tokens, key = found.pop("tokens"), (case.shape, case.mode)
+            outputs = {name: found.pop(name) for name in ("tokens", "scores", "layers")}
+            key = case.shape, case.mode
             row = {"system": f"{case.shape} {case.case} {case.mode}", "case": case.case, "mode": case.mode}
             row |= {"shape": case.shape, "layers": args.layers or MIXTURES[case.shape].shape.num_layers}
             row |= {"routing": args.routing or MIXTURES[case.shape].curve, "together": args.together, **found}
             if case.case == "a":
-                plain[key] = {"tokens": tokens, **found}
+                plain[key] = outputs | found
             elif key in plain:
-                row["same"] = {batch: plain[key]["tokens"][batch] == tokens[batch] for batch in tokens}
-                for batch in tokens:
+                row |= compared(plain[key], outputs)
+                for batch in outputs["tokens"]:
                     if f"fetched_{batch}" in found:
                         fetch_ms = 1e3 * found[f"fetched_{batch}"] * found["expert_nbytes"] / _LINK_BYTES_PER_S
                         plain_ms = plain[key][f"step_ms_{batch}"]["p50"]
@@ -410,17 +468,41 @@ def measured(args: argparse.Namespace, cases: Sequence[tuple[str, str, str]]) ->
             yield row
 
 
+def compared(plain: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    """Whether the outputs are those of case a, by batch, and where the first difference of the tokens is."""
+    same = {
+        batch: tokens == plain["tokens"][batch] and outputs["scores"][batch] == plain["scores"][batch]
+        for batch, tokens in outputs["tokens"].items()
+    }
+    row: dict[str, Any] = {"same": same}
+    row["first_other_token"] = {
+        f"{batch}.{index}": next(
+            (at for at, (one, two) in enumerate(zip(text, known, strict=True)) if one != two), None
+        )
+        for batch, texts in outputs["tokens"].items()
+        for index, (text, known) in enumerate(zip(texts, plain["tokens"][batch], strict=True))
+        if text != known
+    }
+    if outputs["layers"]:
+        row["same_layers"] = {batch: found == plain["layers"][batch] for batch, found in outputs["layers"].items()}
+    return row
+
+
 def verify(args: argparse.Namespace) -> None:
-    """Tokens of both cases in both modes."""
-    shapes = args.shapes.split(",")
-    cases = [(shape, case, mode) for mode in ("default", "eager") for shape in shapes for case in "ax"]
-    append(args.out, list(measured(args, cases)), environment())
+    """Tokens, log-probabilities and outputs of layers of all cases."""
+    write(args, ("a", "again", "x"))
 
 
 def speed(args: argparse.Namespace) -> None:
     """The time of steps of both cases."""
-    cases = [(shape, case, args.mode) for shape in args.shapes.split(",") for case in "ax"]
-    append(args.out, list(measured(args, cases)), environment())
+    write(args, ("a", "x"))
+
+
+def write(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Append the row of each of these cases when it is there."""
+    common = environment()
+    for row in measured(args, [(shape, name, args.mode) for shape in args.shapes.split(",") for name in names]):
+        append(args.out, [row], common)
 
 
 if __name__ == "__main__":

@@ -372,21 +372,3 @@ def test_tensors_of_adapters_follow_to_the_device() -> None:
     host._move_adapters([torch.nn.Sequential(layer)], torch.device("meta"))
     assert {t.device.type for t in (*layer.lora_a_stacked, layer.other)} == {"meta"}
     assert layer.weight.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("device", "mode", "graphs", "is_whole"),
-    [
-        ("cuda", "NONE", "NONE", False),
-        ("cuda", "VLLM_COMPILE", "NONE", True),
-        ("cuda", "NONE", "FULL", True),
-        ("cpu", "VLLM_COMPILE", "NONE", False),
-    ],
-)
-def test_experts_are_read_one_by_one_only_where_tokens_were_compared(
-    device: str, mode: str, graphs: str, is_whole: bool
-) -> None:
-    modes = SimpleNamespace(mode=SimpleNamespace(name=mode), cudagraph_mode=SimpleNamespace(name=graphs))
-    worker = SimpleNamespace(device=torch.device(device), vllm_config=SimpleNamespace(compilation_config=modes))
-    engine = host.VllmWorker(worker, host.OffloadConfig())
-    assert engine._why_whole() == (host._NOT_COMPARED if is_whole else None)

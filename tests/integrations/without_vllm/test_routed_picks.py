@@ -304,9 +304,3 @@ def test_other_layers_read_whole_stacks_and_say_why(change: Callable[[Any], None
     assert found is not None
     assert (list(found.stacks), found.ids_per_token) == ([], 0)
     assert REASONS[change] in (found.why_whole() or "")
-
-
-def test_an_engine_may_read_whole_stacks_altogether() -> None:
-    found = routed_picks(Routed(TritonExperts, 8), why_whole="in graphs")
-    assert found is not None
-    assert (list(found.stacks), found.why_whole()) == ([], "in graphs")

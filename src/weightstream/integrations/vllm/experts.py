@@ -60,7 +60,7 @@ class IdsBecomeSlots(Enum):
 
 
 PROVED: Mapping[str, IdsBecomeSlots] = MappingProxyType(  # by the name of the kernel's class: [Note: experts by ids]
-    {"TritonExperts": IdsBecomeSlots.AT_ONCE}
+    {"TritonExperts": IdsBecomeSlots.AT_ONCE, "MarlinExperts": IdsBecomeSlots.SORTED}
 )
 
 
@@ -95,12 +95,9 @@ def _entry(name: str) -> Callable[..., Any]:
     return entry
 
 
-def routed_picks(module: nn.Module, _: nn.Module | None = None, *, why_whole: str | None = None) -> RoutedPicks | None:
-    """How vLLM's routed experts read single experts; None for any other module.
-
-    `why_whole`: reason why none of this engine does.
-    """
-    return RoutedPicks(module, why_whole) if _are_routed(module) else None
+def routed_picks(module: nn.Module, _: nn.Module | None = None) -> RoutedPicks | None:
+    """How vLLM's routed experts read single experts; None for any other module."""
+    return RoutedPicks(module) if _are_routed(module) else None
 
 
 class _Kernel(NamedTuple):
@@ -118,13 +115,12 @@ class RoutedPicks:
     streams: Sequence[Sequence[torch.Tensor]] = ()
     guesses = False
 
-    def __init__(self, module: Any, why_whole: str | None = None) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
-        self._why_whole = why_whole
 
     @cached_property
     def _kernel(self) -> _Kernel:
-        return _kernel_of(self._module) if self._why_whole is None else _Kernel(why_whole=self._why_whole)
+        return _kernel_of(self._module)
 
     @property
     def stacks(self) -> Sequence[torch.Tensor]:

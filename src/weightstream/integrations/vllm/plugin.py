@@ -48,7 +48,6 @@ logger = logging.getLogger("weightstream")
 
 KEY = "weightstream"  # in `additional_config`
 _UNITS = "units"  # in its settings, [Note: the compile cache]
-_NOT_COMPARED = "in compiled code and CUDA graphs, tokens of experts that are read one by one were not compared yet"
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step", "offload_params")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 _CHOOSES = frozenset(  # where one of these is set, vLLM's own flags are not read
@@ -309,7 +308,7 @@ class VllmWorker:
         self._give_back_drafts()
         enter_by_forward(offloader.layers.values())
         is_compiled = self._is_compiled()
-        offloader.picks_of = partial(routed_picks, why_whole=self._why_whole())
+        offloader.picks_of = routed_picks
         room = Room(worker, allocated(worker.device)) if is_cuda(worker.device) else None
         if room is not None:
             _move_adapters(offloader.layers.values(), worker.device)
@@ -341,11 +340,6 @@ class VllmWorker:
         holders = (getattr(self._worker.model_runner, name, None) for name in ("drafter", "speculator"))
         models = (getattr(holder, "model", None) for holder in holders)
         return [model for model in models if isinstance(model, nn.Module)]
-
-    def _why_whole(self) -> str | None:
-        """Reason why no experts of this engine are read one by one, or None."""
-        is_eager = not (self._is_compiled() or self._in_graphs())
-        return None if is_eager or not is_cuda(self._worker.device) else _NOT_COMPARED
 
     def _is_compiled(self) -> bool:
         mode = self._worker.vllm_config.compilation_config.mode
