@@ -1,8 +1,10 @@
 """A process of a script that builds an engine, writes READY, waits for a line of stdin, and writes RESULT and a JSON
-object, the last of which counts. Engines are built concurrently, and then measured one after another."""
+object, the last of which counts. Engines are built concurrently, and then measured one after another. They end with the
+process that started them."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -28,6 +30,7 @@ class EngineProcess:
     def __init__(self, script: str, arguments: Sequence[str], log: Path, cache: Path, **environ: str) -> None:
         self.log = log
         environ |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         with log.open("w") as file:
             self._process = subprocess.Popen(
                 [sys.executable, script, "one", *arguments],
@@ -37,6 +40,7 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        atexit.register(self._kill)
 
     def is_starting(self) -> bool:
         return self._process.poll() is None and "READY" not in self._lines()
@@ -46,11 +50,15 @@ class EngineProcess:
         try:
             self._process.communicate(b"\n", timeout=max(1.0, until - time.time()))
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill()
         lines = self._lines()
         result = next((json.loads(line[7:]) for line in reversed(lines) if line.startswith("RESULT ")), None)
         return Ended(self._process.returncode, lines, result)
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _lines(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()

@@ -1,11 +1,11 @@
 """Mixtures of experts in vLLM, with single experts in slots, compared with the same engine without offload.
 
-    python benchmarks/vllm/mixtures.py verify --shapes qwen3,qwen3-fp8,gpt-oss --layers 6 [--mode eager]
+    python benchmarks/vllm/mixtures.py verify --shapes qwen3,gpt-oss --layers 6 [--mode eager] [--cases a,again,x]
     python benchmarks/vllm/mixtures.py speed --shapes qwen3-fp8,gpt-oss [--limit 280] [--total 560]
     python benchmarks/vllm/mixtures.py one --shape qwen3-fp8 --case x          what both start for each
 
 Cases: a nothing is offloaded; again the same in another process; x experts in slots: half of their bytes, or 24 GiB for
-all layers of gpt-oss. verify runs all three, speed a and x.
+all layers of gpt-oss. verify also calls each layer of experts with random input.
 Shapes: qwen3 Qwen3-30B-A3B in bfloat16, qwen3-fp8 in float8 with a scale for each block (both with vLLM's Triton
 kernel), gpt-oss gpt-oss-120b in mxfp4 (Marlin).
 
@@ -16,7 +16,7 @@ ms           of decode steps of one sequence, from one output to the next, once 
 found        the share of experts that were in a slot; fetched: those that were not, per step
 bound_ms     that of case a, plus the bytes of these at 48 GB/s, plus 0.6
 same         tokens and their log-probabilities as in case a, by batch; repeats: the engine gave the same tokens twice
-same_layers  each layer of experts gives the same for random input, by batch
+same_layers  each layer of experts gives the same for random input, by batch; layers_repeat: it does in two calls
 slots_differ calls of case x whose outputs from slots and from whole stacks differ
 
 DeepGEMM is off: its warm-up takes 80 s.
@@ -48,25 +48,32 @@ from run import FIXED, GIB, PROFILE  # noqa: E402
 
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
 _NOISE = 1 << 25  # weights that are drawn; others repeat these
-_WARM, _TIMED, _PROMPT = 96, 64, 32  # steps before the timed ones, these, and tokens of a prompt
+_WARM, _TIMED = 96, 64  # steps before the timed ones, and these
 _LINK_BYTES_PER_S, _BESIDES_MS = 48e9, 0.6  # of the bound
 _NUM_STEPS = 512  # of a table of ids; then it begins again
 _APART = 61  # steps between the places of two sequences in it
 _MOST_TOKENS = 512
-_TRIALS = 16  # inputs of each layer and batch
+_TRIALS, _MANY = 16, 256  # inputs of each layer and batch, and the size of another batch, as of a prompt
 
 
 class Mixture(NamedTuple):
-    """A shape in one format, the kernel that runs it, and the memory of case x; `experts_share`: of its experts."""
+    """A shape in one format, the kernel that runs it, and the memory of case x for all layers; `experts_share`: of its
+    experts.
+
+    `num_prompt`: tokens of a prompt. Prompts of one token for Marlin: once an expert has more tokens than fit into one
+    block, its bits depend on the block that each token is in, and vLLM fills blocks in any order.
+    """
 
     shape: Shape
     quantization: Mapping[str, Any] | None
     backend: str
-    budget: str = ""
+    budget: int = 0
     experts_share: float = 0.0
     curve: str = "Qwen3-30B-A3B"
+    num_prompt: int = 32
 
 
+MXFP4 = {"quant_method": "mxfp4"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 TINY = Shape(
     kind="Qwen3Moe",
@@ -80,7 +87,7 @@ TINY = Shape(
 MIXTURES = {
     "qwen3": Mixture(SHAPES["qwen3"], None, "triton", experts_share=0.5),
     "qwen3-fp8": Mixture(SHAPES["qwen3"], FP8, "triton", experts_share=0.5),
-    "gpt-oss": Mixture(SHAPES["gpt_oss"], {"quant_method": "mxfp4"}, "marlin", "24GiB", curve="gpt-oss-120b"),
+    "gpt-oss": Mixture(SHAPES["gpt_oss"], MXFP4, "marlin", 24 * GIB, curve="gpt-oss-120b", num_prompt=1),
     "tiny": Mixture(TINY, None, "auto", experts_share=0.5),
 }
 
@@ -91,6 +98,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-fp8", choices=list(MIXTURES))
     parser.add_argument("--shapes", default="qwen3-fp8,gpt-oss")
     parser.add_argument("--case", default="x", choices=["a", "again", "x"])
+    parser.add_argument("--cases", default="a,x")
     parser.add_argument("--mode", default="default", choices=["default", "eager"])
     parser.add_argument("--layers", type=int, default=0, help="default: all")
     parser.add_argument("--check", action="store_true", help="of one: call each layer of experts with random input")
@@ -101,7 +109,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=560)
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results" / "vllm_experts.jsonl")
     args = parser.parse_args()
-    {"one": one, "verify": verify, "speed": speed}[args.what](args)
+    (one if args.what == "one" else write)(args)
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
@@ -125,21 +133,15 @@ def folder_of(name: str, layers: int) -> Path:
 def budget_of(name: str, layers: int) -> str:
     """The device memory of case x: a share of the experts, whole stacks of one layer, and all other weights."""
     mixture = MIXTURES[name]
-    if mixture.budget and layers == mixture.shape.num_layers:
-        return mixture.budget
+    if mixture.budget:
+        return str(mixture.budget * layers // mixture.shape.num_layers)
     sizes, itemsize = mixture.shape.sizes, 2 if mixture.quantization is None else 1
     hidden, heads, head = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
     inner = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
-    if mixture.backend == "marlin":  # 4 bits and their scales, of sizes that the kernel rounds up
-        hidden, inner, per_weight = -(-hidden // 256) * 256, -(-inner // 128) * 128, 17 / 32
-        itemsize = 2
-    else:
-        per_weight = itemsize * 1.001
-    stacks = mixture.shape.num_experts * 3 * hidden * inner * per_weight
+    stacks = mixture.shape.num_experts * 3 * hidden * inner * itemsize * 1.001
     attention = 2 * hidden * head * (heads + sizes["num_key_value_heads"]) * itemsize
     dense = layers * (attention + 2 * hidden * (mixture.shape.num_experts + 4))
-    share = mixture.experts_share or 0.4
-    return str(int(1.02 * (dense + stacks + share * layers * stacks) + (64 << 20)))
+    return str(int(1.02 * (dense + stacks + mixture.experts_share * layers * stacks) + (64 << 20)))
 
 
 def register_noise() -> None:
@@ -243,7 +245,7 @@ def settings_of(args: argparse.Namespace, layers: int) -> dict[str, Any]:
         "load_format": "noise",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "max_model_len": _PROMPT + _WARM + _TIMED + 16,
+        "max_model_len": MIXTURES[args.shape].num_prompt + _WARM + _TIMED + 16,
         "max_num_seqs": batch,
         "max_num_batched_tokens": _MOST_TOKENS,
         "seed": 0,
@@ -317,14 +319,22 @@ def _scores(text: Any) -> Iterator[float]:
         yield known[token].logprob
 
 
-def outputs_of_layers(llm: Any, batches: Iterable[int]) -> tuple[dict[str, list[str]], int]:
-    """Digests of what the layers of experts give for random input, by batch; and the number of calls of case x whose
-    outputs from slots and from whole stacks differ."""
+class Layers(NamedTuple):
+    """Digests of what the layers of experts give for random input, by batch; whether they give that twice; and the
+    number of calls of case x whose outputs from slots and from whole stacks differ."""
+
+    digests: dict[str, list[str]]
+    repeat: dict[str, bool]
+    num_different: int
+
+
+def outputs_of_layers(llm: Any, batches: Iterable[int]) -> Layers:
     from weightstream.integrations.vllm.experts import RoutedPicks
 
-    by_slots, digests, num_different = RoutedPicks.forward, dict[str, list[str]](), 0
+    by_slots, digests, repeat, num_different = RoutedPicks.forward, dict[str, list[str]](), dict[str, bool](), 0
     for batch in batches:
         found = digests[str(batch)] = []
+        repeat[str(batch)] = True
         for layer, module in enumerate(routed_of(llm)):
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(layer), device=device)
@@ -332,16 +342,21 @@ def outputs_of_layers(llm: Any, batches: Iterable[int]) -> tuple[dict[str, list[
                 states = draw(batch, module.moe_config.hidden_dim).sub_(0.5).mul_(2).bfloat16()
                 scores, ids = draw(batch, module.global_num_experts).topk(module.top_k)
                 arguments = states, scores, ids.to(torch.int32)
-                with torch.inference_mode():
-                    given = module.forward_modular(*map(torch.clone, arguments)).clone()
-                    RoutedPicks.forward = lambda *_: None
-                    try:
-                        whole = module.forward_modular(*map(torch.clone, arguments)).clone()
-                    finally:
-                        RoutedPicks.forward = by_slots
-                num_different += not torch.equal(given, whole)
+                given, again = (called(module, *arguments) for _ in range(2))
+                RoutedPicks.forward = lambda *_: None
+                try:
+                    whole = called(module, *arguments)
+                finally:
+                    RoutedPicks.forward = by_slots
+                repeat[str(batch)] &= torch.equal(given, again)
+                num_different += repeat[str(batch)] and not torch.equal(given, whole)
                 found.append(hashlib.sha256(given.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:8])
-    return digests, num_different
+    return Layers(digests, repeat, num_different)
+
+
+@torch.inference_mode()
+def called(module: Any, *arguments: torch.Tensor) -> torch.Tensor:
+    return module.forward_modular(*map(torch.clone, arguments)).clone()
 
 
 def routed_of(llm: Any) -> list[Any]:
@@ -364,13 +379,14 @@ def one(args: argparse.Namespace) -> None:
     llm = LLM(**settings_of(args, layers))
     found: dict[str, Any] = {"start_s": round(time.time() - start, 1), **kernels(llm)}
     print("READY", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # the process that started this one has ended
+        return
     generator = torch.Generator().manual_seed(7)
     vocab = mixture.shape.sizes["vocab_size"]
     tokens: dict[str, list[list[int]]] = {}
     scores: dict[str, list[str]] = {}
     for batch in map(int, args.batches.split(",")):
-        prompts = torch.randint(10, vocab, (batch, _PROMPT), generator=generator).tolist()
+        prompts = torch.randint(10, vocab, (batch, mixture.num_prompt), generator=generator).tolist()
         runs = []
         for is_scored in (True, False):
             if table is not None:
@@ -386,9 +402,11 @@ def one(args: argparse.Namespace) -> None:
             found[f"fetched_{batch}"] = round(last.counted.fetched / steps, 2)
     print("RESULT " + json.dumps(found | {"tokens": tokens, "scores": scores, "layers": {}}), flush=True)
     if args.check:
-        layers, differ = outputs_of_layers(llm, map(int, args.batches.split(",")))
-        found["slots_differ"] = differ
-        print("RESULT " + json.dumps(found | {"tokens": tokens, "scores": scores, "layers": layers}), flush=True)
+        layers = outputs_of_layers(llm, [*map(int, args.batches.split(",")), _MANY])
+        found |= {"slots_differ": layers.num_different, "layers_repeat": layers.repeat}
+        print(
+            "RESULT " + json.dumps(found | {"tokens": tokens, "scores": scores, "layers": layers.digests}), flush=True
+        )
     os._exit(0)  # no time for shutdown
 
 
@@ -488,20 +506,11 @@ def compared(plain: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def verify(args: argparse.Namespace) -> None:
-    """Tokens, log-probabilities and outputs of layers of all cases."""
-    write(args, ("a", "again", "x"))
-
-
-def speed(args: argparse.Namespace) -> None:
-    """The time of steps of both cases."""
-    write(args, ("a", "x"))
-
-
-def write(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Append the row of each of these cases when it is there."""
+def write(args: argparse.Namespace) -> None:
+    """Append the row of each case when it is there."""
     common = environment()
-    for row in measured(args, [(shape, name, args.mode) for shape in args.shapes.split(",") for name in names]):
+    cases = [(shape, case, args.mode) for shape in args.shapes.split(",") for case in args.cases.split(",")]
+    for row in measured(args, cases):
         append(args.out, [row], common)
 
 

@@ -285,7 +285,8 @@ def one(args: argparse.Namespace) -> None:
     found |= ranks[0]
     memory.ends = True  # sampling takes time from the measurement
     print("READY", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # the process that started this one has ended
+        return
     vocab = SHAPES[args.model]["vocab_size"]
     batches = [] if args.prompt_only else [int(batch) for batch in args.batches.split(",")]
     generator = torch.Generator().manual_seed(7)
