@@ -17,6 +17,7 @@ found        the share of experts that were in a slot; fetched: those that were 
 bound_ms     that of case a, plus the bytes of these at 48 GB/s, plus 0.6
 same         tokens and their log-probabilities as in case a, by batch; repeats: the engine gave the same tokens twice
 same_layers  each layer of experts gives the same for random input, by batch; layers_repeat: it does in two calls
+first_other  the first token, and the first log-probability of all sequences, that are others than in case a
 slots_differ calls of case x whose outputs from slots and from whole stacks differ
 
 DeepGEMM is off: its warm-up takes 80 s.
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-fp8,gpt-oss")
     parser.add_argument("--case", default="x", choices=["a", "again", "x"])
     parser.add_argument("--cases", default="a,x")
-    parser.add_argument("--mode", default="default", choices=["default", "eager"])
+    parser.add_argument("--mode", default="default", choices=["default", "compiled", "eager"])
     parser.add_argument("--layers", type=int, default=0, help="default: all")
     parser.add_argument("--check", action="store_true", help="of one: call each layer of experts with random input")
     parser.add_argument("--batches", default="1,8")
@@ -256,7 +257,9 @@ def settings_of(args: argparse.Namespace, layers: int) -> dict[str, Any]:
         "kv_cache_memory_bytes": GIB,
         "moe_backend": MIXTURES[args.shape].backend,
     }
-    if args.mode != "eager":
+    if args.mode == "compiled":
+        settings["compilation_config"] = {"cudagraph_mode": "NONE", "inductor_compile_config": FIXED}
+    if args.mode == "default":
         sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= batch]
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "inductor_compile_config": FIXED}
     if args.case == "x":
@@ -493,6 +496,11 @@ def compared(plain: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
         for batch, tokens in outputs["tokens"].items()
     }
     row: dict[str, Any] = {"same": same}
+    row["first_other_score"] = {
+        batch: next((at for at, (one, two) in enumerate(zip(known, scores, strict=True)) if one != two), None)
+        for batch, known in plain["scores"].items()
+        for scores in [outputs["scores"][batch]]
+    }
     row["first_other_token"] = {
         f"{batch}.{index}": next(
             (at for at, (one, two) in enumerate(zip(text, known, strict=True)) if one != two), None
