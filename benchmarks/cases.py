@@ -119,7 +119,7 @@ def run(case: Case) -> dict[str, Any]:
     """Load, run steps, compare with the reference; returns the figures of a row."""
     device, modules = torch.device(case.device), set(sys.modules)
     anon, private, used = host.anon_nbytes(), host.private_nbytes(), host.used_nbytes()
-    with host.Peak() as peak:
+    with host.AnonPeak() as peak:
         laps = [time.perf_counter()]
         torch.zeros(1, device=device)
         timing.synchronize(device)
