@@ -101,13 +101,14 @@ def test_a_chat_runs_as_its_page_says(capsys: pytest.CaptureFixture[str]) -> Non
     found["model"].weightstream.remove()
 
 
-def test_install_lines_are_those_of_the_project() -> None:
+def test_addresses_and_install_lines_are_those_of_the_project() -> None:
     lines = [line for text in blocks(README, "console") for line in text.splitlines() if "pip install" in line]
     requirement = shlex.split(lines[-1])[-1]
     name, extra, url = re.fullmatch(r"(\w+)\[(\w+)\] @ git\+(https://\S+)", requirement).groups()
     assert name == PROJECT["name"]
     assert extra in PROJECT["optional-dependencies"]
     assert url == PROJECT["urls"]["Repository"]
+    assert f"\nrepo_url: {url}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_bounds_of_cards_follow_from_the_formula() -> None:
