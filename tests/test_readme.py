@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -135,3 +136,48 @@ def test_links_stay_inside_of_the_repository_or_go_to_it() -> None:
     for target in re.findall(r'(?:\]\(|src="|srcset=")([^)"]+)', README):
         assert "://" in target or (ROOT / target.partition("#")[0]).exists(), target
     assert os.path.getsize(ROOT / "README.md") < 20_000
+
+
+MEASURED = {  # by model and GPU memory for weights: the file of rows, and parts of the system's name
+    ("Llama-3.1-8B", "0.5"): ("coded", "weightstream, 0.45 GiB, codec auto, CUDA graph"),
+    ("Llama-3.1-8B", "2.8"): ("coded", "weightstream, in the memory of 2 %, codec auto, CUDA graph"),
+    ("Llama-3.1-8B", "5.6"): ("coded", "weightstream, in the memory of 4 %, codec auto, CUDA graph"),
+    ("Llama-3.1-8B", "8.4"): ("coded", "weightstream, in the memory of 6 %, codec auto, CUDA graph"),
+    ("Llama-3.1-70B", "80"): ("coded", "weightstream, 80 GiB, codec auto, eager, 70B shape"),
+    ("Llama-3.1-70B", "40 on each"): ("tensor_parallel", "70b, 40 GiB each, codec auto"),
+    ("gpt-oss-120b", "24"): (
+        "experts",
+        "experts 24GiB, codec auto, recall 0.75, 0 ahead, gpt_oss in mxfp4, ids as gpt-oss",
+    ),
+    ("Qwen3-30B-A3B", "16"): ("experts", "experts 25, codec auto, typical, batch 1"),
+    ("FLUX.1-dev", "2"): ("pipelines", "flux, weightstream, 2 GiB"),
+    ("FLUX.1-dev", "6"): ("pipelines", "flux, weightstream, 6 GiB"),
+    ("Wan 2.2 (14B)", "4"): ("pipelines", "wan, weightstream, 4 GiB"),
+    ("Llama-3.1-70B, LoRA", "8"): ("train", "70b, ours"),
+}
+
+
+def speed(file: str, name: str) -> float:
+    """Tokens per second, or seconds, of the last row whose system has a name that begins like this."""
+    rows = [json.loads(line) for line in (ROOT / f"benchmarks/results/{file}.jsonl").read_text().splitlines()]
+    if file in ("pipelines", "train"):
+        rows = [row | {"system": f"{row.get('model', 'flux')}, {row['system']}"} for row in rows]
+    rows = [row for row in rows if row["system"].startswith(name) and row["gpu"] == "NVIDIA H200"]
+    if file == "train":
+        return min(rows, key=lambda row: row["budget_nbytes"])["ms"]["p50"] / 1e3
+    if file == "pipelines":  # of several images, if there is such a row: the first one of a process is slower
+        rows = [row for row in rows if row.get("codec") == "auto"]
+        return ([row for row in rows if row["s"]["p20"] < row["s"]["p80"]] or rows)[-1]["s"]["p50"]
+    return 1e3 / rows[-1].get("token_ms", rows[-1]["ms"])["p50"]
+
+
+def test_measured_speeds_are_those_of_the_rows() -> None:
+    section = README[README.index("## What it reaches") : README.index("### Memory")]
+    model, found = "", {}
+    for row in re.findall(r"^\|(.*)\|$", section, re.MULTILINE)[2:]:
+        name, _, memory, _, shown, _ = (cell.strip() for cell in row.split("|"))
+        model = name or model
+        found[model, memory] = float(shown.split()[0])
+    assert found.keys() == MEASURED.keys()
+    for key, (file, name) in MEASURED.items():
+        assert found[key] == pytest.approx(speed(file, name), rel=0.035), key
