@@ -160,12 +160,12 @@ def from_pretrained(
         device_budget: as for `offload`, whose other settings are keyword arguments here, too.
         dtype: "auto", the default, keeps the dtype of the checkpoint. Any other casts the weights once, into
             `offload_folder`.
+        host_budget: host memory for weights, as an int or as text such as `"30GiB"`; the rest is read from disk in each
+            step. Default: 80 % of what is available.
         torch_dtype: an older name of `dtype`.
         config: an `OffloadConfig` or the path of a TOML file, as for `offload`; or a transformers config, which
             replaces config.json.
         offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
-        host_budget: host memory for weights, as an int or as text such as `"30GiB"`; the rest is read from disk in each
-            step. Default: 80 % of what is available.
         progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
         allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
         speculate: what `weightstream.generate` does with this model unless a call says otherwise: "auto" drafts where
