@@ -129,7 +129,7 @@ def test_bounds_of_cards_follow_from_the_formula() -> None:
                 for end, shown in zip((low, high), bound.split("–"), strict=True):
                     assert float(shown) == pytest.approx(end * rate / streamed_gb, rel=0.06), row
                     cells += 1
-    assert cells == 30
+    assert cells == 24
 
 
 def test_links_stay_inside_of_the_repository_or_go_to_it() -> None:
