@@ -66,9 +66,9 @@ def plan_model(
         device_budget: as for `from_pretrained`.
         dtype: as for `from_pretrained`.
         torch_dtype: as for `from_pretrained`.
+        config: as for `from_pretrained`.
         profile: the profile of another machine to plan for, or the file that `weightstream doctor --save` wrote there.
             Default: the GPU of this machine; without one, a GPU with assumed rates.
-        config: as for `from_pretrained`.
         trust_remote_code: run Python code that comes with the model, as for transformers.
         variant: for pipelines only, as for `pipeline_from_pretrained`.
         example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
