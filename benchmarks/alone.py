@@ -109,7 +109,7 @@ class Trials:
 
     def case(self, way: str, **fields: Any) -> Case:
         fields = {"folder": str(self.folder), "device": self.device, "reference": str(self._reference)} | fields
-        if way in ("mapped", "arena"):
+        if way in ("mapped", "compressed", "arena"):
             fields["settings"] = self.settings | fields.get("settings", {})
         return Case(way=way, **fields)
 

@@ -53,6 +53,10 @@ def mapped(case: Case) -> Any:
     return weightstream.from_pretrained(case.folder, device=case.device, progress=False, codec="none", **case.settings)
 
 
+def compressed(case: Case) -> Any:
+    return weightstream.from_pretrained(case.folder, device=case.device, progress=False, codec="auto", **case.settings)
+
+
 def arena(case: Case) -> Any:
     model = plain(case)
     weightstream.offload(model, device=case.device, codec="none", **case.settings)
@@ -77,6 +81,35 @@ def accelerate_disk(case: Case) -> Any:
     return accelerate(case, "disk")
 
 
+def diffusers_block(case: Case) -> Any:
+    return diffusers(case, leaf=False)
+
+
+def diffusers_leaf(case: Case) -> Any:
+    return diffusers(case, leaf=True)
+
+
+def diffusers(case: Case, *, leaf: bool) -> Any:
+    """All but the head offloaded."""
+    from systems import group_offload
+
+    model = plain(case)
+    group_offload(model.model, torch.device(case.device), leaf=leaf)
+    model.lm_head.to(case.device)
+    return model
+
+
+def flextensor(case: Case) -> Any:
+    """In its memory mode, at the least share of the GPU that was tried; all outside of the layers on the GPU."""
+    import flextensor as ft
+
+    model = plain(case)
+    proxy = ft.offload(model, ft.OffloadConfig(include_patterns=["model.layers.*"], max_gpu_mem_fraction=0.02))
+    for _ in range(ft.get_offload_manager().iters_before_inference + 1):
+        proxy(prompt(torch.device(case.device))[:, :1], use_cache=False)
+    return proxy
+
+
 def plain(case: Case, **options: Any) -> Any:
     """The model as transformers loads it."""
     from transformers import AutoModelForCausalLM
@@ -92,10 +125,14 @@ def no_model(case: Case) -> None:
 
 WAYS: dict[str, Callable[[Case], Any]] = {
     "mapped": mapped,
+    "compressed": compressed,
     "arena": arena,
     "resident": resident,
     "accelerate": accelerate,
     "accelerate_disk": accelerate_disk,
+    "diffusers_block": diffusers_block,
+    "diffusers_leaf": diffusers_leaf,
+    "flextensor": flextensor,
     "no_model": no_model,
 }
 
@@ -143,6 +180,7 @@ def run(case: Case) -> dict[str, Any]:
         return found
     found |= work.rest(case)
     found["peak_gib"] = round(timing.peak_nbytes(device) / GIB, 3)
+    found["rss_peak_gib"] = round(host.peak_rss_nbytes() / GIB, 3)
     found["anon_end_growth_gib"] = round((host.anon_nbytes() - anon) / GIB, 3)
     if (streamer := getattr(model, "weightstream", None)) is not None:
         found |= streaming(streamer)

@@ -1,10 +1,11 @@
 """Compressed weights below the raw link floor: 8B and 70B shapes, FlexTensor at equal memory, a prompt, host memory.
 
-    python benchmarks/coded.py [--only a,b,c,d,e,llama,pack] [--seconds 3.5] [--out benchmarks/results/coded.jsonl]
+    python benchmarks/coded.py [--only a,peers,b,c,d,e,llama,pack] [--seconds 3.5] [--out FILE]
 
-a: one token, all layers offloaded, in at most 0.9 GiB. b: the same in as much device memory as FlexTensor takes. c: a
-70B shape in 80 GiB. d: a prompt of 16,384 tokens; llama: the same with a model of transformers. e: bytes in host
-memory. pack: bytes of a packed checkpoint. Every output is compared with the plain model's, bit for bit.
+a: one token, all layers offloaded, in at most 0.9 GiB. peers: the same by accelerate and diffusers. b: the same in as
+much device memory as FlexTensor takes. `chart.py` draws these three, of one run, for the README. c: a 70B shape in 80
+GiB. d: a prompt of 16,384 tokens; llama: the same with a model of transformers. e: bytes in host memory. pack: bytes of
+a packed checkpoint. Every output is compared with the plain model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import decoder
 import host
 import prefill
 import systems
@@ -57,6 +59,11 @@ def all_offloaded(bench: Bench, cases: list[Case]) -> None:
             planned, found = row["plan_device_nbytes"] / GIB, row["allocated_nbytes"] / GIB
             taken = f"device GiB planned {planned:.3f}, allocated {found:.3f} (at most {SMALL_GIB})"
             _tell("a", row, "x_floor", "at most 0.71", f"of the raw link floor; {taken}")
+
+
+def peers(bench: Bench, cases: list[Case]) -> None:
+    decoder.accelerate(bench, cases)
+    decoder.diffusers(bench, cases)
 
 
 def same_memory(bench: Bench, cases: list[Case]) -> None:
@@ -291,6 +298,7 @@ def _fractions(text: str) -> list[tuple[float, float]]:
 
 GROUPS = {
     "a": all_offloaded,
+    "peers": peers,
     "b": same_memory,
     "d": prompt,
     "llama": llama,

@@ -28,6 +28,11 @@ def anon_nbytes() -> int:
     return _fields("/proc/self/status")["RssAnon"]
 
 
+def peak_rss_nbytes() -> int:
+    """The largest memory of this process so far, including pages of files that it maps."""
+    return _fields("/proc/self/status")["VmHWM"]
+
+
 def private_nbytes() -> int:
     """Memory that this process shares with no other one, including pages of files."""
     found = _fields("/proc/self/smaps_rollup")

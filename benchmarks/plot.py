@@ -5,6 +5,7 @@ python benchmarks/plot.py [folder of the rows]
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -26,6 +27,7 @@ SIMULATED = {  # ms by GPUs: two layers in each ring, independent links of 55.4 
     "none": {1: 252, 2: 126, 4: 63, 8: 31.5},
     "auto": {1: 167, 2: 84, 4: 42, 8: 21},
 }
+CODECS = {"2-bit": "dense", "3-bit": "small", "4-bit": "fast"}  # by their names in older rows
 COLUMNS = (
     *("bits_per_weight", "decode_tbps", "encode_gbps", "reference_tbps", "x_copy", "times_faster", "x_resident_turns"),
     *("x_floor", "x_copies", "x_resident", "x_limit", "ring_gib", "buffer_gib", "peak_gib", "graphs"),
@@ -163,27 +165,28 @@ def cells(rows: list[Row], folder: Path) -> None:
 
 
 def coded(rows: list[Row], folder: Path) -> None:
-    """Step time over device memory, raw, compressed and of FlexTensor, with link floors; and the codec's rates."""
+    """Step time over device memory, raw, compressed and of FlexTensor, with link floors; and the codecs' rates."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
-    floor = next(row for row in rows if row["system"] == "link floor")
     steps = [
         row for row in rows if row.get("tokens") == 1 and "70B" not in row["system"] and "CUDA" not in row["system"]
     ]
     shown = {
         "FlexTensor": ([row for row in steps if row["system"].startswith("FlexTensor")], "s", PLAIN),
-        "weights as they are": ([row for row in steps if "codec none" in row["system"]], "^", LATER),
-        "lossless code": ([row for row in steps if row.get("coded_share", 1) < 1], "o", OURS),
+        "uncompressed": ([row for row in steps if "codec none" in row["system"]], "^", LATER),
+        "compressed": ([row for row in steps if row.get("coded_share", 1) < 1], "o", OURS),
     }
     most = max(row["taken_nbytes"] for row in steps if not row["system"].startswith("resident")) / GIB
-    share = next((row["coded_share"] for row in shown["lossless code"][0]), 1.0)
-    for name, part, color in (("as they are", 1.0, LATER), ("coded", share, OURS)):
+    share = next((row["coded_share"] for row in shown["compressed"][0]), 1.0)
+    run = max(row["time"] for row in shown["compressed"][0])  # rows of FlexTensor may be older
+    floor = next(row for row in _all_rows(folder / "coded.jsonl", "link floor") if row["time"] == run)
+    for name, part, color in (("uncompressed", 1.0, LATER), ("compressed", share, OURS)):
         taken = [most * index / 100 for index in range(101)]
         copies = [max(0.0, floor["nbytes"] * part - t * GIB) / floor["gbps"] / 1e6 for t in taken]
-        left.plot(taken, copies, "--", linewidth=1, color=color, label=f"link alone, {name}")
+        left.plot(taken, copies, "--", linewidth=1, color=color, label=f"PCIe, {name}")
     for name, (found, marker, color) in shown.items():
         points = sorted((row["taken_nbytes"] / GIB, row["ms"]["p50"]) for row in found)
         left.plot(*zip(*points, strict=True), marker, markersize=5, color=color, label=name) if points else None
-    left.axhline(floor["ms"]["p50"], color=LINE, linewidth=1, label=f"link floor: {floor['ms']['p50']:.0f} ms")
+    left.axhline(floor["ms"]["p50"], color=LINE, linewidth=1, label=f"PCIe, all: {floor['ms']['p50']:.1f} ms")
     left.set_ylim(0, 1.5 * floor["ms"]["p50"])
     left.set_xlabel("device memory taken, GiB", fontsize=8)
     left.set_ylabel("step, ms (p50)", fontsize=8)
@@ -241,7 +244,7 @@ def gpus(rows: list[Row], folder: Path) -> None:
     """The 8B shape over one, two and four GPUs, all layers streamed, compared with the simulation."""
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for codec, color in (("none", PLAIN), ("auto", OURS)):
-        label = "plain" if codec == "none" else "coded"
+        label = "uncompressed" if codec == "none" else "compressed"
         axes.plot(*zip(*SIMULATED[codec].items(), strict=True), color=color, linewidth=1, label=f"{label}, simulated")
         for gpu, marker in (("NVIDIA H200", "o"), ("NVIDIA H100 80GB HBM3", "^")):
             pattern = re.compile(rf"8b, striped, ((?:0\.90\+?)+) GiB, codec {codec}")
@@ -262,13 +265,14 @@ def gpus(rows: list[Row], folder: Path) -> None:
 def _rates(axes: Axes, rows: list[Row]) -> None:
     """The rate of decoding, compared with a copy from device memory to device memory."""
     shown = rows[::-1]
-    bars = axes.barh(_names(shown), [row["decode_tbps"]["p50"] for row in shown], color=OURS)
+    names = [" ".join(CODECS.get(word, word) for word in name.split()) for name in _names(shown)]
+    bars = axes.barh(names, [row["decode_tbps"]["p50"] for row in shown], color=OURS)
     labels = [f"{row['decode_tbps']['p50']:.2f} TB/s, {row['bits_per_weight']:.2f} bits" for row in shown]
     axes.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
     copy = statistics.median(row["copy_tbps"] for row in rows)
     axes.axvline(copy, color=LINE, linewidth=1)
     axes.set_xlim(0, 1.05 * max(copy, *(row["decode_tbps"]["p50"] for row in shown)))
-    axes.set_xlabel(f"plain bytes out, TB/s; line: a copy on the device, {copy:.2f}", fontsize=8)
+    axes.set_xlabel(f"decoded bytes, TB/s; line: a copy on the device, {copy:.2f}", fontsize=8)
     _finish(axes, "rate of the decoding kernels")
     axes.tick_params(axis="y", labelsize=7)
 
@@ -283,6 +287,10 @@ def markdown(rows: list[Row]) -> str:
         texts = (str(cell.get("p50", "") if isinstance(cell, dict) else cell) for cell in cells)
         lines.append(f"| {row['system']} | {row.get('tokens', '')} | {ms} | {' | '.join(texts)} |")
     return "\n".join(lines)
+
+
+def _all_rows(path: Path, system: str) -> list[Row]:
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["system"] == system]
 
 
 def _floor(rows: list[Row]) -> float:

@@ -1,6 +1,6 @@
 """Loading a checkpoint of 16 GB: seconds from the call to the end of the first step, host memory, and later steps.
 
-    python benchmarks/start.py [--only whole,mapped,arena,cold,packed,accelerate] [--folder FOLDER] [--out FILE]
+    python benchmarks/start.py [--only whole,mapped,arena,cold,packed,accelerate,peers] [--folder FOLDER] [--out FILE]
 
 Each case is a process whose clock starts after all imports, before anything is initialised; the time includes
 initialising CUDA (`device_s`). Warm: the checkpoint is in the page cache; cold: none of it is.
@@ -21,6 +21,14 @@ import host
 from alone import RESIDENT, Process, Trials, main
 
 WHOLE = "weightstream, all of it resident, warm"
+PEERS = {
+    "weightstream, uncompressed": "mapped",
+    "weightstream, compressed": "compressed",
+    "accelerate, weights in RAM": "accelerate",
+    "diffusers group offload, block": "diffusers_block",
+    "diffusers group offload, leaf": "diffusers_leaf",
+    "FlexTensor, memory mode, 2 %": "flextensor",
+}
 FIRST, AGAIN = "weightstream, mapped, warm", "weightstream, mapped, warm, again"
 
 
@@ -115,6 +123,13 @@ def accelerate(trials: Trials) -> None:
     trials.measure("accelerate, weights in RAM", trials.case("accelerate", steps=2), cached_share=share)
 
 
+def peers(trials: Trials) -> None:
+    """Peak memory of GPU and host, and the time of a step, of each system on this model."""
+    share = host.warm(trials.files)
+    for system, way in PEERS.items():
+        trials.measure(system, trials.case(way, steps=5), timeout_s=240, cached_share=share)
+
+
 def whole(trials: Trials) -> None:
     """A model that fits the device, in turns with transformers' own load to the device."""
     share = host.warm(trials.files)
@@ -124,7 +139,15 @@ def whole(trials: Trials) -> None:
         trials.measure(RESIDENT, trials.case("resident"), cached_share=share)
 
 
-GROUPS = {"whole": whole, "mapped": mapped, "arena": arena, "cold": cold, "packed": packed, "accelerate": accelerate}
+GROUPS = {
+    "whole": whole,
+    "mapped": mapped,
+    "arena": arena,
+    "cold": cold,
+    "packed": packed,
+    "accelerate": accelerate,
+    "peers": peers,
+}
 
 if __name__ == "__main__":
     main("start", __doc__, GROUPS)

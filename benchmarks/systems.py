@@ -72,7 +72,12 @@ def accelerate(model: Decoder, x: torch.Tensor, device: torch.device) -> Iterato
 
 @contextmanager
 def diffusers(model: Decoder, x: torch.Tensor, device: torch.device, *, leaf: bool) -> Iterator[Run]:
-    """Group offloading with a copy stream, in its fastest form: `record_stream` trades memory for fewer waits."""
+    group_offload(model, device, leaf=leaf)
+    yield model
+
+
+def group_offload(model: nn.Module, device: torch.device, *, leaf: bool) -> None:
+    """diffusers' own, with a copy stream, in its fastest form: `record_stream` trades memory for fewer waits."""
     from diffusers.hooks import apply_group_offloading
 
     level: dict[str, Any] = {"offload_type": "leaf_level"}
@@ -82,7 +87,6 @@ def diffusers(model: Decoder, x: torch.Tensor, device: torch.device, *, leaf: bo
     apply_group_offloading(
         model, onload_device=device, offload_device="cpu", use_stream=stream, record_stream=stream, **level
     )
-    yield model
 
 
 @contextmanager

@@ -1,11 +1,15 @@
-"""The documentation refers to things that exist: files of the package, names in them, pages and headings."""
+"""The documentation refers to things that exist: files of the package, names in them, pages and headings. Its reference
+has every public name."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+
+import weightstream
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "weightstream"
@@ -49,3 +53,20 @@ def test_links_between_pages_resolve(page: Path) -> None:
         if not there.exists() or (anchor and anchor not in _anchors(there)):
             broken.append(f"{target}#{anchor}" if anchor else target)
     assert not broken
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/reference/*.md")))
+    assert sorted(re.findall(r"^::: weightstream\.(\w+)$", pages, re.MULTILINE)) == sorted(weightstream.__all__)
+
+
+def test_each_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if f": {page}\n" not in navigation] == []
+
+
+@pytest.mark.stress
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    subprocess.run(["scripts/site", tmp_path / "site"], cwd=ROOT, check=True, timeout=280)
+    assert "from_pretrained" in (tmp_path / "site" / "reference" / "loading" / "index.html").read_text(encoding="utf-8")

@@ -77,7 +77,7 @@ def offload(
         ConfigError: a setting is unknown or wrong.
         OffloadError: the model is offloaded already, or has a kind of tensor that cannot be streamed.
 
-    Example:
+    Examples:
         >>> import torch, weightstream
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
         >>> with weightstream.offload(model, device="cpu", device_budget="48KiB") as streamer:
@@ -156,9 +156,12 @@ def from_pretrained(
 
     Args:
         path_or_repo_id: a folder, or the name of a repository on the Hugging Face Hub.
-        device, device_budget, host_budget: as for `offload`, whose other settings are keyword arguments here, too.
+        device: as for `offload`.
+        device_budget: as for `offload`, whose other settings are keyword arguments here, too.
         dtype: "auto", the default, keeps the dtype of the checkpoint. Any other casts the weights once, into
             `offload_folder`.
+        host_budget: host memory for weights, as an int or as text such as `"30GiB"`; the rest is read from disk in each
+            step. Default: 80 % of what is available.
         torch_dtype: an older name of `dtype`.
         config: an `OffloadConfig` or the path of a TOML file, as for `offload`; or a transformers config, which
             replaces config.json.
@@ -185,7 +188,7 @@ def from_pretrained(
         UnsupportedError: transformers is not installed, or the quantisation of the weights is not supported.
         PlanError, ConfigError, OffloadError: as for `offload`.
 
-    Example:
+    Examples:
         >>> import weightstream
         >>> model = weightstream.from_pretrained("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
         >>> model.weightstream.plan  # doctest: +SKIP

@@ -265,7 +265,8 @@ class PrefetchOffloader(StreamingOffloader):
     """Streams the last `num_in_group` layers of every `group_size`, through a ring of `prefetch_step` layers.
 
     Args:
-        group_size, num_in_group: layer i is offloaded if `i % group_size >= group_size - num_in_group`.
+        group_size: layers in a group. Layer i is offloaded if `i % group_size >= group_size - num_in_group`.
+        num_in_group: layers of each group that are offloaded, the last ones.
         prefetch_step: the number of offloaded layers that the device holds at once.
         offload_params: segments of parameter names. Other parameters of an offloaded layer stay resident. None: all
             parameters are offloaded.

@@ -99,7 +99,7 @@ def offload_pipeline(
         PlanError: the components cannot run within the budget; the message holds the arithmetic.
         ConfigError, OffloadError: as for `offload`.
 
-    Example:
+    Examples:
         >>> import weightstream
         >>> pipe = weightstream.offload_pipeline(pipe, device_budget="6GiB")  # doctest: +SKIP
         >>> pipe("a cat on the moon", height=768, width=768).images[0].save("cat.png")  # doctest: +SKIP
@@ -132,14 +132,18 @@ def pipeline_from_pretrained(
 
     Args:
         path_or_repo_id: a folder, a repository on the Hugging Face Hub, or a single file with all components.
-        device, device_budget, example_inputs, config: as for `offload_pipeline`, whose other settings are keyword
-            arguments here, too.
-        dtype, torch_dtype: two names of one argument, the dtype of all components. "auto", the default, keeps the
-            dtypes of the files. Any other casts the weights once, into `offload_folder`.
+        device: as for `offload_pipeline`.
+        device_budget: as for `offload_pipeline`, whose other settings are keyword arguments here, too.
+        dtype: the dtype of all components. "auto", the default, keeps the dtypes of the files. Any other casts the
+            weights once, into `offload_folder`.
+        torch_dtype: an older name of `dtype`.
         variant: the variant of the files, such as "fp16". Components without it are loaded from their plain files.
         base: for a single file, the folder or repository with the configs of such a pipeline. Default: diffusers
             recognises the pipeline by the names of its weights.
-        offload_folder, progress: as for `from_pretrained`.
+        example_inputs: as for `offload_pipeline`.
+        config: as for `offload_pipeline`.
+        offload_folder: as for `from_pretrained`.
+        progress: as for `from_pretrained`.
         kwargs: arguments of diffusers, such as `revision`; and components by name: a module, None, or the path of a
             folder or of a single file (.safetensors or .gguf) from which the component is loaded.
 
@@ -151,7 +155,7 @@ def pipeline_from_pretrained(
         UnsupportedError: diffusers is not installed, or a kind of component is not supported.
         PlanError, ConfigError, OffloadError: as for `offload_pipeline`.
 
-    Example:
+    Examples:
         >>> import weightstream
         >>> pipe = weightstream.pipeline_from_pretrained("./FLUX.1-dev", device_budget="6GiB")  # doctest: +SKIP
         >>> pipe("a cat on the moon").images[0].save("cat.png")  # doctest: +SKIP

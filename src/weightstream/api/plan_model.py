@@ -61,13 +61,19 @@ def plan_model(
     read. For a diffusers pipeline it is the plan of `pipeline_from_pretrained`.
 
     Args:
-        path_or_repo_id, device, device_budget, dtype, torch_dtype, config: as for `from_pretrained`.
+        path_or_repo_id: as for `from_pretrained`.
+        device: as for `from_pretrained`.
+        device_budget: as for `from_pretrained`.
+        dtype: as for `from_pretrained`.
+        torch_dtype: as for `from_pretrained`.
+        config: as for `from_pretrained`.
         profile: the profile of another machine to plan for, or the file that `weightstream doctor --save` wrote there.
             Default: the GPU of this machine; without one, a GPU with assumed rates.
         trust_remote_code: run Python code that comes with the model, as for transformers.
-        speculate, draft: as for `from_pretrained`. The plan then has the seconds of passes of several tokens; with a
-            draft model it is the faster one of that with room for it and that without.
-        variant, example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
+        variant: for pipelines only, as for `pipeline_from_pretrained`.
+        example_inputs: for pipelines only, as for `pipeline_from_pretrained`.
+        speculate: as for `from_pretrained`. The plan then has the seconds of passes of several tokens.
+        draft: as for `from_pretrained`. The plan is the faster one of that with room for the draft and that without.
         settings: other settings of `from_pretrained`, such as `host_budget`, `batch`, `context` and `tokens`, or
             `train={"tokens": 2048, "rank": 16}` for the plan of a training step. With
             `distributed_config`, or `tp_plan` and `tp_size`, the plan is for the first of that many processes, each on
@@ -79,7 +85,7 @@ def plan_model(
     Raises:
         CheckpointError, UnsupportedError, PlanError, ConfigError: as for `from_pretrained`.
 
-    Example:
+    Examples:
         >>> import weightstream
         >>> plan = weightstream.plan_model("./Llama-3.1-8B", device_budget="6GiB")  # doctest: +SKIP
         >>> print(plan)  # doctest: +SKIP

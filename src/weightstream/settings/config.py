@@ -175,12 +175,13 @@ class OffloadConfig(_Settings):
       "compressed" always, "none" never.
     - `verify_checksums`: check the checksums of compressed checkpoints when they are loaded. Default: on.
 
-    >>> OffloadConfig(device_budget="96MiB").device_budget
-    100663296
-    >>> OffloadConfig(max_memory={0: "80%", "cpu": "30GiB"}).device_nbytes(total_nbytes=1000)
-    800
-    >>> OffloadConfig.from_kwargs(offload_group_size=8, offload_num_in_group=2).backend
-    'prefetch'
+    Examples:
+        >>> OffloadConfig(device_budget="96MiB").device_budget
+        100663296
+        >>> OffloadConfig(max_memory={0: "80%", "cpu": "30GiB"}).device_nbytes(total_nbytes=1000)
+        800
+        >>> OffloadConfig.from_kwargs(offload_group_size=8, offload_num_in_group=2).backend
+        'prefetch'
     """
 
     offload_backend: Literal["auto", "uva", "prefetch"] = _setting(

@@ -1,13 +1,8 @@
-"""Several tokens a pass with a trained model, SmolLM2-135M: real text, of which drafts guess a part.
-
-`scripts/test` fetches the model, and these tests fail if it could not. Elsewhere they are skipped where it is absent.
-"""
+"""Several tokens a pass with a trained model, SmolLM2-135M: real text, of which drafts guess a part."""
 
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +11,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from drafting import assert_equal, drafts  # noqa: E402
+from trained import smollm2  # noqa: E402
 from weightstream.adapters.generation.decoder import DecodeReport  # noqa: E402
 from weightstream.adapters.generation.drafted import speculate_with  # noqa: E402
 
-_NAME = "WEIGHTSTREAM_SMOLLM2"  # set by scripts/test
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # of the user: tests have another one
-FOLDER = Path(os.environ.get(_NAME) or _CACHE / "weightstream" / "smollm2-135m-instruct")
 NUM = 28  # tokens of a text at least
 WIDTH = 8
 
@@ -47,12 +40,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20}
 
 
 def load(dtype: torch.dtype) -> Any:
-    if not FOLDER.is_dir():
-        message = f"SmolLM2 is not in {FOLDER}: run scripts/fetch-smollm2"
-        if _NAME in os.environ:
-            pytest.fail(message)
-        pytest.skip(message)
-    return transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(smollm2(), dtype=dtype).eval()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +49,7 @@ def model() -> Any:
 
 
 def ids_of(prompt: str) -> torch.Tensor:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2())
     chat = [{"role": "user", "content": PROMPTS[prompt]}]
     encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids: torch.Tensor = encoded["input_ids"]

@@ -15,7 +15,7 @@ from torch import nn
 import weightstream
 from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.runtime.devices import cuda
-from weightstream.runtime.devices.opening import opened_backend
+from weightstream.runtime.devices.opening import backend_of, opened_backend
 from weightstream.settings.config import OffloadConfig
 
 CONFIG = OffloadConfig().resolved()
@@ -58,6 +58,13 @@ def test_an_error_enables_it_again() -> None:
         with pytest.raises(error), opened_backend(device, CONFIG):
             pass
         assert gc.isenabled()
+
+
+def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedError, match="ROCm"):
+        backend_of("cuda", CONFIG)
 
 
 class _Capture:

@@ -79,7 +79,7 @@ def generate(
         UnsupportedError: for a model that transformers does not generate with, for `assistant_early_exit`, where
             `bits="token"` cannot be had, as with `tree_nodes`, and for `tree_nodes` with another draft, or with layers
             that see chunks of a text.
-        The errors of `model.generate`.
+        Exception: whatever `model.generate` raises.
     """
     check_generates(model)
     recorder, own = recorder_of(model), draft_of(model, partial(setting_of, model, kwargs))

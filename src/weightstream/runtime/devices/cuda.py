@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightstream.errors import ConfigError, OffloadError, StoreError
+from weightstream.errors import ConfigError, OffloadError, StoreError, UnsupportedError
 from weightstream.plan.manifest import Profile
 from weightstream.plan.schedule import aligned
 from weightstream.runtime.devices import cuda_driver
@@ -181,6 +181,8 @@ class CudaBackend:
     """One GPU: compute runs on the caller's current stream, copies and `Side.AHEAD` on streams of their own."""
 
     def __init__(self, device: torch.device, *, pin_memory: bool = True) -> None:
+        if torch.version.hip:  # it calls its GPUs "cuda", and has no CUDA driver
+            raise UnsupportedError(f"device {device}: this torch ({torch.__version__}) is for ROCm; use device='cpu'")
         if not torch.cuda.is_available():
             raise ConfigError(f"device {device}: this torch ({torch.__version__}) sees no CUDA GPU; use device='cpu'")
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -143,7 +143,7 @@ class Streamer(BaseStreamer):
     def trace(self) -> Iterator[Trace]:
         """Record when every unit is waited for, computed and copied inside of the block; both its ends synchronise.
 
-        Example:
+        Examples:
             >>> import torch, weightstream
             >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
             >>> with weightstream.offload(model, device="cpu", device_budget="48KiB") as streamer:
