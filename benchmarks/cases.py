@@ -156,7 +156,8 @@ def run(case: Case) -> dict[str, Any]:
     """Load, run steps, compare with the reference; returns the figures of a row."""
     device, modules = torch.device(case.device), set(sys.modules)
     anon, private, used = host.anon_nbytes(), host.private_nbytes(), host.used_nbytes()
-    with host.AnonPeak() as peak:
+    held_before = host.held_nbytes()
+    with host.Peak() as peak, host.Peak(host.held_nbytes) as held:
         laps = [time.perf_counter()]
         torch.zeros(1, device=device)
         timing.synchronize(device)
@@ -173,6 +174,7 @@ def run(case: Case) -> dict[str, Any]:
         "anon_device_gib": round((device_anon - anon) / GIB, 3),
         "anon_growth_gib": round((host.anon_nbytes() - anon) / GIB, 3),
         "anon_peak_growth_gib": round((peak.nbytes - anon) / GIB, 3),
+        "held_peak_growth_gib": round((held.nbytes - held_before) / GIB, 3),
         "used_growth_nbytes": host.used_nbytes() - used,
         "private_growth_gib": round((host.private_nbytes() - private) / GIB, 3),
     }

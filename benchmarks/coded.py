@@ -189,7 +189,7 @@ def host_memory(bench: Bench, cases: list[Case]) -> None:
         system, before = f"weightstream, host memory, codec {codec}", host.anon_nbytes()
         with (
             bench.guarded(system),
-            host.AnonPeak() as peak,
+            host.Peak() as peak,
             bench.streamed(device_budget=_share(bench, SMALL_GIB), codec=codec) as (model, streamer),
         ):
             grown = {"anon_growth_nbytes": host.anon_nbytes() - before, "anon_peak_nbytes": peak.nbytes - before}

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,12 @@ _UNCACHED = 0.01  # of a file's pages may stay in memory: the kernel keeps those
 def anon_nbytes() -> int:
     """Anonymous memory of this process."""
     return _fields("/proc/self/status")["RssAnon"]
+
+
+def held_nbytes() -> int:
+    """Anonymous and pinned memory of this process: what cannot be read again from a file."""
+    found = _fields("/proc/self/status")
+    return found["RssAnon"] + found["RssShmem"]
 
 
 def peak_rss_nbytes() -> int:
@@ -57,11 +63,14 @@ def _fields(path: str) -> dict[str, int]:
     return {each[0].rstrip(":"): int(each[1]) * 1024 for each in words if each[-1] == "kB" and len(each) == 3}
 
 
-class AnonPeak:
-    """The peak anonymous memory of this process in the `with` block, sampled every 20 ms."""
+class Peak:
+    """The peak of one of the functions above in the `with` block, sampled every 20 ms."""
 
-    def __enter__(self) -> AnonPeak:
-        self.nbytes = anon_nbytes()
+    def __init__(self, sample: Callable[[], int] = anon_nbytes) -> None:
+        self._sample = sample
+
+    def __enter__(self) -> Peak:
+        self.nbytes = self._sample()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -75,7 +84,7 @@ class AnonPeak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.02):
-            self.nbytes = max(self.nbytes, anon_nbytes())
+            self.nbytes = max(self.nbytes, self._sample())
 
 
 def warm(files: list[Path]) -> float:
