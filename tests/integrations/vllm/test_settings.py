@@ -372,3 +372,29 @@ def test_tensors_of_adapters_follow_to_the_device() -> None:
     host._move_adapters([torch.nn.Sequential(layer)], torch.device("meta"))
     assert {t.device.type for t in (*layer.lora_a_stacked, layer.other)} == {"meta"}
     assert layer.weight.device.type == "cpu"
+
+
+def test_a_watched_step_leaves_modules_as_they_were() -> None:
+    """A table that a step casts, a flag that says so, and a buffer; also if the step fails."""
+
+    class Rotations(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.rand(4, dtype=torch.float32), persistent=False)
+            self.first, self.scales = True, torch.rand(2)
+
+    model = torch.nn.Sequential(Rotations(), torch.nn.Linear(2, 2))
+    rotations, weight = model[0], model[1].weight
+    table, scales = rotations.table, rotations.scales
+
+    def profile_run() -> None:
+        rotations.table, rotations.scales, rotations.first = table.bfloat16(), scales.half(), False
+        rotations.added = 1
+        raise ValueError("a step that fails")
+
+    runner = SimpleNamespace(get_model=lambda: model, profile_run=profile_run)
+    engine = host.VllmWorker(SimpleNamespace(model_runner=runner), host.OffloadConfig())
+    with pytest.raises(ValueError, match="fails"):
+        engine._profile()
+    assert (rotations.table is table, rotations.scales is scales, rotations.first) == (True, True, True)
+    assert model[1].weight is weight

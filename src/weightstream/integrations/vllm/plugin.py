@@ -374,7 +374,8 @@ class VllmWorker:
     def _profile(self) -> None:
         """Run vLLM's own profiling step, eager."""
         runner = self._worker.model_runner
-        with errors_stay_local(), _uncompiled([runner.get_model(), *self._drafts()]), torch.inference_mode():
+        modules = [module for model in (runner.get_model(), *self._drafts()) for module in model.modules()]
+        with errors_stay_local(), _attributes_kept(modules), _uncompiled(modules), torch.inference_mode():
             runner.profile_run()
 
     def _guess(self) -> int:
@@ -424,9 +425,23 @@ def _move_adapters(layers: Iterable[nn.Module], device: torch.device) -> None:
 
 
 @contextmanager
-def _uncompiled(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, vLLM compiles nothing, and runs the models eager."""
-    modules = [module for model in models for module in model.modules()]
+def _attributes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """What is assigned inside to attributes and buffers of these modules is undone.
+
+    vLLM's eager steps keep some results in modules, such as a table of rotations that they cast to the model's dtype.
+    Compiled code casts it each time and so computes with more digits, unless an eager step ran before.
+    """
+    kept = [(held, dict(held)) for module in modules for held in (vars(module), module._buffers)]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.update(before)
+
+
+@contextmanager
+def _uncompiled(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, vLLM compiles nothing, and runs these modules eager."""
     compiled = [module for module in modules if getattr(module, "do_not_compile", True) is False]
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # vLLM compiles small functions, too
