@@ -27,6 +27,7 @@ from weightstream import from_pretrained
 from weightstream.adapters.hf.load import load_pretrained
 from weightstream.cli import app
 from weightstream.errors import StoreError, UnsupportedError, WeightstreamError
+from weightstream.plan.units import human
 from weightstream.store import pack as store
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.pack import Shard
@@ -512,8 +513,10 @@ def test_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     shards = store.lay_out(units_of(300_000, 300_000, 300_000, 300_000), {})
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
-    with pytest.raises(StoreError, match=f"{needed} bytes to write > {free} bytes free: free {needed - free} more"):
-        write(folder, shards)
+    out = small_disk / "out"
+    arithmetic = rf"{out} cannot be written: {human(needed)} to write > {human(free)} free: free {human(needed - free)}"
+    with pytest.raises(StoreError, match=arithmetic), store.growing(out) as growing:
+        write(growing, shards)
     assert os.listdir(folder) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 30})())
     with pytest.raises(StoreError, match=r"No space left"), store.growing(small_disk / "out") as growing:

@@ -793,9 +793,26 @@ def test_layers_that_the_config_lacks_are_named(mixtral: Path, caplog: pytest.Lo
     assert [message.endswith(messages) for message in records] == [True, True]
 
 
+def test_weights_that_the_model_lacks_are_one_line(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In place of the table of transformers."""
+    tensors = load_file(llama / "model.safetensors")
+    save_file({**tensors, "model.extra.weight": torch.randn(3)}, llama / "model.safetensors", {"format": "pt"})
+    shown: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        load_pretrained(llama)
+    finally:
+        logger.removeHandler(handler)
+    assert not shown
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+    assert line.endswith("weights that LlamaForCausalLM does not have are left out: model.extra.weight")
+
+
 def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5})())
-    with pytest.raises(StoreError, match="5 are free"):
+    with pytest.raises(StoreError, match="5B are free"):
         load_pretrained(llama, dtype="bfloat16")
     names = count_writes(monkeypatch)
     torch.nn.Linear(300, 300)

@@ -18,7 +18,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +255,11 @@ def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
 
 
 _INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread", default=None)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these names."""
+    return f"{', '.join(names[:4])}{' …' * (len(names) > 4)}"
 
 
 class _ReadEarly(Exception):
@@ -522,8 +527,16 @@ class _Load:
             )
         if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
             _LOGGER.warning("%s: %s", self._where, layers)
+        elif info.unexpected_keys and not info.missing_keys:
+            unused = _some(sorted(info.unexpected_keys))
+            _LOGGER.warning(
+                "%s: weights that %s does not have are left out: %s", self._where, self._cls.__name__, unused
+            )
+        if info.mismatched_keys:
+            random = _some(sorted(key for key, *_ in info.mismatched_keys))
+            _LOGGER.warning("%s: weights of other shapes are left out, and have random values: %s", self._where, random)
         if missing := sorted(info.missing_keys):
-            names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+            names = _some(missing)
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix
