@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -63,6 +65,46 @@ def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         pass
     time.sleep(0.1)
     assert not capsys.readouterr().err
+
+
+AT_ONCE = """
+import io, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+HEAVY = ("torch", "transformers", "diffusers", "numpy", "starlette", "uvicorn")
+
+
+class Refusing:
+    def find_spec(self, name, *_):
+        if name in HEAVY:
+            raise SystemExit(f"{name} is imported")
+
+
+sys.meta_path.insert(0, Refusing())
+from weightstream.cli import app
+
+for line in sys.stdin.read().splitlines():
+    shown = io.StringIO()
+    try:
+        with redirect_stderr(shown), redirect_stdout(shown):
+            app(line.split())
+    except SystemExit as ended:
+        print(line.split()[0], "|", ended.code, "|", *shown.getvalue().splitlines())
+"""
+
+
+def test_every_command_writes_a_line_before_it_imports_libraries(tmp_path: Path) -> None:
+    lines = {name: f"{name} {tmp_path}" for name in ("bench", "doctor", "plan", "run", "serve", "trace")}
+    lines |= {"pack": f"pack {tmp_path} {tmp_path}/out", "profiles": "profiles"}
+    assert lines.keys() == {command.callback.__name__ for command in app.registered_commands if command.callback}
+    given = "\n".join([*lines.values(), "doctor -q"])
+    ran = subprocess.run([sys.executable, "-c", AT_ONCE], input=given, capture_output=True, text=True, timeout=60)
+    found = [[part.strip() for part in line.split("|")] for line in ran.stdout.splitlines()]
+    assert [name for name, *_ in found] == [*lines, "doctor"], ran.stderr
+    *said, (_, _, quiet) = found
+    assert all("is imported" in why for _, why, _ in found)
+    assert [line for *_, line in said] == ["weightstream: loading libraries"] * len(lines)
+    assert not quiet
 
 
 def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write_file
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting
 
 if TYPE_CHECKING:
     from weightstream.measure.checks import Finding
@@ -52,7 +52,7 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
     device changes. Exits with 1 if something is broken.
     """
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         from weightstream.measure.checks import examine
         from weightstream.measure.profile import to_json
 

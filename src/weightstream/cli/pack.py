@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, print_message, require
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting
 
 
 def pack(
@@ -37,7 +37,7 @@ def pack(
 
     from weightstream.plan.units import human
 
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         require("transformers", "transformers", "weightstream pack")
         from weightstream.api.pack import pack as pack_checkpoint
 

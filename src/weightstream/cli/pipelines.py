@@ -15,6 +15,7 @@ import typer
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
+    check_writable,
     figure,
     grid,
     numbers_of,
@@ -26,7 +27,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting
 from weightstream.plan.pipeline import PipelinePlan, joined
 from weightstream.plan.units import human, milliseconds, scale
 
@@ -50,7 +51,7 @@ def call_of(
 
 def is_diffusers(model: str) -> bool:
     """Whether MODEL is a pipeline of diffusers. Most commands ask this first, and wait for libraries."""
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         from weightstream.api.plan_model import is_pipeline_checkpoint
 
         return is_pipeline_checkpoint(model)
@@ -312,6 +313,7 @@ def run_pipeline(
 
     takes = _taken(model)
     out = place_of(out, takes)
+    check_writable("--out", out)
     session = PipelineSession(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
     session.seed = seed
     output, taken_s = session.run(output_type="pil")

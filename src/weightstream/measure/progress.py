@@ -35,6 +35,11 @@ def _is_terminal() -> bool:
         return False
 
 
+def bars(progress: bool | None) -> bool | None:
+    """The `progress` for a library that draws bars: by default none are drawn into a file."""
+    return False if progress is None and not _is_terminal() else progress
+
+
 @contextmanager
 def reporting(
     text: str, progress: bool | None = None, total: int | None = None, *, is_announced: bool = False
