@@ -27,7 +27,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.measure.progress import lasting
+from weightstream.measure.progress import lasting, phase
 from weightstream.plan.pipeline import PipelinePlan, joined
 from weightstream.plan.units import human, milliseconds, scale
 
@@ -383,19 +383,17 @@ def bench_pipeline(
     import torch
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
-    from weightstream.measure.progress import reporting
 
     progress = sys.stderr.isatty() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
-    session.pipe.set_progress_bar_config(disable=True)  # the bar below shows all calls
+    session.pipe.set_progress_bar_config(disable=True)  # the bars below show all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
-    with reporting("timing", progress, total=4) as advance:
-        advance(description="timing: offloaded")
+    with phase("timing calls of the offloaded pipeline", progress):
         offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
-        stats = session.pipe.weightstream.stats()
-        offloaded["weights_nbytes"] = stats.held_nbytes["device"]
-        advance(description="timing: resident")
+    stats = session.pipe.weightstream.stats()
+    offloaded["weights_nbytes"] = stats.held_nbytes["device"]
+    with phase("timing calls of the resident pipeline", progress):
         try:
             session.plain()
             resident, theirs = timed_calls("resident", session.values, seconds, session.device)
@@ -403,7 +401,7 @@ def bench_pipeline(
             equal = all(torch.equal(a, b) for a in ours for b in theirs)
         except (OffloadError, torch.OutOfMemoryError) as error:
             skipped = str(error).partition("\n")[0]
-        advance(description="timing: raw link floor")
+    with phase("timing the link alone", progress):
         turns = [(turn.num, turn.plan) for turn in joined(planned.turns)] if planned else []
         floor = floor_of_calls(turns, seconds, session.device)
     systems = [system for system in (floor, offloaded, resident) if system]

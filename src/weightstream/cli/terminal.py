@@ -108,6 +108,13 @@ def require(package: str, extra: str, what: str) -> Any:
         raise UnsupportedError(f"{what} needs the package {error.name}: {remedy}") from error
 
 
+def is_on_cpu(device: str | None) -> bool:
+    """Whether a model computes on the CPU with this --device."""
+    from weightstream.runtime.devices import cuda
+
+    return (device or ("cuda" if cuda.is_available() else "cpu")) == "cpu"
+
+
 def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make `command(model, loading, *, own options)` take MODEL and all settings but those `left_out`.
 
