@@ -18,6 +18,7 @@ import typer
 
 from weightstream import __version__
 from weightstream.cli import pipelines
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -102,7 +103,7 @@ def bench(
             context = _context_on_cpu(model, loading["trust_remote_code"])
             loading["config"] = loading["config"].model_copy(update={"context": context})
         options = {**loading, "speculate": speculate, "draft": draft}
-        plan, comparison = _compared(model, options, seconds, progress=sys.stderr.isatty() and not as_json)
+        plan, comparison = _compared(model, options, seconds, progress=shows_bars() and not as_json)
     row = environment() | {"model": model} | comparison
     if out is not None:
         write_file("--out", out, json.dumps(row) + "\n", append=True)

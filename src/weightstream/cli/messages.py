@@ -49,6 +49,11 @@ def is_quiet() -> bool:
     return not logging.getLogger(_LOGGER).isEnabledFor(logging.WARNING)
 
 
+def shows_bars() -> bool:
+    """Whether stderr is a terminal that may show bars."""
+    return sys.stderr.isatty() and not is_quiet()
+
+
 @contextmanager
 def messages(level: int) -> Iterator[None]:
     """Inside, the log of weightstream goes to stderr from this level on, and progress where warnings do.

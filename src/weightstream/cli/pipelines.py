@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
@@ -314,7 +314,7 @@ def run_pipeline(
     takes = _taken(model)
     out = place_of(out, takes)
     check_writable("--out", out)
-    session = PipelineSession(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    session = PipelineSession(model, loading, variant, call, progress=shows_bars() and not as_json)
     session.seed = seed
     output, taken_s = session.run(output_type="pil")
     written = save_media(output, out)
@@ -384,7 +384,7 @@ def bench_pipeline(
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
 
-    progress = sys.stderr.isatty() and not as_json
+    progress = shows_bars() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
     session.pipe.set_progress_bar_config(disable=True)  # the bars below show all calls
     planned = session.planned

@@ -20,7 +20,7 @@ import typer
 from weightstream.cli import pipelines
 from weightstream.cli.chat import Conversation, converse
 from weightstream.cli.jsonl import answer_lines, read_lines
-from weightstream.cli.messages import is_quiet
+from weightstream.cli.messages import is_quiet, shows_bars
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -185,7 +185,7 @@ def _answer_once(
     inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
     sampling = model.limited(inputs, sampling)
     context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
-    model.load(progress=sys.stderr.isatty() and not as_json, **_planned_for(context, options))
+    model.load(progress=shows_bars() and not as_json, **_planned_for(context, options))
     if isinstance(prompt, str) and not as_json and not is_quiet():
         _show_prompt(prompt)
     answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
@@ -237,7 +237,7 @@ def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int
 
 def _converse(model: TextModel, options: dict[str, Any], sampling: Sampling, system: str | None) -> None:
     model.encode_chat([*_opening(system), {"role": "user", "content": "?"}])  # some templates refuse system prompts
-    model.load(progress=sys.stderr.isatty(), **options)
+    model.load(progress=shows_bars(), **options)
     converse(functools.partial(_reply, model, sampling), _opening(system))
 
 
@@ -260,7 +260,7 @@ def _answer_file(model: TextModel, options: dict[str, Any], path: Path, sampling
     """Answer each line of a file. All lines are checked before the model is loaded."""
     lines = read_lines(path, model, sampling, _opening(system))
     longest = max(line.num_positions for line in lines)
-    model.load(progress=sys.stderr.isatty(), **_planned_for(longest, options))
+    model.load(progress=shows_bars(), **_planned_for(longest, options))
     answer_lines(model, lines, longest)
 
 
@@ -345,7 +345,7 @@ def trace(
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
     inputs = text_model.encode(as_text(prompt))
-    text_model.load(progress=sys.stderr.isatty(), **loading)
+    text_model.load(progress=shows_bars(), **loading)
     greedy = {**text_model.placed(inputs), "do_sample": False, "num_beams": 1}
     text_model.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned
     with text_model.streamer.trace() as recorded:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from weightstream.cli import pipelines
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.run import as_text, opened
 from weightstream.cli.terminal import DraftOption, Loading, Model, is_on_cpu, print_message, require, takes_model
 from weightstream.errors import ConfigError
@@ -57,7 +58,7 @@ def serve(
         loading["config"] = config.model_copy(update={"context": context})
         is_on_one_gpu = not is_on_cpu(loading["device"]) and not config.stripes
         speculate = speculate or ("auto" if draft is not None or is_on_one_gpu else "off")
-        text_model.load(progress=sys.stderr.isatty(), speculate=speculate, draft=draft, **loading)
+        text_model.load(progress=shows_bars(), speculate=speculate, draft=draft, **loading)
 
         from weightstream.serving.app import ServedModel
 
