@@ -276,8 +276,8 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
         lines["decode"] = str(answer.decoding)
     lines |= {
         "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
-        "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
-        "waited": f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
+        "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps), waited for "
+        f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
     }
     if stats["speculation"] is not None:
         lines["drafts"] = speculation_line(stats["speculation"], answer.tokens_per_s)
