@@ -270,15 +270,15 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     cut = ", cut by --max-new-tokens" if answer.finish == "length" else ""
     made = f"{num} generated{cut}, the first after {report['first_token_s']:.2f} s"
     speed = f"{answer.tokens_per_s:.1f} tokens/s ({made})" if num >= _FEWEST_TIMED else f"{made}: too few for a speed"
-    held = f"{human(stats['held_nbytes']['device'])} held on {report['device']}"
     lines = {"plan": report["plan"], "speed": speed}
     if report["device"] != "cpu" or (answer.decoding and answer.decoding.speculation):  # on a CPU all steps are eager
         lines["decode"] = str(answer.decoding)
-    lines |= {
-        "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
-        "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps), waited for "
-        f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
-    }
+    held = f"{human(stats['held_nbytes']['device'])} on {report['device']}"
+    waited = f"waited for {stats['stall_s']:.2f} s of {report['seconds']:.2f} s"
+    moved = (
+        f"{human(stats['filled_nbytes'] / stats['steps'])} per step through {held} ({stats['steps']} steps), {waited}"
+    )
+    lines["streamed"] = moved if stats["filled_nbytes"] else f"nothing: all weights are in {held}"
     if stats["speculation"] is not None:
         lines["drafts"] = speculation_line(stats["speculation"], answer.tokens_per_s)
     if report["experts"] is not None:
