@@ -27,7 +27,6 @@ _MARKS = MappingProxyType(  # symbol, style, and the word for its number in the 
         "note": ("", "", ""),
         "broken": ("X", "bold red", "broken"),
         "better": ("!", "magenta", "could be better"),  # yellow is hard to read on white
-        "missing": ("-", "magenta", "missing"),
     }
 )
 
@@ -81,4 +80,4 @@ def _print(findings: Sequence[tuple[str, Finding]]) -> None:
                 print_folded(Text(f"{'-> ':>{width + 7}}", "italic"), finding.remedy, "italic")
     counts = Counter(finding.mark for _, finding in findings)
     verdict = ", ".join(f"{counts[mark]} {text}" for mark, (_, _, text) in _MARKS.items() if text and counts[mark])
-    typer.echo(f"\n{verdict or 'All is well'}.")
+    typer.echo(f"\n{verdict if counts['broken'] else f'It works; {verdict}' if verdict else 'All is well'}.")
