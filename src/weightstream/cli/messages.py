@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from weightstream.cli.terminal import print_message
+from weightstream.errors import WeightstreamError
 from weightstream.measure.progress import say
 
 _Verbose = Annotated[
@@ -91,7 +92,7 @@ def messages(level: int) -> Iterator[None]:
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags -q and -v, which says at once that it loads libraries."""
+    """The command with the flags -q and -v. It says at once that it loads libraries; without -v no traceback is shown."""
     signature = inspect.signature(command, eval_str=True)
     flags = [
         Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=_Quiet),
@@ -104,7 +105,16 @@ def with_messages(command: Callable[..., None]) -> Callable[..., None]:
         with messages(logging.ERROR if quiet else levels[min(verbose, 2)]):
             if "torch" not in sys.modules:  # the import takes a second, or half a minute on a busy machine
                 say("loading libraries")
-            command(*args, **values)
+            try:
+                command(*args, **values)
+            except (WeightstreamError, typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+                raise
+            except Exception as error:  # of a library, or a defect
+                if verbose:
+                    raise
+                what = str(error).strip().partition("\n")[0]
+                print_message(f"error: {type(error).__name__}: {what}; with -v this shows where, for a report")
+                raise typer.Exit(1) from None
 
     given = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
     run.__signature__ = signature.replace(parameters=[*given, *flags])  # type: ignore[attr-defined]

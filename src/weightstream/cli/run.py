@@ -158,7 +158,7 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    is_here = Path(model).expanduser().exists()
+    is_here = os.path.exists(os.path.expanduser(model))
     with announced("loading the tokenizer" if is_here else f"downloading {model} from the Hub, if its cache lacks it"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel

@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 
 _PANEL, _DRAFTS = "Pipelines of diffusers", "Drafts"
 _PLACEMENT, _VLLM = "Loading and placement", "vLLM's offloading flags, instead of a budget"
-Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the Hub.")]
+
+
+def _named(model: str) -> str:
+    if not model:
+        raise ConfigError("MODEL is empty: give a folder, or the name of a repository on the Hub")
+    return model
+
+
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the Hub.", callback=_named)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one, else cpu.")]
 TrustRemoteCode = Annotated[
     bool,
@@ -132,8 +140,6 @@ def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
         def run(
             model: str, config: Path | None, device: str | None, dtype: str, trust_remote_code: bool, **values: Any
         ) -> None:
-            if not model:
-                raise ConfigError("MODEL is empty: give a folder, or the name of a repository on the Hub")
             flags = {name: value for name in settings if (value := values.pop(name)) not in (None, [])}
             read = functools.partial(OffloadConfig.from_toml, config) if config else OffloadConfig.from_kwargs
             loading = Loading(config=read(**flags), device=device, dtype=dtype, trust_remote_code=trust_remote_code)

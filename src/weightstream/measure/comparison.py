@@ -91,7 +91,9 @@ def compare(
             resident, theirs, why_skipped = _resident(model, filled, plan, backend, seconds, phase)
             verdict = {"reproducible": True, "equal": None, "first_difference": None}
             verdict |= _verdict(ours, theirs, steps) if resident else {}
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise OffloadError(
             f"{device} has no memory left for a step besides the weights: lower --device-budget, --batch or --context "
             f"({error})"
@@ -116,6 +118,10 @@ def compare(
         "num_compared": NUM_COMPARED,
         **verdict,
     }
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # as the CPU's says
 
 
 def _filling(workload: Workload) -> str:
