@@ -92,7 +92,7 @@ def messages(level: int) -> Iterator[None]:
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags -q and -v. It says at once that it loads libraries; without -v no traceback is shown."""
+    """The command with the flags -q and -v. It says at once that it loads libraries. Only -v shows tracebacks."""
     signature = inspect.signature(command, eval_str=True)
     flags = [
         Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=_Quiet),
