@@ -29,7 +29,7 @@ from weightstream.store.pack import Shard, choose, copy_beside, growing, lay_out
 
 _SMALL_NBYTES = 4096  # smaller tensors that belong to quantised weights do not go into a unit's file
 _Key = tuple[int, tuple[int, ...]]
-Advance = Callable[[str, int, int], None]
+PhaseAdvance = Callable[[str, int, int], None]
 
 
 def pack(
@@ -41,7 +41,7 @@ def pack(
     trust_remote_code: bool = False,
     variant: str | None = None,
     progress: bool = False,
-    advance: Advance = lambda phase, total, nbytes: None,
+    advance: PhaseAdvance = lambda phase, total, nbytes: None,
 ) -> list[Shard]:
     """Write a checkpoint again, in the order in which its weights stream.
 
@@ -123,7 +123,7 @@ class _PackOptions(NamedTuple):
 
     codec: str
     verify: bool
-    advance: Advance
+    advance: PhaseAdvance
 
     def may_write(self, folder: Path) -> bool:
         """Whether loading may write converted tensors to files. Not for quantised weights, which are packed unchanged.
@@ -158,7 +158,7 @@ def _pipeline(
     copy_beside(folder, grown)
 
 
-def _of_component(advance: Advance, name: str, phase: str, total: int, nbytes: int) -> None:
+def _of_component(advance: PhaseAdvance, name: str, phase: str, total: int, nbytes: int) -> None:
     advance(f"{phase} {name}", total, nbytes)
 
 
