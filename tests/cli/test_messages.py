@@ -67,6 +67,23 @@ def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("configured", "shown"),
+    [
+        ("", ["weightstream: a doubt"]),
+        ("logging.getLogger('weightstream').setLevel(logging.INFO)", ["weightstream: a fact", "weightstream: a doubt"]),
+        ("logging.getLogger('weightstream').setLevel(logging.ERROR)", []),
+        ("logging.basicConfig()", ["WARNING:weightstream:a doubt"]),
+        ("logging.getLogger('weightstream').addHandler(logging.NullHandler())", []),
+    ],
+)
+def test_the_log_of_a_program_that_configures_none_has_a_prefix(configured: str, shown: list[str]) -> None:
+    speaks = "log = logging.getLogger('weightstream'); log.info('a fact'); log.warning('a doubt')"
+    code = f"import logging, weightstream\n{configured}\n{speaks}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr.splitlines() == shown
+
+
 AT_ONCE = """
 import io, sys
 from contextlib import redirect_stderr, redirect_stdout

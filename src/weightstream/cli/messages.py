@@ -31,7 +31,6 @@ _NO_BARS = "TQDM_DISABLE"
 _TALKATIVE = (  # they log missing kernels while transformers imports them
     "torchao",
     "torch.utils._pytree",
-    "transformers.activations",
 )
 
 
