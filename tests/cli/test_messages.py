@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from weightstream.runtime.devices.cpu import CPU_PROFILE
 
 
 def speak(text: str) -> None:
+    assert os.environ["TQDM_DISABLE"] == "1", "stderr is no terminal"
     logger = logging.getLogger("weightstream")
     logger.debug("a detail of %s", text)
     logger.info("a fact")
@@ -40,7 +42,10 @@ def speak(text: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("default")
-def test_flags_choose_what_stderr_shows(flags: tuple[str, ...], expected: list[str]) -> None:
+def test_flags_choose_what_stderr_shows(
+    flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
     speaking = typer.Typer()
     speaking.command()(with_messages(speak))
     loggers = [logging.getLogger(name) for name in ("weightstream", "weightstream.progress")]
@@ -50,6 +55,7 @@ def test_flags_choose_what_stderr_shows(flags: tuple[str, ...], expected: list[s
     assert result.stdout == "x\n"
     assert [line.partition(" a ")[2] or line for line in result.stderr.splitlines()] == expected
     assert [(each.level, each.propagate, list(each.handlers)) for each in loggers] == before
+    assert "TQDM_DISABLE" not in os.environ
 
 
 def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

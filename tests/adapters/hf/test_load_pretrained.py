@@ -384,6 +384,14 @@ def test_progress_bar(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_bar_is_drawn_into_a_file_only_if_asked_for(
+    llama: Path, asked: bool | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weightstream.from_pretrained(llama, device="cpu", progress=asked).weightstream.remove()
+    assert ("Loading weights" in capfd.readouterr().err) is bool(asked)
+
+
 def edit_config(folder: Path, **facts: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
