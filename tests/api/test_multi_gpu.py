@@ -537,9 +537,11 @@ def test_links_are_measured_concurrently(monkeypatch: pytest.MonkeyPatch, caplog
 @torch.no_grad()
 @pytest.mark.parametrize("has_example", [False, True])
 @pytest.mark.parametrize("codec", ["none", "compressed"])
-def test_neighbours_together(has_example: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_together(
+    has_example: bool, codec: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The faster distribution is chosen. Its predicted time, from before the blocks are moved, is that of the new
-    plans."""
+    plans. Weights that the builders of the other distribution held are not reported as held by the user."""
     monkeypatch.setattr(multi_device, "_WORTH", 1e9)
     tried, fastest = [], multi_device.fastest_deal
 
@@ -565,6 +567,16 @@ def test_neighbours_together(has_example: bool, codec: str, monkeypatch: pytest.
         for _ in range(3):
             assert torch.equal(model(x), want)
     assert [tensor.data_ptr() for tensor in model.parameters()] == places
+    assert "outside of the model" not in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_gpus_that_the_machine_lacks_are_not_simulated() -> None:
+    """Only device="cpu" runs the parts on the CPU, as these tests do."""
+    with pytest.raises(ConfigError, match=r"gpus=2: .* sees no CUDA GPU"):
+        weightstream.offload(MODELS["llama"]().module, gpus=2)
+    with pytest.raises(ConfigError, match=r"max_memory for 2 GPUs: .* sees no CUDA GPU"):
+        weightstream.offload(MODELS["llama"]().module, device_budget={0: "1MiB", 1: "1MiB"})
 
 
 class Deeper(nn.Module):

@@ -104,11 +104,11 @@ def test_shows_text_then_summary(folder: Path) -> None:
     result = run(folder, "--device-budget", BUDGET, "--prompt", PROMPT, "--verify")
     assert result.exit_code == 0, result.output
     (text,), summary = result.stdout.splitlines(), result.stderr.splitlines()
+    assert summary[0] == f"   prompt: {PROMPT}"
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
     labels = [label for label in labels if label != "advice"]  # shown on a busy machine
-    assert labels == ["plan", "speed", "decode", "device", "streamed", "waited", "predicted", "identical"]
-    assert f"   decode: eager ({EAGER})" in summary
+    assert labels == ["prompt", "plan", "speed", "streamed", "predicted", "identical"]
     assert summary[-1] == "identical: yes"
     assert max(map(len, summary)) <= 100
     assert "\x1b" not in result.output
@@ -280,6 +280,10 @@ def copy_weights(folder: Path, to: Path) -> None:
 
 def test_tokenizer_missing(folder: Path, tmp_path: Path) -> None:
     copy_weights(folder, tmp_path)
+    message = refused(run(tmp_path, "--device-budget", BUDGET))
+    assert f"{tmp_path} has no tokenizer: none of tokenizer.json, " in message
+    assert "sentencepiece" not in message
+    (tmp_path / "tokenizer_config.json").write_text("no json")
     assert "its tokenizer cannot be loaded" in refused(run(tmp_path, "--device-budget", BUDGET))
 
 
@@ -340,7 +344,7 @@ def test_an_ignored_setting_is_one_line_of_warning(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("warning: prefetch.offload_params = ['mlp'] ignored")
     assert result.stderr.count("warning") == 1
-    assert result.stderr.splitlines()[1].startswith("     plan: ")
+    assert result.stderr.splitlines()[1].startswith("   prompt: ")
 
 
 def test_version() -> None:

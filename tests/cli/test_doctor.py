@@ -355,7 +355,7 @@ def test_the_screen(disk: Path) -> None:
     assert "\x1b" not in result.stdout
     assert [line for line in lines if line and line[0] != " "][:-1] == ["GPU", "host", "speed", "disk", "software"]
     assert "7.0 GB/s" in result.stdout
-    assert re.fullmatch(r"All is well\.|\d+ (could be better|missing).*\.", lines[-1])
+    assert re.fullmatch(r"All is well\.|It works; \d+ could be better\.", lines[-1])
     assert list(disk.iterdir()) == []
 
 
@@ -480,7 +480,9 @@ def test_missing_packages_are_named_with_their_command(disk: Path, monkeypatch: 
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "diffusers" else version(name))
     result = run(disk)
     assert result.exit_code == 0
-    assert "pip install diffusers" in result.stdout
+    assert "not installed; it is for pipelines for images and video" in result.stdout
+    assert "pip install 'weightstream[diffusers]'" in result.stdout
+    assert "missing" not in result.stdout.splitlines()[-1]
     assert value(run(disk, "--json"), "installed")["diffusers"] is None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -19,6 +22,7 @@ from weightstream.runtime.devices.cpu import CPU_PROFILE
 
 
 def speak(text: str) -> None:
+    assert os.environ["TQDM_DISABLE"] == "1", "stderr is no terminal"
     logger = logging.getLogger("weightstream")
     logger.debug("a detail of %s", text)
     logger.info("a fact")
@@ -38,7 +42,10 @@ def speak(text: str) -> None:
     ],
 )
 @pytest.mark.filterwarnings("default")
-def test_flags_choose_what_stderr_shows(flags: tuple[str, ...], expected: list[str]) -> None:
+def test_flags_choose_what_stderr_shows(
+    flags: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
     speaking = typer.Typer()
     speaking.command()(with_messages(speak))
     loggers = [logging.getLogger(name) for name in ("weightstream", "weightstream.progress")]
@@ -48,6 +55,7 @@ def test_flags_choose_what_stderr_shows(flags: tuple[str, ...], expected: list[s
     assert result.stdout == "x\n"
     assert [line.partition(" a ")[2] or line for line in result.stderr.splitlines()] == expected
     assert [(each.level, each.propagate, list(each.handlers)) for each in loggers] == before
+    assert "TQDM_DISABLE" not in os.environ
 
 
 def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +71,63 @@ def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         pass
     time.sleep(0.1)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("configured", "shown"),
+    [
+        ("", ["weightstream: a doubt"]),
+        ("logging.getLogger('weightstream').setLevel(logging.INFO)", ["weightstream: a fact", "weightstream: a doubt"]),
+        ("logging.getLogger('weightstream').setLevel(logging.ERROR)", []),
+        ("logging.basicConfig()", ["WARNING:weightstream:a doubt"]),
+        ("logging.getLogger('weightstream').addHandler(logging.NullHandler())", []),
+    ],
+)
+def test_the_log_of_a_program_that_configures_none_has_a_prefix(configured: str, shown: list[str]) -> None:
+    speaks = "log = logging.getLogger('weightstream'); log.info('a fact'); log.warning('a doubt')"
+    code = f"import logging, weightstream\n{configured}\n{speaks}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr.splitlines() == shown
+
+
+AT_ONCE = """
+import io, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+HEAVY = ("torch", "transformers", "diffusers", "numpy", "starlette", "uvicorn")
+
+
+class Refusing:
+    def find_spec(self, name, *_):
+        if name in HEAVY:
+            raise SystemExit(f"{name} is imported")
+
+
+sys.meta_path.insert(0, Refusing())
+from weightstream.cli import app
+
+for line in sys.stdin.read().splitlines():
+    shown = io.StringIO()
+    try:
+        with redirect_stderr(shown), redirect_stdout(shown):
+            app(line.split())
+    except SystemExit as ended:
+        print(line.split()[0], "|", ended.code, "|", *shown.getvalue().splitlines())
+"""
+
+
+def test_every_command_writes_a_line_before_it_imports_libraries(tmp_path: Path) -> None:
+    lines = {name: f"{name} {tmp_path}" for name in ("bench", "doctor", "plan", "run", "serve", "trace")}
+    lines |= {"pack": f"pack {tmp_path} {tmp_path}/out", "profiles": "profiles"}
+    assert lines.keys() == {command.callback.__name__ for command in app.registered_commands if command.callback}
+    given = "\n".join([*lines.values(), "doctor -q"])
+    ran = subprocess.run([sys.executable, "-c", AT_ONCE], input=given, capture_output=True, text=True, timeout=60)
+    found = [[part.strip() for part in line.split("|")] for line in ran.stdout.splitlines()]
+    assert [name for name, *_ in found] == [*lines, "doctor"], ran.stderr
+    *said, (_, _, quiet) = found
+    assert all("is imported" in why for _, why, _ in found)
+    assert [line for *_, line in said] == ["weightstream: loading libraries"] * len(lines)
+    assert not quiet
 
 
 def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,5 +146,6 @@ def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(folder) in shown
     assert "of another version" in shown
     assert next(folder.glob("*[0-9a-f].json")).name in shown
-    assert call("--clear").startswith("2 profiles removed")
+    (folder / "old.json").unlink()
+    assert call("--clear").startswith("1 profile removed")
     assert not list(folder.iterdir())

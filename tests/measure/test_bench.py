@@ -8,8 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +192,23 @@ def test_a_narrow_table_drops_the_least_important_columns(
     assert {"system", "p20 ms", "p50 ms", "p80 ms", "x floor", "x resident", "tokens/s", "device GiB"} - shown == lost
 
 
-def test_its_progress_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_its_phases_are_named(done: tuple[Result, Path]) -> None:
+    said = [line.removeprefix("weightstream: ") for line in done[0].stderr.splitlines() if "still" not in line]
+    fill = "filling a cache of 9 positions"
+    phases = [fill, "timing the offloaded model", "timing the link alone"]
+    phases += [f"{fill}, with all weights on the device", "timing the resident model"]
+    assert said[-len(phases) :] == phases
 
-    @contextmanager
-    def reporting(text: str, *_: object, **__: object) -> Iterator[Callable[..., None]]:
-        said.append(text)
-        yield lambda *, description="": said.append(description)
 
-    monkeypatch.setattr("weightstream.measure.progress.reporting", reporting)
-    run(folder)
-    phases = ["timing: offloaded", "timing: raw link floor", "timing: resident"]
-    assert said == ["loading libraries", "timing", *phases]
+@pytest.mark.parametrize("positions", [2048, 100])
+def test_a_cpu_fills_a_short_cache_unless_told_otherwise(folder: Path, positions: int, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    facts = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": positions}))
+    arguments = ["bench", str(copied), "--device", "cpu", "--device-budget", BUDGET, "--seconds", "0.05", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["workload"]["context"] == min(512, positions)
 
 
 def test_everything_fits(folder: Path, tmp_path: Path) -> None:
@@ -371,7 +374,7 @@ def test_no_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["no-such-folder/a.png", "a.nothing"])
 def test_a_figure_that_cannot_be_written(folder: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    assert "name a .png file" in refused(run(folder, "--plot", tmp_path / name))
+    assert "file that can be written" in refused(run(folder, "--plot", tmp_path / name))
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

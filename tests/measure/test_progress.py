@@ -82,6 +82,22 @@ def test_long_work_is_reported_once(takes_s: float, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("_at_once")
+def test_a_phase_is_a_line_and_one_more_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.phase(TEXT):
+        time.sleep(0.3)
+    assert capsys.readouterr().err.splitlines() == [f"weightstream: {TEXT}", f"{STILL}, 0 s so far"]
+
+
+def test_a_phase_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "_is_terminal", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.phase(TEXT):
+        assert "weightstream: " not in capsys.readouterr().err
+    monkeypatch.setattr(progress, "_is_terminal", lambda: False)
+    assert (progress.bars(None), progress.bars(True), progress.bars(False)) == (False, True, False)
+
+
+@pytest.mark.usefixtures("_at_once")
 def test_an_error_ends_the_report_of_long_work(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError), progress.lasting(TEXT):
         raise ZeroDivisionError

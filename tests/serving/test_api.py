@@ -245,6 +245,9 @@ def test_requests_beyond_the_queue_are_refused(client: Any, port: int, monkeypat
     while len(results) < 2:
         time.sleep(0.01)
     assert [(status, found["error"]["code"]) for status, found in results] == 2 * [(429, "queue_full")]
+    with monkeypatch.context() as patch:
+        patch.setattr(TextModel, "encode_chat", lambda *_: pytest.fail("a refused prompt is tokenised"))
+        assert post(port, body)[0] == 429
     goes_on.set()
     for thread in threads:
         thread.join(60)

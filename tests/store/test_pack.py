@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ import models
 from repeats import thinned
 from weightstream import from_pretrained
 from weightstream.adapters.hf.load import load_pretrained
+from weightstream.api.pack import pack
 from weightstream.cli import app
 from weightstream.errors import StoreError, UnsupportedError, WeightstreamError
+from weightstream.plan.units import human
 from weightstream.store import pack as store
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.pack import Shard
@@ -507,13 +510,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     libc.umount2(bytes(folder), 2)
 
 
+def test_phases_count_the_bytes_of_the_model(llama: Path, tmp_path: Path) -> None:
+    counted: Counter[tuple[str, int]] = Counter()
+    count = lambda phase, total, nbytes: counted.update({(phase, total): nbytes})  # noqa: E731
+    pack(str(llama), tmp_path / "p", codec="compressed", verify=True, advance=count)
+    assert [phase for phase, _ in counted] == ["measuring compressed sizes", "writing", "verifying"]
+    assert all(total == done for (_, total), done in counted.items())
+    (nbytes,) = {total for phase, total in counted if phase != "measuring compressed sizes"}
+    assert nbytes == sum(tensor.nbytes for tensor in load_file(llama / "model.safetensors").values())
+
+
+def test_a_conversion_that_the_pack_keeps_is_no_warning(llama: Path, tmp_path: Path) -> None:
+    facts = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(facts | {"dtype": "bfloat16"}))
+    result = run(llama, tmp_path / "p")
+    assert {tensor.dtype for tensor in load_file(tmp_path / "p" / "model.safetensors").values()} == {torch.bfloat16}
+    assert re.fullmatch(r"weightstream: writing: [\d.]+KiB\n", result.stderr)
+
+
 def test_a_full_disk(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = small_disk / "pack"
     folder.mkdir()
     shards = store.lay_out(units_of(300_000, 300_000, 300_000, 300_000), {})
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
-    with pytest.raises(StoreError, match=f"{needed} bytes to write > {free} bytes free: free {needed - free} more"):
-        write(folder, shards)
+    out = small_disk / "out"
+    arithmetic = rf"{out} cannot be written: {human(needed)} to write > {human(free)} free: free {human(needed - free)}"
+    with pytest.raises(StoreError, match=arithmetic), store.growing(out) as growing:
+        write(growing, shards)
     assert os.listdir(folder) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 30})())
     with pytest.raises(StoreError, match=r"No space left"), store.growing(small_disk / "out") as growing:

@@ -27,7 +27,7 @@ from weightstream.errors import ConfigError, PlanError, UnsupportedError
 from weightstream.inputs.builder import CallerFacts, assembled, rooted
 from weightstream.inputs.gathering import Example, LayerSubset
 from weightstream.inputs.machine import Kernels, dtypes_of, machine_with_rates
-from weightstream.measure.progress import lasting
+from weightstream.measure.progress import bars, lasting
 from weightstream.plan.speculation import MOST_ROWS
 from weightstream.plan.units import human
 from weightstream.runtime.devices import cuda
@@ -105,7 +105,10 @@ def _opened(
         with opened_backend(config.device_for(device), config, loads=loads) as backend:
             yield [backend]
         return
-    kind = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
+    if device is None and not cuda.is_available():
+        wanted = f"gpus={config.gpus}" if config.gpus > 1 else f"max_memory for {len(config.stripes)} GPUs"
+        raise ConfigError(f"{wanted}: this torch ({torch.__version__}) sees no CUDA GPU; leave it out to use the CPU")
+    kind = torch.device(device if device is not None else "cuda")
     if kind.index is not None:
         raise ConfigError(
             f"device = {device!r}, but the settings spread the model over {len(config.stripes)} GPUs: leave out device"
@@ -166,7 +169,7 @@ def from_pretrained(
         config: an `OffloadConfig` or the path of a TOML file, as for `offload`; or a transformers config, which
             replaces config.json.
         offload_folder: the folder for weights that have to be converted. Default: a temporary folder.
-        progress: show (True) or hide (False) the loading bar. None: leave it as it is configured.
+        progress: show (True) or hide (False) the loading bar. None: show it if stderr is a terminal.
         allow_missing: initialise weights that are missing in the checkpoint at random, instead of refusing it.
         speculate: what `weightstream.generate` does with this model unless a call says otherwise: "auto" drafts where
             that is faster, "lookup" and "draft" always, "off" never. Memory for passes of several tokens is then part
@@ -221,7 +224,7 @@ def from_pretrained(
                 model_config=model_config,
                 allow_missing=allow_missing,
                 offload_folder=config.offload_folder,
-                progress=progress,
+                progress=bars(progress),
                 verify_checksums=config.verify_checksums,
                 expect=kernels.expect,
                 decode=kernels.are_missing,  # asked once the dtypes are known: without kernels, decompress into files

@@ -15,8 +15,9 @@ from weightstream.adapters.hf.hub import ADAPTER, find, is_quantised, names_pipe
 from weightstream.adapters.hf.load import LoadedModel, load_pretrained
 from weightstream.adapters.modules.partition import find_units
 from weightstream.codec import coding
-from weightstream.codec.format import ELEMENTS
+from weightstream.codec.format import ELEMENTS, Layout
 from weightstream.errors import ConfigError, UnsupportedError
+from weightstream.measure.progress import lasting
 from weightstream.plan.search import always_resident
 from weightstream.runtime.weights.alias_groups import groups, manifest, merge_tied
 from weightstream.settings.arguments import check_source
@@ -28,6 +29,7 @@ from weightstream.store.pack import Shard, choose, copy_beside, growing, lay_out
 
 _SMALL_NBYTES = 4096  # smaller tensors that belong to quantised weights do not go into a unit's file
 _Key = tuple[int, tuple[int, ...]]
+PhaseAdvance = Callable[[str, int, int], None]
 
 
 def pack(
@@ -39,7 +41,7 @@ def pack(
     trust_remote_code: bool = False,
     variant: str | None = None,
     progress: bool = False,
-    advance: Callable[[int, int], None] = lambda total, nbytes: None,
+    advance: PhaseAdvance = lambda phase, total, nbytes: None,
 ) -> list[Shard]:
     """Write a checkpoint again, in the order in which its weights stream.
 
@@ -51,7 +53,8 @@ def pack(
         trust_remote_code: run Python code that comes with the model, as for transformers.
         variant: the variant of a pipeline's files, such as "fp16".
         progress: show a bar while the checkpoint is loaded.
-        advance: called with the total bytes of work, and the bytes that are done since the last call.
+        advance: called with a phase, such as "writing", the bytes of the model that it is for, and the bytes of these
+            that are done since the last call. Each phase begins once the one before has ended.
 
     Returns:
         The files of the pack.
@@ -81,13 +84,15 @@ def pack(
         )
     may_write = options.may_write(folder)
     with growing(_place(out.expanduser(), folder)) as grown:
-        loaded = load_pretrained(
-            source,
-            offload_folder=grown,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-            may_write=may_write,
-        )
+        with lasting(f"loading {path_or_repo_id}"):
+            loaded = load_pretrained(
+                source,
+                offload_folder=grown,
+                trust_remote_code=trust_remote_code,
+                progress=progress,
+                may_write=may_write,
+                is_kept=True,
+            )
         shards = _packed(loaded, grown, options)
         copy_beside(folder, grown, deep=True)
         _describe(grown / "config.json", loaded.model.config)
@@ -113,12 +118,12 @@ class _PackOptions(NamedTuple):
     Attributes:
         codec: which tensors are compressed.
         verify: whether the pack is read again and compared.
-        advance: called with the total bytes of work, and the bytes that are done since the last call.
+        advance: as of `pack`.
     """
 
     codec: str
     verify: bool
-    advance: Callable[[int, int], None]
+    advance: PhaseAdvance
 
     def may_write(self, folder: Path) -> bool:
         """Whether loading may write converted tensors to files. Not for quantised weights, which are packed unchanged.
@@ -143,7 +148,8 @@ def _pipeline(
         may_write = options.may_write(folder / name)
         loaded = load.load_component(kind, folder / name, grown, variant=variant, may_write=may_write)
         stem = "model" if hasattr(loaded.model, "base_model_prefix") else "diffusion_pytorch_model"
-        yield from _packed(loaded, grown / name, options, stem)
+        named = options._replace(advance=partial(_of_component, options.advance, name))
+        yield from _packed(loaded, grown / name, named, stem)
         copy_beside(folder / name, grown / name)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in specs and not path.name.startswith("."):
@@ -152,21 +158,28 @@ def _pipeline(
     copy_beside(folder, grown)
 
 
+def _of_component(advance: PhaseAdvance, name: str, phase: str, total: int, nbytes: int) -> None:
+    advance(f"{phase} {name}", total, nbytes)
+
+
 def _packed(loaded: LoadedModel, folder: Path, options: _PackOptions, stem: str = "model") -> list[Shard]:
     """Write the files of one model into a folder."""
     *streamed, rest = streaming_order(loaded)
     candidates = {name: tensor for unit in streamed for name, tensor in unit.items()}
     nbytes, rest_nbytes = (sum(t.nbytes for t in tensors.values()) for tensors in (candidates, rest))
-    advance = partial(options.advance, nbytes + (nbytes + rest_nbytes) * (1 + options.verify))
     mappings: list[Memory] = [*loaded.mappings, *loaded.lazy]
     dtypes = {dtype_name(tensor) for tensor in candidates.values()} & ELEMENTS.keys()
     device = _device(dtypes if options.codec != "none" else ())
-    layouts = choose(candidates, options.codec, mappings, device, advance)
+    layouts: dict[str, Layout] = {}
+    if options.codec != "none":
+        measured = partial(options.advance, "measuring compressed sizes", nbytes)
+        layouts = choose(candidates, options.codec, mappings, device, measured)
     units = [unit for unit in (*streamed, rest) if unit]
     shards = lay_out(units, loaded.checkpoint.metadata, layouts=layouts, device=device, stem=stem)
-    write_pack(folder, shards, mappings, advance, stem)
+    write_pack(folder, shards, mappings, partial(options.advance, "writing", nbytes + rest_nbytes), stem)
     for shard in shards if options.verify else ():
-        shard.verify(folder / shard.name, mappings, advance)
+        verified = partial(options.advance, "verifying", nbytes + rest_nbytes)
+        shard.verify(folder / shard.name, mappings, verified)
     if loaded.folder is not None:
         loaded.folder.close()
     return shards

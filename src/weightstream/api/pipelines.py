@@ -42,6 +42,7 @@ from weightstream.inputs.pipeline_planning import (
     rehearsed,
     share_budget,
 )
+from weightstream.measure.progress import bars
 from weightstream.plan.candidates import Share
 from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.units import human
@@ -181,7 +182,7 @@ def pipeline_from_pretrained(
                 variant=variant,
                 base=base,
                 offload_folder=config.offload_folder,
-                progress=progress,
+                progress=bars(progress),
                 verify_checksums=config.verify_checksums,
                 expect=kernels.expect,
                 decode=kernels.are_missing,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from typer import rich_utils
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 
 from weightstream import __version__
 from weightstream.cli.bench import bench
@@ -56,6 +56,19 @@ class Commands(TyperGroup):
         except WeightstreamError as error:
             print_message(f"error: {self._in_flags(_LINES.sub(' ', str(error).strip()), ctx)}")
             raise typer.Exit(2) from None
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """The command, whose help shows MODEL in capitals as its text does, and no value for a flag that takes none."""
+        command = super().get_command(ctx, name)
+        params: list[Any] = [] if command is None else [*command.params, command.get_help_option(ctx)]
+        for param in params:
+            if isinstance(param, TyperArgument):
+                param.metavar = str(param.name).upper()
+            elif param.is_flag or param.count:
+                param.metavar = ""
+            elif param.multiple:
+                param.metavar = "<str>"
+        return command
 
     def _in_flags(self, text: str, ctx: Any) -> str:
         """The text of an error with keywords replaced by flags of the command; others are marked as Python's."""

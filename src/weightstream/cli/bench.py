@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,7 @@ import typer
 
 from weightstream import __version__
 from weightstream.cli import pipelines
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -28,9 +30,11 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
+    check_writable,
     expert_line,
     figure,
     grid,
+    is_on_cpu,
     prediction_lines,
     print_labelled,
     print_table,
@@ -38,11 +42,13 @@ from weightstream.cli.terminal import (
     takes_model,
     write_file,
 )
+from weightstream.measure.progress import lasting, phase
 from weightstream.plan.multi_device import AnyPlan
 from weightstream.plan.units import human, milliseconds, per_second, scale
 
 _COLORS = MappingProxyType({"raw link floor": "#b9b2a6", "offloaded": "#2f6f9f", "resident": "#7d8a6a"})
 _PREDICTED = "#c05020"
+_CPU_CONTEXT = 512  # filling a cache of 4096 positions takes a CPU longer than all that is timed
 
 
 @takes_model()
@@ -75,15 +81,15 @@ def bench(
     - resident: the same step with all weights on the device, if they fit
 
     A step is a forward of --batch sequences with --tokens new tokens each, on a
-    KV cache that fills --context positions. Outputs of offloaded and resident
+    KV cache that fills --context positions (default: 4096; on a CPU 512). Outputs of offloaded and resident
     are compared bit by bit; the command exits with 1 if they differ. For a
     pipeline of diffusers whole calls are timed, at least two. With --speculate
     or --draft, passes of several tokens are timed, too.
     """
     if plot is not None:
         require("matplotlib", "plot", "--plot")
-    if out is not None:
-        write_file("--out", out, "", append=True)  # a file that cannot be written is an error now, not after minutes
+    for flag, path in (("--out", out), ("--plot", plot)):
+        check_writable(flag, path)
     if pipelines.is_diffusers(model):
         pipelines.refuse_options(model, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)
@@ -93,8 +99,11 @@ def bench(
         plan = None
     else:
         pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
+        if loading["config"].context is None and is_on_cpu(loading["device"]):
+            context = _context_on_cpu(model, loading["trust_remote_code"])
+            loading["config"] = loading["config"].model_copy(update={"context": context})
         options = {**loading, "speculate": speculate, "draft": draft}
-        plan, comparison = _compared(model, options, seconds, progress=sys.stderr.isatty() and not as_json)
+        plan, comparison = _compared(model, options, seconds, progress=shows_bars() and not as_json)
     row = environment() | {"model": model} | comparison
     if out is not None:
         write_file("--out", out, json.dumps(row) + "\n", append=True)
@@ -110,18 +119,24 @@ def bench(
 
 
 def _compared(model: str, options: dict[str, Any], seconds: float, *, progress: bool) -> tuple[AnyPlan, dict[str, Any]]:
-    """A comparison of a language model; a terminal shows its phase."""
-    from weightstream.measure.progress import reporting
-
-    with reporting("loading libraries", progress):
+    """A comparison of a language model, whose phases are shown."""
+    with lasting("loading libraries"):
+        require("transformers", "transformers", "weightstream bench")
         from weightstream import from_pretrained
         from weightstream.adapters.steps.decode_steps import DecodeSteps
         from weightstream.measure.comparison import compare
 
     loaded = from_pretrained(model, progress=progress, **options)
-    total = 5 if getattr(loaded.weightstream.plan, "passes", ()) else 4
-    with reporting("timing", progress, total=total) as advance:
-        return compare(loaded, DecodeSteps, seconds, lambda name: advance(description=f"timing: {name}"))
+    return compare(loaded, DecodeSteps, seconds, partial(phase, progress=progress))
+
+
+def _context_on_cpu(model: str, trust_remote_code: bool) -> int:
+    """Positions of the cache of a step: the fewer, the sooner it is filled."""
+    from weightstream.adapters.hf.hub import config_and_class, find, refused_as_checkpoint
+
+    with refused_as_checkpoint(model, "load"):
+        found = config_and_class(find(model, trust_remote_code), None, trust_remote_code)[0].get_text_config()
+    return min(_CPU_CONTEXT, getattr(found, "max_position_embeddings", None) or _CPU_CONTEXT)
 
 
 def environment() -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import typer
+
+from weightstream.measure.progress import announced
 
 Conversation = list[dict[str, str]]
 
@@ -61,8 +63,17 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
 
 def input_lines() -> Iterator[str]:
     """The lines of stdin that are not empty; a terminal shows a prompt for each."""
-    lines = _typed() if sys.stdin.isatty() else sys.stdin
+    lines: Iterable[str] = ()
+    if sys.stdin is not None:
+        lines = _typed() if sys.stdin.isatty() else _piped()
     yield from (line.strip() for line in lines if line.strip())
+
+
+def _piped() -> Iterator[str]:
+    with announced("reading messages from stdin, one in each line"):
+        first = sys.stdin.readline()
+    yield first
+    yield from sys.stdin
 
 
 def _typed() -> Iterator[str]:

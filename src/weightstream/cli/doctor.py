@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write_file
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting
 
 if TYPE_CHECKING:
     from weightstream.measure.checks import Finding
@@ -27,7 +27,6 @@ _MARKS = MappingProxyType(  # symbol, style, and the word for its number in the 
         "note": ("", "", ""),
         "broken": ("X", "bold red", "broken"),
         "better": ("!", "magenta", "could be better"),  # yellow is hard to read on white
-        "missing": ("-", "magenta", "missing"),
     }
 )
 
@@ -52,7 +51,7 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
     device changes. Exits with 1 if something is broken.
     """
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         from weightstream.measure.checks import examine
         from weightstream.measure.profile import to_json
 
@@ -81,4 +80,4 @@ def _print(findings: Sequence[tuple[str, Finding]]) -> None:
                 print_folded(Text(f"{'-> ':>{width + 7}}", "italic"), finding.remedy, "italic")
     counts = Counter(finding.mark for _, finding in findings)
     verdict = ", ".join(f"{counts[mark]} {text}" for mark, (_, _, text) in _MARKS.items() if text and counts[mark])
-    typer.echo(f"\n{verdict or 'All is well'}.")
+    typer.echo(f"\n{verdict if counts['broken'] else f'It works; {verdict}' if verdict else 'All is well'}.")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weightstream.cli.chat import Conversation
 from weightstream.errors import ConfigError
+from weightstream.measure.progress import announced, say
 
 if TYPE_CHECKING:
     from weightstream.text.engine import Inputs, TextModel
@@ -54,7 +55,11 @@ def read_lines(path: Path, model: TextModel, sampling: Sampling, opening: Conver
     `sampling` holds where a line says nothing; `opening` comes before the messages of a line.
     """
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+        if str(path) == "-":
+            with announced("reading --jsonl from stdin, up to its end"):
+                text = sys.stdin.read()
+        else:
+            text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--jsonl {path}: {getattr(error, 'strerror', None) or error}") from error
     found = []
@@ -93,8 +98,6 @@ def answer_lines(model: TextModel, lines: list[RequestLine], cache_length: int) 
 
     With one `cache_length` for all, an answer does not depend on the lines before it.
     """
-    from weightstream.measure.progress import say
-
     said_at = time.monotonic()
     for number, line in enumerate(lines):
         answer = model.generate(line.inputs, line.sampling, cache_length=cache_length)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,16 +16,21 @@ from typing import Annotated, Any
 import typer
 
 from weightstream.cli.terminal import print_message
+from weightstream.errors import WeightstreamError
+from weightstream.measure.progress import say
 
 _Verbose = Annotated[
-    int, typer.Option("--verbose", "-v", count=True, help="Show the log, too. -vv: all that a plan depends on.")
+    int,
+    typer.Option(
+        "--verbose", "-v", count=True, help="Show the log, too. -vv: all that a plan depends on.", show_default=False
+    ),
 ]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, no warnings and no report.")]
 _LOGGER = "weightstream"
+_NO_BARS = "TQDM_DISABLE"
 _TALKATIVE = (  # they log missing kernels while transformers imports them
     "torchao",
     "torch.utils._pytree",
-    "transformers.activations",
 )
 
 
@@ -42,11 +49,16 @@ def is_quiet() -> bool:
     return not logging.getLogger(_LOGGER).isEnabledFor(logging.WARNING)
 
 
+def shows_bars() -> bool:
+    """Whether stderr is a terminal that may show bars."""
+    return sys.stderr.isatty() and not is_quiet()
+
+
 @contextmanager
 def messages(level: int) -> Iterator[None]:
     """Inside, the log of weightstream goes to stderr from this level on, and progress where warnings do.
 
-    Progress comes as lines, also into a pipe or file; bars are shown on a terminal only.
+    Progress comes as lines, also into a pipe or file; bars are shown on a terminal only, also those of libraries.
     """
     logger, progress = logging.getLogger(_LOGGER), logging.getLogger(f"{_LOGGER}.progress")
     before = [(each, each.level, each.propagate) for each in (logger, progress)]
@@ -58,6 +70,9 @@ def messages(level: int) -> Iterator[None]:
     progress.propagate = False
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+    bars = os.environ.get(_NO_BARS)
+    if level > logging.WARNING or not sys.stderr.isatty():
+        os.environ[_NO_BARS] = "1"
     try:
         with warnings.catch_warnings():
             if level > logging.WARNING:
@@ -65,6 +80,10 @@ def messages(level: int) -> Iterator[None]:
             warnings.showwarning = lambda message, *_, **__: print_message(f"warning: {message}")
             yield
     finally:
+        if bars is None:
+            os.environ.pop(_NO_BARS, None)
+        else:
+            os.environ[_NO_BARS] = bars
         for each, old_level, propagates in before:
             each.removeHandler(shown)
             each.setLevel(old_level)
@@ -72,7 +91,7 @@ def messages(level: int) -> Iterator[None]:
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags -q and -v."""
+    """The command with the flags -q and -v. It says at once that it loads libraries. Only -v shows tracebacks."""
     signature = inspect.signature(command, eval_str=True)
     flags = [
         Parameter("quiet", Parameter.KEYWORD_ONLY, default=False, annotation=_Quiet),
@@ -83,7 +102,18 @@ def with_messages(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, quiet: bool, verbose: int, **values: Any) -> None:
         levels = (logging.WARNING, logging.INFO, logging.DEBUG)
         with messages(logging.ERROR if quiet else levels[min(verbose, 2)]):
-            command(*args, **values)
+            if "torch" not in sys.modules:  # the import takes a second, or half a minute on a busy machine
+                say("loading libraries")
+            try:
+                command(*args, **values)
+            except (WeightstreamError, typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+                raise
+            except Exception as error:  # of a library, or a defect
+                if verbose:
+                    raise
+                what = str(error).strip().partition("\n")[0]
+                print_message(f"error: {type(error).__name__}: {what}; with -v this shows where, for a report")
+                raise typer.Exit(1) from None
 
     given = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
     run.__signature__ = signature.replace(parameters=[*given, *flags])  # type: ignore[attr-defined]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import Model, TrustRemoteCode, Variant, print_message, require
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting, reporting
+from weightstream.plan.units import human
 
 
 def pack(
@@ -32,25 +35,20 @@ def pack(
     OUT is an ordinary safetensors checkpoint, and appears when it is complete. A compressed one is
     smaller, and only weightstream reads it.
     """
-    from rich import progress
-    from rich.console import Console
-
-    from weightstream.plan.units import human
-
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         require("transformers", "transformers", "weightstream pack")
         from weightstream.api.pack import pack as pack_checkpoint
 
-    began, shown = time.perf_counter(), sys.stderr.isatty()
-    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn())
-    bar = progress.Progress(*columns, progress.TimeRemainingColumn(), console=Console(stderr=True), disable=not shown)
-    task = bar.add_task("", total=None)
+    began, shown = time.perf_counter(), shows_bars()
+    with ExitStack() as stack:
+        advances: dict[str, Callable[..., object]] = {}
 
-    def advance(total: int, nbytes: int) -> None:
-        bar.start()  # only now: loading the model showed a bar of its own
-        bar.update(task, advance=nbytes, total=total)
+        def advance(phase: str, total: int, nbytes: int) -> None:
+            if phase not in advances:
+                stack.close()  # one bar at a time
+                advances[phase] = stack.enter_context(reporting(f"{phase}: {human(total)}", shown, total))
+            advances[phase](advance=nbytes)
 
-    try:
         shards = pack_checkpoint(
             model,
             out,
@@ -61,8 +59,6 @@ def pack(
             variant=variant,
             trust_remote_code=trust_remote_code,
         )
-    finally:
-        bar.stop()
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
     nbytes, raw = sum(shard.nbytes for shard in shards), sum(tensor.nbytes for tensor in tensors)
     count = f"{len(tensors)} tensors, {human(nbytes)} ({nbytes} bytes)"

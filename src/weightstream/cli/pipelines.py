@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
+    check_writable,
     figure,
     grid,
     numbers_of,
@@ -26,7 +27,7 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import lasting, phase
 from weightstream.plan.pipeline import PipelinePlan, joined
 from weightstream.plan.units import human, milliseconds, scale
 
@@ -50,7 +51,7 @@ def call_of(
 
 def is_diffusers(model: str) -> bool:
     """Whether MODEL is a pipeline of diffusers. Most commands ask this first, and wait for libraries."""
-    with announced("loading libraries"):
+    with lasting("loading libraries"):
         from weightstream.api.plan_model import is_pipeline_checkpoint
 
         return is_pipeline_checkpoint(model)
@@ -312,7 +313,8 @@ def run_pipeline(
 
     takes = _taken(model)
     out = place_of(out, takes)
-    session = PipelineSession(model, loading, variant, call, progress=sys.stderr.isatty() and not as_json)
+    check_writable("--out", out)
+    session = PipelineSession(model, loading, variant, call, progress=shows_bars() and not as_json)
     session.seed = seed
     output, taken_s = session.run(output_type="pil")
     written = save_media(output, out)
@@ -381,19 +383,17 @@ def bench_pipeline(
     import torch
 
     from weightstream.measure.comparison import floor_of_calls, timed_calls
-    from weightstream.measure.progress import reporting
 
-    progress = sys.stderr.isatty() and not as_json
+    progress = shows_bars() and not as_json
     session = PipelineSession(model, loading, variant, call, progress=progress)
-    session.pipe.set_progress_bar_config(disable=True)  # the bar below shows all calls
+    session.pipe.set_progress_bar_config(disable=True)  # the bars below show all calls
     planned = session.planned
     resident, equal, skipped = None, None, ""
-    with reporting("timing", progress, total=4) as advance:
-        advance(description="timing: offloaded")
+    with phase("timing calls of the offloaded pipeline", progress):
         offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
-        stats = session.pipe.weightstream.stats()
-        offloaded["weights_nbytes"] = stats.held_nbytes["device"]
-        advance(description="timing: resident")
+    stats = session.pipe.weightstream.stats()
+    offloaded["weights_nbytes"] = stats.held_nbytes["device"]
+    with phase("timing calls of the resident pipeline", progress):
         try:
             session.plain()
             resident, theirs = timed_calls("resident", session.values, seconds, session.device)
@@ -401,7 +401,7 @@ def bench_pipeline(
             equal = all(torch.equal(a, b) for a in ours for b in theirs)
         except (OffloadError, torch.OutOfMemoryError) as error:
             skipped = str(error).partition("\n")[0]
-        advance(description="timing: raw link floor")
+    with phase("timing the link alone", progress):
         turns = [(turn.num, turn.plan) for turn in joined(planned.turns)] if planned else []
         floor = floor_of_calls(turns, seconds, session.device)
     systems = [system for system in (floor, offloaded, resident) if system]

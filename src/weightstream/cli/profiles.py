@@ -26,7 +26,7 @@ def profiles(
         for each in found:
             with suppress(FileNotFoundError):  # another process was first
                 each.path.unlink()
-        typer.echo(f"{len(found)} profiles removed from {folder}")
+        typer.echo(f"{len(found)} {'profile' if len(found) == 1 else 'profiles'} removed from {folder}")
         return
     if not found:
         typer.echo(f"no profiles in {folder}: `weightstream doctor` measures this machine")

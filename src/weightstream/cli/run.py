@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import typer
 from weightstream.cli import pipelines
 from weightstream.cli.chat import Conversation, converse
 from weightstream.cli.jsonl import answer_lines, read_lines
-from weightstream.cli.messages import is_quiet
+from weightstream.cli.messages import is_quiet, shows_bars
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -31,6 +32,7 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
+    check_writable,
     expert_line,
     numbers_of,
     prediction_lines,
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
+_MOST_ECHOED, _MOST_QUOTED = 500, 80  # characters of a prompt that are shown on a terminal, and in a pipe
+_FEWEST_TIMED = 8  # tokens: the speed of fewer says little
 _TEXT = "Text"
 
 
@@ -154,7 +158,8 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    with announced("loading the tokenizer"):
+    is_here = os.path.exists(os.path.expanduser(model))
+    with announced("loading the tokenizer" if is_here else f"downloading {model} from the Hub, if its cache lacks it"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
 
@@ -180,7 +185,9 @@ def _answer_once(
     inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
     sampling = model.limited(inputs, sampling)
     context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
-    model.load(progress=sys.stderr.isatty() and not as_json, **_planned_for(context, options))
+    model.load(progress=shows_bars() and not as_json, **_planned_for(context, options))
+    if isinstance(prompt, str) and not as_json and not is_quiet():
+        _show_prompt(prompt)
     answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
     if not as_json:
         typer.echo()
@@ -203,6 +210,15 @@ def _planned_for(context: int, options: dict[str, Any]) -> dict[str, Any]:
     return options if config.context else {**options, "config": config.model_copy(update={"context": context})}
 
 
+def _show_prompt(prompt: str) -> None:
+    """Show what the text continues: right before it on a terminal, else on stderr, as stdout gets only new text."""
+    if sys.stdout.isatty():
+        cut = len(prompt) > _MOST_ECHOED
+        typer.secho("… " * cut + prompt[-_MOST_ECHOED:], bold=True, nl=False)
+    else:
+        print_labelled({"prompt": textwrap.shorten(prompt, _MOST_QUOTED, placeholder=" …")}, err=True)
+
+
 def _show(piece: Piece) -> None:
     typer.echo(piece.text, nl=False)
 
@@ -221,7 +237,7 @@ def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int
 
 def _converse(model: TextModel, options: dict[str, Any], sampling: Sampling, system: str | None) -> None:
     model.encode_chat([*_opening(system), {"role": "user", "content": "?"}])  # some templates refuse system prompts
-    model.load(progress=sys.stderr.isatty(), **options)
+    model.load(progress=shows_bars(), **options)
     converse(functools.partial(_reply, model, sampling), _opening(system))
 
 
@@ -244,23 +260,25 @@ def _answer_file(model: TextModel, options: dict[str, Any], path: Path, sampling
     """Answer each line of a file. All lines are checked before the model is loaded."""
     lines = read_lines(path, model, sampling, _opening(system))
     longest = max(line.num_positions for line in lines)
-    model.load(progress=sys.stderr.isatty(), **_planned_for(longest, options))
+    model.load(progress=shows_bars(), **_planned_for(longest, options))
     answer_lines(model, lines, longest)
 
 
 def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     """A report, as labelled lines."""
-    stats, speed = report["stats"], f"{answer.tokens_per_s:.1f} tokens/s ({len(answer.ids)} generated"
-    speed += ", cut by --max-new-tokens" if answer.finish == "length" else ""
-    held = f"{human(stats['held_nbytes']['device'])} held on {report['device']}"
-    lines = {
-        "plan": report["plan"],
-        "speed": f"{speed}, the first after {report['first_token_s']:.2f} s)",
-        "decode": str(answer.decoding),
-        "device": f"{held}, of the model's {human(stats['model_nbytes'])}",
-        "streamed": f"{human(stats['filled_nbytes'] / stats['steps'])} per step ({stats['steps']} steps)",
-        "waited": f"{stats['stall_s']:.2f} s of {report['seconds']:.2f} s",
-    }
+    stats, num = report["stats"], len(answer.ids)
+    cut = ", cut by --max-new-tokens" if answer.finish == "length" else ""
+    made = f"{num} generated{cut}, the first after {report['first_token_s']:.2f} s"
+    speed = f"{answer.tokens_per_s:.1f} tokens/s ({made})" if num >= _FEWEST_TIMED else f"{made}: too few for a speed"
+    lines = {"plan": report["plan"], "speed": speed}
+    if report["device"] != "cpu" or (answer.decoding and answer.decoding.speculation):  # on a CPU all steps are eager
+        lines["decode"] = str(answer.decoding)
+    held = f"{human(stats['held_nbytes']['device'])} on {report['device']}"
+    waited = f"waited for {stats['stall_s']:.2f} s of {report['seconds']:.2f} s"
+    moved = (
+        f"{human(stats['filled_nbytes'] / stats['steps'])} per step through {held} ({stats['steps']} steps), {waited}"
+    )
+    lines["streamed"] = moved if stats["filled_nbytes"] else f"nothing: all weights are in {held}"
     if stats["speculation"] is not None:
         lines["drafts"] = speculation_line(stats["speculation"], answer.tokens_per_s)
     if report["experts"] is not None:
@@ -301,7 +319,11 @@ def as_text(argument: str) -> str:
 
 
 def _piped() -> str:
-    return "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
+    """The text of a pipe; empty on a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    with announced("reading the prompt from stdin, up to its end; with --prompt it is not read"):
+        return sys.stdin.read().strip()
 
 
 @takes_model("batch", "tokens")
@@ -310,7 +332,7 @@ def trace(
     loading: Loading,
     *,
     out: Annotated[Path, typer.Option(help="Write the trace here.")] = Path("trace.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Tokens to decode after the prompt, one in each step.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, one in each step.")] = 5,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = DEFAULT_PROMPT,
 ) -> None:
     """Record when each of MODEL's units is copied, waited for and computed, while it reads a prompt and decodes.
@@ -318,17 +340,16 @@ def trace(
     The trace opens in https://ui.perfetto.dev or chrome://tracing: a row for the host, one for compute
     and one for copies. Steps run eager, as a CUDA graph does not show its units.
     """
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
+    check_writable("--out", out)
     if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: trace() of a component's streamer records its steps")
     text_model = opened(model, loading, "weightstream trace")
     inputs = text_model.encode(as_text(prompt))
-    text_model.load(progress=sys.stderr.isatty(), **loading)
+    text_model.load(progress=shows_bars(), **loading)
     greedy = {**text_model.placed(inputs), "do_sample": False, "num_beams": 1}
     text_model.model.generate(**greedy, max_new_tokens=2)  # the order of the units is learned
     with text_model.streamer.trace() as recorded:
-        text_model.model.generate(**greedy, max_new_tokens=steps + 1, min_new_tokens=steps + 1)
+        text_model.model.generate(**greedy, max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens)
     recorded.save(out)
     _show_trace(text_model, recorded, out)
 

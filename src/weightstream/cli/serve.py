@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from weightstream.cli import pipelines
+from weightstream.cli.messages import shows_bars
 from weightstream.cli.run import as_text, opened
-from weightstream.cli.terminal import DraftOption, Loading, Model, print_message, require, takes_model
+from weightstream.cli.terminal import DraftOption, Loading, Model, is_on_cpu, print_message, require, takes_model
 from weightstream.errors import ConfigError
 
 _USUAL_CONTEXT = 4096
@@ -51,15 +52,13 @@ def serve(
     from weightstream.serving.server import bound_socket, serve_forever
 
     with bound_socket(host, port) as bound:
-        from weightstream.runtime.devices import cuda
-
         text_model = opened(model, loading, "weightstream serve")
         config = loading["config"].resolved()
         context = min(config.context or _USUAL_CONTEXT, text_model.num_positions or sys.maxsize)
         loading["config"] = config.model_copy(update={"context": context})
-        is_gpu = (loading["device"] or ("cuda" if cuda.is_available() else "cpu")) != "cpu"
-        speculate = speculate or ("auto" if draft is not None or (is_gpu and not config.stripes) else "off")
-        text_model.load(progress=sys.stderr.isatty(), speculate=speculate, draft=draft, **loading)
+        is_on_one_gpu = not is_on_cpu(loading["device"]) and not config.stripes
+        speculate = speculate or ("auto" if draft is not None or is_on_one_gpu else "off")
+        text_model.load(progress=shows_bars(), speculate=speculate, draft=draft, **loading)
 
         from weightstream.serving.app import ServedModel
 

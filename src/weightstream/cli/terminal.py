@@ -33,11 +33,23 @@ from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, U
 if TYPE_CHECKING:
     from weightstream.runtime.streamer.stats import Stats
 
-Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the Hub.")]
+_PANEL, _DRAFTS = "Pipelines of diffusers", "Drafts"
+_PLACEMENT, _VLLM = "Loading and placement", "vLLM's offloading flags, instead of a budget"
+
+
+def _named(model: str) -> str:
+    if not model:
+        raise ConfigError("MODEL is empty: give a folder, or the name of a repository on the Hub")
+    return model
+
+
+Model = Annotated[str, typer.Argument(help="Folder of a checkpoint, or its repository id on the Hub.", callback=_named)]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one, else cpu.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code from the checkpoint.", rich_help_panel=_PLACEMENT),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-_PANEL = "Pipelines of diffusers"
 Height = Annotated[
     int | None,
     typer.Option(min=1, help="Height of images in pixels. Default: the pipeline's.", rich_help_panel=_PANEL),
@@ -56,21 +68,25 @@ SpeculateMode = Annotated[
     Literal["auto", "off", "lookup", "draft"] | None,
     typer.Option(
         help="Verify several drafted tokens in a pass: auto where that is faster, lookup from the text itself, draft "
-        "by --draft, off never. Default: auto with --draft, else off."
+        "by --draft, off never. Default: auto with --draft, else off.",
+        rich_help_panel=_DRAFTS,
     ),
 ]
 DraftOption = Annotated[
     str | None,
     typer.Option(
         help="Small model with the same tokens that drafts, inside of the budget, if that is faster; or self: the "
-        "model drafts with the first bits of its own weights."
+        "model drafts with the first bits of its own weights.",
+        rich_help_panel=_DRAFTS,
     ),
 ]
 _Dtype = Annotated[
     Literal["auto", "bfloat16", "float16", "float32"],
-    typer.Option(help="Dtype of the weights; auto is the checkpoint's."),
+    typer.Option(help="Dtype of the weights; auto is the checkpoint's.", rich_help_panel=_PLACEMENT),
 ]
-_File = Annotated[Path | None, typer.Option(help="TOML file of settings; flags override it.")]
+_File = Annotated[
+    Path | None, typer.Option(help="TOML file of settings; flags override it.", rich_help_panel=_PLACEMENT)
+]
 _LOADING = MappingProxyType(  # annotation and default of the options that are no settings
     {"dtype": (_Dtype, "auto"), "trust_remote_code": (TrustRemoteCode, False), "device": (Device, None)}
 )
@@ -98,6 +114,13 @@ def require(package: str, extra: str, what: str) -> Any:
     except ModuleNotFoundError as error:
         remedy = f"pip install 'weightstream[{extra}]'"
         raise UnsupportedError(f"{what} needs the package {error.name}: {remedy}") from error
+
+
+def is_on_cpu(device: str | None) -> bool:
+    """Whether a model computes on the CPU with this --device."""
+    from weightstream.runtime.devices import cuda
+
+    return (device or ("cuda" if cuda.is_available() else "cpu")) == "cpu"
 
 
 def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -137,9 +160,11 @@ def _settings() -> dict[str, Any]:
     for name, field in (OffloadConfig.model_fields | classic).items():
         if field.description:
             least: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
-            panel = "Classic flags, instead of a budget" if name in {*classic, "offload_backend"} else None
-            option = typer.Option(help=field.description, rich_help_panel=panel, min=least)
-            options[name] = Annotated[_READ_AS.get(field.annotation, field.annotation) | None, option]
+            kind, panel = _READ_AS.get(field.annotation, field.annotation), None if name in _FIRST else _PLACEMENT
+            panel = _VLLM if name in {*classic, "offload_backend"} else panel
+            several = " May be given several times." if kind == list[str] else ""
+            option = typer.Option(help=f"{field.description}{several}", rich_help_panel=panel, min=least)
+            options[name] = Annotated[kind | None, option]
     return options
 
 
@@ -271,6 +296,16 @@ def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> Non
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Raise `ConfigError` now, not after minutes, if the file that a flag names cannot be written."""
+    if path is None:
+        return
+    existed = path.exists()
+    write_file(flag, path, "", append=True)
+    if not existed:
+        path.unlink()
 
 
 @contextmanager

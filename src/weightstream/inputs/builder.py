@@ -119,10 +119,15 @@ def assembled(
         if forward_patch.ATTRIBUTE not in vars(model):  # else a streamer is still attached, and uses it
             if builder is not None:
                 builder.forget()
-            for group in by_alias.values():
-                group.home = torch.empty(0, dtype=torch.uint8, device="cpu")
-                group.members.clear()
+            _forget(by_alias)
         raise
+
+
+def _forget(by_alias: Mapping[str, alias_groups.Group]) -> None:
+    """Drop the references of these groups to the memory of the weights."""
+    for group in by_alias.values():
+        group.home = torch.empty(0, dtype=torch.uint8, device="cpu")
+        group.members.clear()
 
 
 class OffloadBuilder:
@@ -202,8 +207,10 @@ class OffloadBuilder:
         return self._backend.device
 
     def close(self) -> None:
-        """Restore a model to which no plan is attached."""
+        """Restore a model to which no plan is attached. Another builder may be made for it then."""
         self._closing()
+        self.forget()
+        _forget(self._by_alias)
 
     def forget(self) -> None:
         """Drop all references to the memory of the weights."""

@@ -37,13 +37,22 @@ from weightstream.store.mapping import FileMapping
 from weightstream.store.readers import DirectFile
 
 _NVML = "nvidia-ml-py"
+
+
+class _Optional(NamedTuple):
+    """A package that adds something, and the extra that installs it in a version that fits."""
+
+    purpose: str
+    extra: str = ""
+
+
 _OPTIONAL = MappingProxyType(
     {
-        "triton": "for compressed weights and compiled models on a GPU",
-        _NVML: "for the driver's version, the PCIe link, and the GPU's load",
-        "transformers": "for language models by name, and weightstream run",
-        "diffusers": "for pipelines for images and video",
-        "matplotlib": "for figures",
+        "triton": _Optional("for compressed weights and compiled models on a GPU"),
+        _NVML: _Optional("for the driver's version, the PCIe link, and the GPU's load", "gpu"),
+        "transformers": _Optional("for language models by name, and weightstream run", "transformers"),
+        "diffusers": _Optional("for pipelines for images and video", "diffusers"),
+        "matplotlib": _Optional("for figures", "plot"),
     }
 )
 _QUANTISING = MappingProxyType(
@@ -66,7 +75,7 @@ _LINKS_S = 0.3  # time of each measurement between several GPUs
 class Finding(NamedTuple):
     """A fact as text, its mark, a remedy, and the value in bytes, seconds or rates, for JSON.
 
-    A mark is `ok`, `note`, `better` (it could be), `missing` or `broken`.
+    A mark is `ok`, `note`, `better` (it could be) or `broken`.
     """
 
     label: str
@@ -352,9 +361,10 @@ def installed(system: CheckedSystem) -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("torch", "safetensors", *_OPTIONAL)}
     versions["torch"] = str(torch.__version__)  # includes the CUDA version that it was built for
     yield Finding("installed", _listed(versions), value=versions)
-    for name, purpose in _OPTIONAL.items():
+    for name, (purpose, extra) in _OPTIONAL.items():
         if versions[name] is None and (system.gpus or name not in ("triton", _NVML)):
-            yield Finding(name, purpose, "missing", f"pip install {name}")
+            package = f"'weightstream[{extra}]'" if extra else name
+            yield Finding(name, f"not installed; it is {purpose}", "note", f"pip install {package}")
 
 
 def quantised(_: CheckedSystem) -> Iterator[Finding]:

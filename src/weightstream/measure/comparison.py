@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from operator import eq, itemgetter, sub
@@ -27,6 +27,7 @@ from weightstream.store import limits
 
 ComparedSystem = dict[str, Any]  # of JSON: a system's name, seconds of a step, and bytes that it holds
 ComparedStep = Callable[[], torch.Tensor]  # the same step at each call
+Phase = Callable[[str], AbstractContextManager[object]]  # shows the text while a part of a comparison runs
 NUM_COMPARED = 4  # consecutive steps whose outputs are compared: enough for the ring to wrap
 
 
@@ -49,12 +50,11 @@ def compare(
     model: Any,
     steps_of: Callable[..., ComparedStep],
     seconds: float,
-    on_phase: Callable[[str], object] = lambda _: None,
+    phase: Phase = lambda _: nullcontext(),
 ) -> tuple[AnyPlan, dict[str, Any]]:
     """Time an offloaded model, which is plain and on the device afterwards.
 
-    `steps_of(model, workload, device)` returns a step; `on_phase` is called with the name of each system before that is
-    timed.
+    `steps_of(model, workload, device)` returns a step.
 
     Returns the plan that was timed, and all numbers in bytes and seconds. `predicted_s` is the prediction from before
     the run. `first_difference` is the 1-based index of the first output that differs; it is known only if the resident
@@ -67,9 +67,10 @@ def compare(
     steps = partial(steps_of, model, workload, device)
     try:
         with closing(bench.private_backend(device)) as backend:  # the streamer closes its own
-            on_phase("offloaded")
-            step, begun = steps(), streamer.stats()
-            offloaded, ours = _timed("offloaded", step, backend, seconds)
+            with phase(filling := _filling(workload)):
+                step, begun = steps(), streamer.stats()
+            with phase("timing the offloaded model"):
+                offloaded, ours = _timed("offloaded", step, backend, seconds)
             plan, ended = streamer.plan, streamer.stats()
             offloaded["weights_nbytes"] = ended.held_nbytes["device"]
             num_tokens = (ended.steps - begun.steps) * workload.batch * workload.tokens
@@ -77,16 +78,22 @@ def compare(
             del step
             timed_passes: list[dict[str, Any]] = []
             if isinstance(planned, Plan) and planned.passes and (workload.batch, workload.tokens) == (1, 1):
-                on_phase("passes of several tokens")
-                timed_passes = _timed_passes(planned, steps_of, model, backend, seconds, offloaded["p50_s"])
+                with phase("timing passes of several tokens"):
+                    timed_passes = _timed_passes(planned, steps_of, model, backend, seconds, offloaded["p50_s"])
             streamer.remove()
-            on_phase("raw link floor")
-            floor, bytes_per_s = _floor_of(plan, ended.read_in_place, backend, seconds)
-            on_phase("resident")
-            resident, theirs, why_skipped = _resident(model, steps, plan, backend, seconds)
+            with phase("timing the link alone"):
+                floor, bytes_per_s = _floor_of(plan, ended.read_in_place, backend, seconds)
+
+            def filled() -> ComparedStep:
+                with phase(f"{filling}, with all weights on the device"):
+                    return steps()
+
+            resident, theirs, why_skipped = _resident(model, filled, plan, backend, seconds, phase)
             verdict = {"reproducible": True, "equal": None, "first_difference": None}
             verdict |= _verdict(ours, theirs, steps) if resident else {}
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         raise OffloadError(
             f"{device} has no memory left for a step besides the weights: lower --device-budget, --batch or --context "
             f"({error})"
@@ -111,6 +118,15 @@ def compare(
         "num_compared": NUM_COMPARED,
         **verdict,
     }
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # as the CPU's says
+
+
+def _filling(workload: Workload) -> str:
+    past = max(workload.context, workload.tokens) - workload.tokens
+    return f"filling a cache of {past:,} positions" if past else "preparing a step"
 
 
 def _timed_passes(
@@ -216,7 +232,7 @@ def _floor(plan: Plan, read: Sequence[int], backend: Backend, seconds: float) ->
 
 
 def _resident(
-    model: Any, steps: Callable[[], ComparedStep], plan: AnyPlan, backend: Backend, seconds: float
+    model: Any, steps: Callable[[], ComparedStep], plan: AnyPlan, backend: Backend, seconds: float, phase: Phase
 ) -> _Resident:
     device, nbytes, others_nbytes = backend.device, plan.decoded_nbytes, plan.beside_nbytes
     free_nbytes = limits.available_nbytes() if device.type == "cpu" else cuda.allocatable_nbytes(device)
@@ -228,7 +244,9 @@ def _resident(
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data = tensor.data.clone()
         model.to(device)
-        system, outputs = _timed("resident", steps(), backend, seconds)
+        step = steps()
+        with phase("timing the resident model"):
+            system, outputs = _timed("resident", step, backend, seconds)
         return _Resident(system | {"weights_nbytes": nbytes}, outputs)
     except torch.OutOfMemoryError as error:
         return _Resident(None, [], str(error).partition("\n")[0])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from weightstream.codec import coding
 from weightstream.errors import ConfigError
@@ -191,7 +191,11 @@ def from_json(text: str | bytes) -> Profile:
                 "version (weightstream doctor --save FILE)"
             )
         _check(profile)
-    except ValueError as error:  # pydantic's is one
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise ConfigError(f"not a profile: {where}{first['msg']}") from error
+    except ValueError as error:
         raise ConfigError(f"not a profile: {error}") from error
     return profile
 

@@ -35,6 +35,11 @@ def _is_terminal() -> bool:
         return False
 
 
+def bars(progress: bool | None) -> bool | None:
+    """The `progress` for a library that draws bars: by default none are drawn into a file."""
+    return False if progress is None and not _is_terminal() else progress
+
+
 @contextmanager
 def reporting(
     text: str, progress: bool | None = None, total: int | None = None, *, is_announced: bool = False
@@ -50,14 +55,35 @@ def reporting(
             say(text, progress)
         yield _Steps(text, progress)
         return
+    with _bar(auto_refresh=False) as bar:
+        task = bar.add_task(text, total=total)
+        bar.refresh()
+        yield partial(bar.update, task, advance=1, refresh=True)
+
+
+@contextmanager
+def phase(text: str, progress: bool | None = None) -> Iterator[None]:
+    """Show a moving bar with the time while the block runs if stderr is a terminal and `progress` is not False. Else
+    write a line, and one more after `LONG_S`.
+
+    A thread draws the bar once a second, which changes at most a few of the steps that are timed meanwhile.
+    """
+    if progress is False or not _is_terminal():
+        say(text, progress)
+        with lasting(text, progress):
+            yield
+        return
+    with _bar(refresh_per_second=1) as bar:
+        bar.add_task(text, total=None)
+        yield
+
+
+def _bar(**options: Any) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
     columns = ("{task.description}", BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(text, total=total)
-        bar.refresh()
-        yield partial(bar.update, task, advance=1, refresh=True)
+    return Progress(*columns, console=Console(stderr=True), transient=True, **options)
 
 
 class _Steps:

@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from weightstream.errors import StoreError
+
 Row = Literal["host", "compute", "copy"]
 SpanKind = Literal["step", "wait", "unit", "fill"]
 
@@ -60,7 +62,10 @@ class Trace:
         self.experts: dict[str, ExpertTraffic] = {}
 
     def save(self, path: str | Path) -> None:
-        """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing."""
+        """Write the Trace Event Format, to be opened at https://ui.perfetto.dev or chrome://tracing.
+
+        Raises `StoreError` if the file cannot be written.
+        """
         devices = sorted({span.device for span in self.spans}) or [""]
         rows = {key: number for number, key in enumerate(product(devices, get_args(Row)), 1)}
         events = [_meta("process_name", 0, name=self.name)]
@@ -70,7 +75,11 @@ class Trace:
         events += [_event(span, rows[span.device, span.row]) for span in self.spans]
         if self.experts:
             events += [_meta("thread_name", len(rows) + 1, name="experts"), self._of_experts(len(rows) + 1)]
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror}; name a file that can be written") from error
 
     def _of_experts(self, thread: int) -> dict[str, Any]:
         """An event as long as the trace: the counts of each unit, and their sums."""

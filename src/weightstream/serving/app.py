@@ -177,6 +177,8 @@ class _Api:
 
     async def _answered(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
         self._check_name(body.model)
+        if self._queue.is_full:
+            raise self._refused()  # before the prompt is tokenised
         asked = await self._checked(body)
         kind = ChatReply if isinstance(body, ChatRequest) else CompletionReply
         reply = kind(model=self._served.name, has_logprobs=asked.sampling.top_logprobs is not None)
@@ -217,10 +219,13 @@ class _Api:
         job = AnswerJob(work)
         try:
             self._queue.submit(job)
-        except QueueFullError:
-            self._metrics.num_refused += 1
-            raise ApiError(429, "Too many requests are waiting; try again later", code="queue_full") from None
+        except QueueFullError:  # it filled up meanwhile
+            raise self._refused() from None
         return job
+
+    def _refused(self) -> ApiError:
+        self._metrics.num_refused += 1
+        return ApiError(429, "Too many requests are waiting; try again later", code="queue_full")
 
 
 class _EventStream(StreamingResponse):

@@ -121,6 +121,11 @@ class RequestQueue:
         return self._running is not None
 
     @property
+    def is_full(self) -> bool:
+        """Whether as many jobs wait as may."""
+        return len(self._waiting) + self.is_running > self._most_waiting
+
+    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_closed
 
@@ -129,7 +134,7 @@ class RequestQueue:
         with self._changed:
             if self._is_closed:
                 raise ClosingError
-            if len(self._waiting) + self.is_running > self._most_waiting:
+            if self.is_full:
                 raise QueueFullError
             self._waiting.append(job)
             self._changed.notify()

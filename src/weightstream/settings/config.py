@@ -185,7 +185,7 @@ class OffloadConfig(_Settings):
     """
 
     offload_backend: Literal["auto", "uva", "prefetch"] = _setting(
-        "auto", "Classic backend: uva or prefetch. Default: by the flags that are set."
+        "auto", "vLLM's offloader: uva or prefetch. Default: by the flags that are set."
     )
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightstream.errors import StoreError
+from weightstream.plan.units import human
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.ending import finalize
 from weightstream.store.mapping import FileMapping
@@ -95,8 +96,8 @@ class OffloadFolder:
             path.unlink(missing_ok=True)
             free = shutil.disk_usage(self.path).free if self.path.is_dir() else 0
             raise StoreError(
-                f"{self.path}: cannot write {name!r}: needs {tensor.nbytes} bytes, {free} are free: {error}; "
-                "free some space or pass another offload_folder"
+                f"{self.path}: cannot write {name!r} of shape {tuple(tensor.shape)}: it needs {human(tensor.nbytes)}, "
+                f"and {human(free)} are free: {error}; free some space or pass another offload_folder"
             ) from error
         checkpoint = Checkpoint.open(path)
         self.mappings += checkpoint.mappings

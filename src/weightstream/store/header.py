@@ -27,6 +27,7 @@ from weightstream.errors import CheckpointError, StoreError
 from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 CODED = "weightstream"  # the key in the metadata of the text about compressed tensors
 _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
@@ -108,7 +109,19 @@ class Header(NamedTuple):
 
 def read_header(mapping: FileMapping) -> Header:
     """Read and check the header of a file; raises `CheckpointError`, `StoreError`."""
-    data_begin = 8 + int.from_bytes(mapping.populated(0, 8).numpy().tobytes(), "little")
+    start = mapping.populated(0, min(mapping.nbytes, len(_LFS_POINTER))).numpy().tobytes()
+    if not start:
+        raise CheckpointError(f"{mapping.path} is empty: download it again")
+    if start == _LFS_POINTER:
+        raise CheckpointError(
+            f"{mapping.path} is a pointer of git-lfs, without weights: run `git lfs pull` in its folder"
+        )
+    data_begin = 8 + int.from_bytes(start[:8], "little")
+    if data_begin > mapping.nbytes:
+        raise CheckpointError(
+            f"{mapping.path}: truncated, damaged or not safetensors: its header would end at byte {data_begin}, and "
+            f"the file has {mapping.nbytes}"
+        )
     header = read_json(mapping, 8, data_begin)
     try:
         with safe_open(mapping.path, "np"):

@@ -22,6 +22,7 @@ import torch
 from weightstream.codec import coding
 from weightstream.codec.format import CODED_ALIGN_NBYTES, ELEMENTS, MAX_SHARE, Layout
 from weightstream.errors import ConfigError, StoreError, UnsupportedError
+from weightstream.plan.units import human
 from weightstream.store.atomic import remove_leftovers, replacing
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 from weightstream.store.header import CODED, CODES, coded_text, dtype_name
@@ -220,10 +221,10 @@ def growing(out: Path) -> Iterator[Path]:
 def write_pack(
     folder: Path, shards: Sequence[Shard], mappings: Sequence[Memory], advance: Advance, stem: str = "model"
 ) -> None:
-    """Write the shards; raises `StoreError` if space is lacking or a mapped file changed, and `OSError`."""
+    """Write the shards; raises `StoreError` if a mapped file changed, and `OSError`, also if space is lacking."""
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
-    if needed > free:
-        raise StoreError(f"{folder}: {needed} bytes to write > {free} bytes free: free {needed - free} more")
+    if needed > free:  # `growing` adds the name of the pack: the folder has another one until it is complete
+        raise OSError(f"{human(needed)} to write > {human(free)} free: free {human(needed - free)} more")
     for shard in shards:
         shard.write(folder / shard.name, mappings, advance)
     if len(shards) > 1:

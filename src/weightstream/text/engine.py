@@ -23,6 +23,7 @@ Inputs = dict[str, "torch.Tensor"]
 
 logger = logging.getLogger("weightstream")
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _NUM_TRIED = 4  # tokens of a trial: drafts are verified from the second on
 
 
@@ -50,6 +51,11 @@ class TextModel:
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # of any class, depending on the files
+            if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+                raise CheckpointError(
+                    f"{name} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; copy the tokenizer's "
+                    "files from where the model comes from"
+                ) from error
             raise CheckpointError(f"{name}: its tokenizer cannot be loaded: {error}") from error
         self.name = name
 

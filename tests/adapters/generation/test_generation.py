@@ -32,7 +32,7 @@ from weightstream.adapters.steps import graph_runner, static_cache  # noqa: E402
 from weightstream.adapters.steps.graph_runner import Recorder  # noqa: E402
 from weightstream.adapters.tracing.footprint import observe  # noqa: E402
 from weightstream.api.multi_gpu import Stripes, stripe  # noqa: E402
-from weightstream.errors import OffloadError, PlanError  # noqa: E402
+from weightstream.errors import ConfigError, OffloadError, PlanError  # noqa: E402
 from weightstream.inputs.builder import CallerFacts  # noqa: E402
 from weightstream.inputs.gathering import Sketch, sketch_of  # noqa: E402
 from weightstream.inputs.machine import machine_elsewhere  # noqa: E402
@@ -209,14 +209,24 @@ def test_forward_is_restored(fails: bool) -> None:
 def test_without_cuda_it_calls_generate(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     found: list[DecodeReport] = []
     want = llama.generate(prompt(), **options())
-    with caplog.at_level(logging.WARNING, "weightstream"):
+    with caplog.at_level(logging.INFO, "weightstream"):
         assert torch.equal(generate(llama, prompt(), **options()), want)
-        assert [record.getMessage() for record in caplog.records] == [
-            "generate: eager (graphs are captured on CUDA, and the model is on cpu)"
+        assert caplog.record_tuples == [
+            ("weightstream", logging.INFO, "generate: eager (graphs are captured on CUDA, and the model is on cpu)")
         ]
         assert torch.equal(generate(llama, prompt(), on_decoding=found.append, **options()), want)
     assert len(caplog.records) == 1
     assert found == [DecodeReport(reason="graphs are captured on CUDA, and the model is on cpu")]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "remedy"), [("a text", "tokenizer"), ({"input_ids": 1}, "keywords"), ([1, 2], "shape")]
+)
+def test_inputs_that_are_no_token_ids_are_refused(llama: Any, inputs: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{type(inputs).__name__}, not token ids: .*{remedy}"):
+        generate(llama, inputs)
+    with pytest.raises(ConfigError, match=f"{type(inputs).__name__}, not token ids"):
+        generate(llama, input_ids=inputs)
 
 
 def test_an_offloaded_model_without_cuda() -> None:

@@ -384,6 +384,14 @@ def test_progress_bar(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_bar_is_drawn_into_a_file_only_if_asked_for(
+    llama: Path, asked: bool | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weightstream.from_pretrained(llama, device="cpu", progress=asked).weightstream.remove()
+    assert ("Loading weights" in capfd.readouterr().err) is bool(asked)
+
+
 def edit_config(folder: Path, **facts: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
@@ -620,7 +628,7 @@ def test_an_adapter_is_in_memory_and_its_model_in_the_files(untied: Path, caplog
     assert {home for name, home in found.items() if "lora" in name} == {None}
     assert {home for name, home in found.items() if "lora" not in name} == {"checkpoint"}
     assert loaded.folder is None
-    assert not caplog.text
+    assert not [record for record in caplog.records if record.name == "weightstream"]
 
 
 @with_adapters
@@ -793,9 +801,26 @@ def test_layers_that_the_config_lacks_are_named(mixtral: Path, caplog: pytest.Lo
     assert [message.endswith(messages) for message in records] == [True, True]
 
 
+def test_weights_that_the_model_lacks_are_one_line(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In place of the table of transformers."""
+    tensors = load_file(llama / "model.safetensors")
+    save_file({**tensors, "model.extra.weight": torch.randn(3)}, llama / "model.safetensors", {"format": "pt"})
+    shown: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        load_pretrained(llama)
+    finally:
+        logger.removeHandler(handler)
+    assert not shown
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
+    assert line.endswith("weights that LlamaForCausalLM does not have are left out: model.extra.weight")
+
+
 def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5})())
-    with pytest.raises(StoreError, match="5 are free"):
+    with pytest.raises(StoreError, match="5B are free"):
         load_pretrained(llama, dtype="bfloat16")
     names = count_writes(monkeypatch)
     torch.nn.Linear(300, 300)

@@ -103,6 +103,11 @@ class State(threading.local):
         self.table: Any = None
 
 
+class Making(OrderedDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("it makes an object")
+
+
 class Meta(type):
     pass
 
@@ -133,6 +138,7 @@ SET: set[Any] = {1}
 ORDERED = OrderedDict({"kept": 1})
 DEFAULT: Any = defaultdict(dict)
 OWN = Registry(kept=1)
+MAKING = Making(kept=1)
 USER = UserDict({"kept": 1})
 SPACE = types.SimpleNamespace(inner=types.SimpleNamespace(table=None))
 SLOTTED = Slotted()
@@ -228,6 +234,7 @@ PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "ordered": (lambda value: ORDERED.update(kept=value, new=value), lambda: list(ORDERED.items())),
     "with a default": (lambda value: DEFAULT["x"].update(x=value), lambda: dict(DEFAULT)),
     "a derived one": (lambda value: OWN.update(kept=value, new=value), lambda: dict(OWN)),
+    "one that makes values": (lambda value: MAKING.update(kept=value, new=value), lambda: dict(dict.items(MAKING))),
     "a wrapped one": (lambda value: USER.update(kept=value, new=value), lambda: dict(USER)),
     "weak keys": (lambda value: WEAK.update({ROPE_KEY: value}), lambda: dict(WEAK)),
     "a class": (lambda value: setattr(Shared, "table", value), lambda: Shared.table),

@@ -14,7 +14,7 @@ from weightstream.adapters.hf.ranks import Ranks, num_processes
 from weightstream.adapters.steps import static_cache
 from weightstream.adapters.steps.decode_steps import CACHES
 from weightstream.adapters.steps.graph_runner import LaunchableGraph, Recorder
-from weightstream.errors import UnsupportedError
+from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.streamer import forward_patch
 
@@ -65,6 +65,18 @@ def check_generates(model: Any) -> None:
             f"{type(model).__name__} has no {' and no '.join(lacking)}: weightstream.generate takes a transformers "
             "model that generates text"
         )
+
+
+def check_ids(ids: object) -> None:
+    """Raise `ConfigError` for token ids that are no tensor; None: they are not given."""
+    if ids is None or isinstance(ids, torch.Tensor):
+        return
+    remedy = "pass a tensor of token ids of shape (batch, tokens)"
+    if isinstance(ids, str):
+        remedy = "tokenize it: generate(model, **tokenizer(text, return_tensors='pt'))"
+    elif isinstance(ids, Mapping):
+        remedy = "pass its tensors as keywords: generate(model, **tokenizer(text, return_tensors='pt'))"
+    raise ConfigError(f"the inputs are a {type(ids).__name__}, not token ids: {remedy}")
 
 
 def setting_of(model: Any, options: dict[str, Any], name: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from weightstream.adapters.generation import deferred_stop, speculation, tree_loop
 from weightstream.adapters.generation.call import (
     check_generates,
+    check_ids,
     no_graphs,
     recorder_of,
     setting_of,
@@ -76,12 +77,14 @@ def generate(
         The return value of `model.generate`.
 
     Raises:
+        ConfigError: for inputs that are no tensor, such as text.
         UnsupportedError: for a model that transformers does not generate with, for `assistant_early_exit`, where
             `bits="token"` cannot be had, as with `tree_nodes`, and for `tree_nodes` with another draft, or with layers
             that see chunks of a text.
         Exception: whatever `model.generate` raises.
     """
     check_generates(model)
+    check_ids(inputs if inputs is not None else kwargs.get("input_ids"))
     recorder, own = recorder_of(model), draft_of(model, partial(setting_of, model, kwargs))
     drafts = drafts_for(
         model,
@@ -97,8 +100,8 @@ def generate(
         result, decoding = decode_with(model, inputs, options, recorder, bits, pace=drafts.pace)
     if on_decoding is not None:
         on_decoding(decoding)
-    elif decoding.reason is not None:
-        logger.warning("generate: %s", decoding)
+    elif decoding.reason is not None:  # without CUDA it is what is expected
+        logger.log(logging.INFO if recorder is None else logging.WARNING, "generate: %s", decoding)
     return result
 
 

@@ -94,7 +94,7 @@ def _got(
 ) -> _Download:
     """The path of `local_path`."""
     path = Path(name).expanduser()
-    if path.exists():
+    if os.path.exists(path):  # False for a name that is too long, for which Path.exists raises
         return _Download(_inside(path, subfolder), is_cached=False)
     if isinstance(name, Path) or path.is_absolute() or str(name).startswith((".", "~")) or str(name).endswith("/"):
         raise CheckpointError(f"{path}: no such file or folder")
@@ -280,7 +280,7 @@ def config_and_class(
 def names_pipeline(path_or_repo_id: str | Path) -> bool:
     """Whether a folder, or a repository on the hub, is of a pipeline of diffusers."""
     path = Path(path_or_repo_id).expanduser()
-    if path.exists() or isinstance(path_or_repo_id, Path):
+    if os.path.exists(path) or isinstance(path_or_repo_id, Path):
         return (path / PIPELINE).is_file()
     try:
         if isinstance(huggingface_hub.try_to_load_from_cache(str(path_or_repo_id), PIPELINE), str):

@@ -18,7 +18,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +114,7 @@ def load_pretrained(
     decode: Callable[[Collection[str]], bool] = lambda dtypes: False,
     device: torch.device = _CPU,
     may_write: bool = True,
+    is_kept: bool = False,
     model_config: Any = None,
     allow_missing: bool = False,
     distributed_config: Any = None,
@@ -127,6 +128,7 @@ def load_pretrained(
             `quantization_config` quantises, one by one on `device`; None: the directory of temporary files.
         decode: called with the dtypes of compressed weights; True: they are written to the folder decompressed.
         may_write: without it the model is only described: a tensor that would need the folder has no values.
+        is_kept: the caller keeps what is written to the folder, and what the model lacks: no warnings say otherwise.
         model_config: used instead of config.json.
         allow_missing: weights that the checkpoint lacks get random values.
         distributed_config: the model has the shards of this process.
@@ -170,6 +172,7 @@ def load_pretrained(
             options,
             for_generation=of_generation,
             may_write=may_write,
+            is_kept=is_kept,
             allow_missing=allow_missing,
         )
         with _LOADING, private.progress_bar(progress):
@@ -257,6 +260,11 @@ def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
 _INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread", default=None)
 
 
+def _some(names: Sequence[str]) -> str:
+    """The first of these names."""
+    return f"{', '.join(names[:4])}{' …' * (len(names) > 4)}"
+
+
 class _ReadEarly(Exception):
     """Code read weights that had no values yet."""
 
@@ -282,6 +290,7 @@ class _Load:
         *,
         for_generation: Mapping[str, Any],
         may_write: bool,
+        is_kept: bool,
         allow_missing: bool,
     ) -> None:
         self._source = source
@@ -290,6 +299,7 @@ class _Load:
         self._cls = cls
         self._options = options
         self._for_generation = for_generation
+        self._is_kept = is_kept
         self._allow_missing = allow_missing
         # weights may be read during the load, by an adapter that is injected or by a class's own `from_pretrained`
         self._is_read = source.adapter is not None or private.has_own_load(cls)
@@ -344,7 +354,7 @@ class _Load:
         for memory in checkpoint.lazy.values():
             memory.forget()  # free what was populated for the load; the next read fills it again
         # decompressed tensors were written, too: `_warn_of_decompression` reports them
-        if (num := self._homing.num_written - len(self._coded) * decode) > 0:
+        if (num := self._homing.num_written - len(self._coded) * decode) > 0 and not self._is_kept:
             _LOGGER.warning(
                 "transformers converted %d tensors: %s written to %s for this process only; "
                 "`weightstream pack` keeps what it converts, in the dtype of config.json",
@@ -452,17 +462,15 @@ class _Load:
 
     def _warn_of_decompression(self) -> None:
         _LOGGER.warning(
-            "%s: %d compressed tensors are decompressed into %s for this process only: %s are stored and moved instead "
-            "of %s, since %s",
-            *(self._where, len(self._coded), self._folder.path),
+            "%s: compressed weights are decompressed into %s for this process only (%s instead of %s), since %s",
+            *(self._where, self._folder.path),
             human(sum(layout.raw_nbytes for layout in self._coded.values())),
             human(sum(layout.nbytes for layout in self._coded.values())),
             "an adapter is loaded with them"
             if self._source.adapter is not None
             else "code of the model may read them while it is loaded"
             if self._is_read
-            else "they cannot be decompressed when they are needed (that takes a CUDA GPU with Triton, or on the CPU "
-            "codec='compressed'; and neither codec='none' nor uva)",
+            else "doing that when they are needed takes a CUDA GPU with Triton, or codec='compressed' on a CPU",
         )
 
     def _populate_what_is_read(self, skeleton: Any, places: Mapping[str, private.LoadTarget]) -> None:
@@ -522,8 +530,16 @@ class _Load:
             )
         if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
             _LOGGER.warning("%s: %s", self._where, layers)
+        elif info.unexpected_keys and not info.missing_keys and not self._is_kept:
+            unused = _some(sorted(info.unexpected_keys))
+            _LOGGER.warning(
+                "%s: weights that %s does not have are left out: %s", self._where, self._cls.__name__, unused
+            )
+        if info.mismatched_keys:
+            random = _some(sorted(key for key, *_ in info.mismatched_keys))
+            _LOGGER.warning("%s: weights of other shapes are left out, and have random values: %s", self._where, random)
         if missing := sorted(info.missing_keys):
-            names = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
+            names = _some(missing)
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix

@@ -87,16 +87,26 @@ def sequential_loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_of_transformers() -> Iterator[list[str]]:
-    """Collects the warnings of transformers: only its load report names the keys that it could not convert."""
+    """Collects the warnings of transformers: only its load report names the keys that it could not convert.
+
+    All but the report, a table of missing and unexpected keys, are shown, too: the caller writes a line about these.
+    """
     report: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("transformers")
     handlers, level = logger.handlers, logger.level
+
+    def collect(record: logging.LogRecord) -> None:
+        report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
+        if level <= logging.WARNING and "LOAD REPORT" not in report[-1]:  # a silenced log stays silent
+            for each in handlers:
+                each.handle(record)
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = collect  # type: ignore[method-assign]
     with undone() as undo:
         undo.add(setattr, logger, "handlers", handlers)
         undo.add(logger.setLevel, level)
-        logger.handlers = [*(handlers if level <= logging.WARNING else []), handler]  # a silenced log stays silent
+        logger.handlers = [handler]
         logger.setLevel(min(level, logging.WARNING))
         yield report
 

@@ -328,7 +328,10 @@ class _Keyed(_Place):
         self._before = self._now()
 
     def _now(self) -> dict[Any, Any]:
-        return dict.copy(self._owner)
+        if type(self._owner).__getitem__ is dict.__getitem__:
+            return dict.copy(self._owner)
+        # a copy would get each value by that method, which in transformers' table of activations makes an object
+        return dict(dict.items(self._owner))
 
     def inside(self) -> Iterable[Any]:
         return (*self._before, *self._before.values()) if _few(self._before) else ()
@@ -342,11 +345,11 @@ class _Keyed(_Place):
 
     def _replace(self, key: Any, value: Any, old: Any) -> None:
         owner = self._owner
-        if old is _MISSING:
-            if owner[key] is value:
+        if dict.get(owner, key, _MISSING) is value:
+            if old is _MISSING:
                 del owner[key]
-        elif owner[key] is value:
-            owner[key] = old
+            else:
+                owner[key] = old
 
 
 class _Attributes(_Keyed):
