@@ -116,7 +116,8 @@ def test_a_corrected_plan_predicts_the_measured_times(percent: int, grain: str, 
 
 
 def predictions(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("step_s", "graph_s", "compute_s", "copy_s", "disk_s", "machine")}
+    names = ("step_s", "graph_s", "compute_s", "graph_compute_s", "copy_s", "disk_s", "machine", "basis")
+    return {name: getattr(plan, name) for name in names}
 
 
 def test_seconds_are_divided_by_the_estimates_and_sum_up() -> None:

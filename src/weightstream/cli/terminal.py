@@ -273,6 +273,16 @@ def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> Non
         raise ConfigError(f"{flag} {path}: {error.strerror}; name a file that can be written") from error
 
 
+def check_figure(path: Path) -> None:
+    """Raise `ConfigError` if no figure can be written there. Call it before anything slow."""
+    require("matplotlib", "plot", "--plot")
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds or not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: no figure can be written there; name a .png file in a folder that exists")
+
+
 @contextmanager
 def figure(path: Path, height: float) -> Iterator[Any]:
     """The axes of a figure with a white background, also for dark pages; it is written at the end. No window opens."""

@@ -25,8 +25,8 @@ from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import machine, multi_gpu_links, nvml
 from weightstream.measure.bench import copies_s, disk_bytes_per_s, host_memory, private_backend
-from weightstream.measure.profile import QUIET, profile_for, with_unpacking
-from weightstream.plan.manifest import Profile
+from weightstream.measure.profile import profile_for, with_unpacking
+from weightstream.plan.manifest import QUIET, Profile
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -253,6 +253,9 @@ def waiting(system: CheckedSystem) -> Iterator[Finding]:
     """On a host with few cores, whether waiting compute threads leave a core to the copy thread."""
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
     if num_cores > _FEW_CORES:
+        return
+    if torch.get_num_threads() == 1:
+        yield Finding("waiting", "one compute thread: none waits for others", value=policy)
         return
     is_passive = (policy or "").strip().lower() == "passive"
     setting = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set"

@@ -188,7 +188,7 @@ class PlannerInputs:
 
         There can only be one if a step computes longer than it copies. Eight steps of bisection over budgets.
         """
-        if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
+        if not plan.budget or plan.copy_s >= plan.run_compute_s or not plan.offloaded_nbytes:
             return None
         low, high, best = 0, plan.budget, None
         for _ in range(_BISECTIONS):

@@ -1,0 +1,99 @@
+"""Plans of one model at other budgets: a sweep that never gets slower, and the least budget that reaches a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from weightstream.errors import PlanError
+from weightstream.plan.pipeline import PipelinePlan
+from weightstream.plan.plan import Plan
+from weightstream.plan.units import exact, human
+from weightstream.settings.speeds import Target
+
+P = TypeVar("P", Plan, PipelinePlan)
+P_co = TypeVar("P_co", Plan, PipelinePlan, covariant=True)
+NUM_BISECTIONS = 8  # the least budget is found to about 1/256 of the memory that the fastest plan takes
+
+
+class Planning(Protocol[P_co]):
+    """A model, or a pipeline, that is planned at any budget."""
+
+    def plan_at(self, device_budget: int, /) -> P_co | None:
+        """The plan for a budget in bytes; None: no plan fits."""
+
+
+class AtBudget(NamedTuple, Generic[P]):
+    """A plan, and a budget in bytes that it fits in."""
+
+    budget: int
+    plan: P
+
+
+def _nothing() -> None:
+    """The default of a function that is called after each plan."""
+
+
+def swept(
+    planning: Planning[P], first: AtBudget[P], budgets: Iterable[int], advance: Callable[[], object] = _nothing
+) -> list[AtBudget[P]]:
+    """The `first` plan and plans for these budgets, by budget. No plan is slower than one for less memory.
+
+    A plan for less memory fits in more. The search compares plans by a mean of the steps of prompts and of tokens, and
+    tries fewer residents the more of them fit. So its own plan for a budget may have slower tokens than one for less
+    memory, which then takes its place. Budgets for which there is no plan are left out.
+    """
+
+    def planned() -> Iterator[AtBudget[P]]:
+        yield first
+        for budget in budgets:
+            if budget != first.budget and (plan := planning.plan_at(budget)) is not None:
+                yield AtBudget(budget, plan)
+            advance()
+
+    return list(never_slower(sorted(planned(), key=lambda at: at.budget)))
+
+
+def never_slower(by_budget: Iterable[AtBudget[P]]) -> Iterator[AtBudget[P]]:
+    """The same budgets, which ascend, each with the fastest plan of those so far."""
+    best: P | None = None
+    for budget, plan in by_budget:
+        best = plan if best is None or plan.run_s <= best.run_s else best
+        yield AtBudget(budget, best)
+
+
+def reaching(planning: Planning[P], first: P, target: Target, advance: Callable[[], object] = _nothing) -> AtBudget[P]:
+    """The plan with the least budget that reaches a target.
+
+    Args:
+        planning: makes the plans.
+        first: the plan for the largest budget.
+        target: the speed.
+        advance: called after each further plan; there are about 8.
+
+    Raises:
+        PlanError: the first plan is slower; the text has its speed.
+    """
+    limit_s = target.step_s(first.num_tokens)
+    if first.run_s > limit_s:
+        raise PlanError(
+            f"target {target} is out of reach: it is {first.speed_text(target)} at best, with "
+            f"{human(first.device_nbytes)} of weights on {first.machine_text}"
+        )
+    grain = 1 << max(10, first.device_nbytes.bit_length() - NUM_BISECTIONS)
+    low, high = 0, -(-first.device_nbytes // grain) * grain
+    best = AtBudget(high, first)
+    while high - low > grain:
+        middle = (low + high) // (2 * grain) * grain
+        plan = planning.plan_at(middle)
+        if plan is not None and plan.run_s <= limit_s:
+            best, high = AtBudget(middle, plan), middle
+        else:
+            low = middle
+        advance()
+    return best
+
+
+def reached_text(at: AtBudget[P], target: Target) -> str:
+    """A line on the budget that reaches a target."""
+    return f"{target} takes --device-budget {exact(at.budget)}, which gives {at.plan.speed_text(target)}"
