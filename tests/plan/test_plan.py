@@ -279,7 +279,7 @@ def test_steps_in_graphs_are_predicted_as_they_run() -> None:
     [
         ({}, "a GPU, whose rates are assumed", "~12 ms"),
         ({"machine": "RTX", "basis": "data sheet"}, "RTX, assumed from the data sheet", "~12 ms"),
-        ({"machine": "RTX", "basis": "measured under load"}, "RTX, measured while other programs", "~12 ms"),
+        ({"machine": "RTX", "basis": "measured under load"}, "RTX, measured under load, so roughly", "~12 ms"),
         ({"machine": "Xeon", "basis": "measured", "on_cpu": True}, "the CPU (Xeon), measured", "~12 ms"),
         ({"machine": "Xeon", "basis": "steps", "on_cpu": True}, "the CPU (Xeon), as measured in steps", "12.5 ms"),
         ({"basis": "assumed", "on_cpu": True}, "the CPU, whose rates are assumed", "~12 ms"),

@@ -77,8 +77,8 @@ def reaching(planning: Planning[P], first: P, target: Target, advance: Callable[
     limit_s = target.step_s(first.num_tokens)
     if first.run_s > limit_s:
         raise PlanError(
-            f"target {target} is out of reach: it is {first.speed_text(target)} at best, with "
-            f"{human(first.device_nbytes)} of weights on {first.machine_text}"
+            f"target {target} is out of reach: {first.speed_text(target)} at best, with {human(first.device_nbytes)} "
+            f"of weights on {first.machine_text}"
         )
     grain = 1 << max(10, first.device_nbytes.bit_length() - NUM_BISECTIONS)
     low, high = 0, -(-first.device_nbytes // grain) * grain

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from weightstream.api.other_budgets import NUM_BISECTIONS, AtBudget, reached_text, reaching, swept
 from weightstream.cli import pipelines
-from weightstream.cli.plan_output import Output, faster_note, machine_line
+from weightstream.cli.plan_output import Output, check_figure, faster_note, machine_line
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -32,7 +32,6 @@ from weightstream.cli.terminal import (
     Variant,
     Width,
     add_budget,
-    check_figure,
     drawn,
     figure,
     grid,
@@ -238,7 +237,8 @@ def _notes(inputs: PlannerInputs, planned: Plan, notes: dict[str, str], *, has_l
     if has_lookup:
         expected, text = _expected(planned), planned.rate_text
         speed = f"{text(expected.tokens_per_s)} tokens/s, {text(expected.plain_tokens_per_s)} without"
-        notes = notes | {"lookup": f"passes of {expected.tokens} tokens are expected to make {speed}"}
+        gain = f"passes of {expected.tokens} tokens are expected to make {speed}"
+        notes = notes | {"lookup": gain if expected.tokens > 1 else "passes of several tokens gain nothing here"}
     return notes | _training_notes(inputs) | advice(inputs, planned)
 
 
@@ -346,7 +346,8 @@ def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
     if not nbytes:
         return {}
     saved_s = min(_GIB * busy_s / nbytes, busy_s - planned.run_compute_s)
-    return {"note": f"1 GiB more on the device would take about {planned.seconds_text(saved_s)} off a step"}
+    about = "" if planned.is_rough else "about "
+    return {"note": f"1 GiB more on the device would take {about}{planned.seconds_text(saved_s)} off a step"}
 
 
 def _sweep_table(planned: Plan, plans: Sequence[AtBudget[Plan]]) -> Table:

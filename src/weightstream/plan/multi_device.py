@@ -258,6 +258,11 @@ class StripedPlan(PlanReport):
         return f"{len(self.plans)} of {self.every[0].machine_text}"
 
     @property
+    def is_rough(self) -> bool:
+        """Whether predicted times may be wrong by tens of percent."""
+        return self.every[0].is_rough
+
+    @property
     def step_nbytes(self) -> int:
         """Bytes that all links move in a step."""
         return sum(plan.step_nbytes for plan in self.every)

@@ -23,7 +23,7 @@ _LESS = 0.9  # share of an eager step's time below which the time in a CUDA grap
 _ORIGINS: Mapping[Basis, str] = MappingProxyType(
     {
         "measured": "measured",
-        "measured under load": "measured while other programs used it, so predictions are rough",
+        "measured under load": "measured under load, so roughly",
         "data sheet": "assumed from the data sheet",
         "data sheet and measurements": "assumed from the data sheet and from measurements of such a GPU",
         "assumed": "whose rates are assumed",

@@ -291,7 +291,8 @@ def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
         cause = f"{name!r}{others} must stay on the device, as they are small or in use while other modules run"
     else:
         cause = f"the ring must hold the largest unit, {manifest.units[largest].name or '(root)'!r}"
-    is_wide = any(t.dtype.endswith("64") or t.dtype == "float32" for t in manifest.tensors())
+    wide = {t.alias for t in manifest.tensors() if t.dtype in ("float32", "float64")}
+    is_wide = 2 * sum(map(manifest.aliases.__getitem__, wide)) > manifest.nbytes
     remedies = ["Raise the budget", *["use bfloat16"] * is_wide, *["set codec='auto' or 'none'"] * bool(buffer)]
     meant = f" Did you mean device_budget='{budget}GiB'?" if 0 < budget < _FEW_NBYTES else ""
     return (
