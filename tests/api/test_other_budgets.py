@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from test_planner import MIB, inputs_of, machine
 
-from weightstream.api.other_budgets import AtBudget, reaching, swept
+from weightstream.api.other_budgets import NUM_BISECTIONS, AtBudget, reaching, swept
 from weightstream.errors import PlanError
 from weightstream.plan.check import prove
+from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.devices.cuda import CUDA_PROFILE
 from weightstream.settings.speeds import Target
@@ -45,7 +46,7 @@ def budgets_of(inputs: PlannerInputs) -> list[int]:
     return [inputs.grains[0].nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
 
 
-def fastest(inputs: PlannerInputs) -> AtBudget:  # type: ignore[type-arg]
+def fastest(inputs: PlannerInputs) -> AtBudget[Plan]:
     budget = inputs.grains[0].nbytes
     plan = inputs.plan_at(budget)
     assert plan is not None
@@ -71,22 +72,39 @@ def test_no_plan_of_a_sweep_is_slower_than_one_for_less_memory(is_known: bool, s
 
 
 def test_a_target_is_reached_with_the_least_budget(seed: int) -> None:
+    """A step of the bisection below, the target is missed. It begins with the bytes that the first plan takes."""
     print(f"{seed=}")
     inputs = drawn(seed)
-    first = fastest(inputs).plan
-    target = Target.parse(f"{1.5e3 * first.run_s}ms")
-    found = reaching(inputs, first, target)
-    assert found.plan.run_s <= 1.5 * first.run_s * (1 + 1e-9)
-    assert found.plan.device_nbytes <= found.budget <= inputs.grains[0].nbytes
-    grain = found.budget & -found.budget
-    below = inputs.plan_at(found.budget - min(grain, 1 << (first.device_nbytes.bit_length() - 8)))
-    assert below is None or below.run_s > 1.5 * first.run_s
+    first = fastest(inputs)
+    limit_s = 1.5 * first.plan.run_s
+    target, advanced = Target.parse(f"{1e3 * limit_s}ms"), list[int]()
+    found = reaching(inputs, first, target, lambda: advanced.append(1))
+    assert found.plan == inputs.plan_at(found.budget)
+    assert found.plan.run_s <= limit_s * (1 + 1e-9)
+    assert found.plan.device_nbytes <= found.budget <= first.budget
+    assert 0 < len(advanced) <= NUM_BISECTIONS + 1
+    below = inputs.plan_at(found.budget - (1 << (first.plan.device_nbytes.bit_length() - NUM_BISECTIONS)))
+    assert below is None or below.run_s > limit_s
+    largest = reaching(inputs, first._replace(budget=5 * first.budget), target)
+    assert largest.budget <= first.budget + MIB
+    assert largest.plan.run_s <= limit_s * (1 + 1e-9)
+
+
+def test_a_target_that_only_the_largest_budget_reaches() -> None:
+    """As for a budget of which the fastest plan leaves bytes unused, which a search for just these does not find."""
+
+    class Alone:
+        def plan_at(self, _: int, /) -> Plan | None:
+            return None
+
+    first = fastest(drawn(RISING))._replace(budget=64 * MIB + 1)
+    assert reaching(Alone(), first, Target.parse("1s")) == first
 
 
 def test_a_target_out_of_reach_names_the_best_speed() -> None:
     inputs = drawn(RISING)
-    first = fastest(inputs).plan
-    speed = first.tokens_per_s
+    first = fastest(inputs)
+    speed = first.plan.tokens_per_s
     assert speed is not None
     with pytest.raises(PlanError, match=rf"target {2 * speed:g} tokens/s is out of reach: ~[\d,.]+ tokens/s"):
         reaching(inputs, first, Target.parse(f"{2 * speed:f}tok/s"))

@@ -13,7 +13,7 @@ from weightstream.settings.speeds import Target
 
 P = TypeVar("P", Plan, PipelinePlan)
 P_co = TypeVar("P_co", Plan, PipelinePlan, covariant=True)
-NUM_BISECTIONS = 8  # the least budget is found to about 1/256 of the memory that the fastest plan takes
+NUM_BISECTIONS = 9  # the least budget is found to about 1/256 of the memory that the fastest plan takes
 
 
 class Planning(Protocol[P_co]):
@@ -62,34 +62,37 @@ def never_slower(by_budget: Iterable[AtBudget[P]]) -> Iterator[AtBudget[P]]:
         yield AtBudget(budget, best)
 
 
-def reaching(planning: Planning[P], first: P, target: Target, advance: Callable[[], object] = _nothing) -> AtBudget[P]:
-    """The plan with the least budget that reaches a target.
+def reaching(
+    planning: Planning[P], first: AtBudget[P], target: Target, advance: Callable[[], object] = _nothing
+) -> AtBudget[P]:
+    """The least budget that reaches a target, and its plan.
 
     Args:
         planning: makes the plans.
         first: the plan for the largest budget.
         target: the speed.
-        advance: called after each further plan; there are about 8.
+        advance: called after each further plan; there are about `NUM_BISECTIONS`.
 
     Raises:
         PlanError: the first plan is slower; the text has its speed.
     """
-    limit_s = target.step_s(first.num_tokens)
-    if first.run_s > limit_s:
+    limit_s, held = target.step_s(first.plan.num_tokens), first.plan.device_nbytes
+    if first.plan.run_s > limit_s:
         raise PlanError(
-            f"target {target} is out of reach: {first.speed_text(target)} at best, with {human(first.device_nbytes)} "
-            f"of weights on {first.machine_text}"
+            f"target {target} is out of reach: {first.plan.speed_text(target)} at best, with {human(held)} of weights "
+            f"on {first.plan.machine_text}"
         )
-    grain = 1 << max(10, first.device_nbytes.bit_length() - NUM_BISECTIONS)
-    low, high = 0, -(-first.device_nbytes // grain) * grain
-    best = AtBudget(high, first)
-    while high - low > grain:
-        middle = (low + high) // (2 * grain) * grain
+    grain = 1 << max(10, held.bit_length() - NUM_BISECTIONS)
+    best, low, high = first, 0, first.budget
+    middle = -(-held // grain) * grain  # the first plan needs no more
+    middle = middle if middle < high else high // (2 * grain) * grain
+    while low < middle and high - low > grain:
         plan = planning.plan_at(middle)
         if plan is not None and plan.run_s <= limit_s:
             best, high = AtBudget(middle, plan), middle
         else:
             low = middle
+        middle = (low + high) // (2 * grain) * grain
         advance()
     return best
 

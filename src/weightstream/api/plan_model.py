@@ -16,7 +16,7 @@ from weightstream.adapters.hf import ranks
 from weightstream.adapters.hf.packed_formats import unpack_kernels_of
 from weightstream.api.drafts import DraftedPlan, describe_draft, plan_with_draft
 from weightstream.api.multi_gpu import sketch_striped
-from weightstream.api.other_budgets import P, Planning, reaching
+from weightstream.api.other_budgets import AtBudget, P, Planning, reaching
 from weightstream.api.self_draft import SELF, plan_self_drafted
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.inputs.gathering import sketch_of
@@ -110,7 +110,7 @@ def plan_model(
         sketch = sketch_pipeline(
             path_or_repo_id, config, **where, dtype=dtype, variant=variant, call=example_inputs or {}
         )
-        return _at_target(sketch, sketch.plan(), wanted)
+        return _at_target(sketch, AtBudget(sketch.budget, sketch.plan()), wanted)
     if variant is not None or example_inputs is not None:
         raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant and example_inputs")
     refuse_training(config, options=drafts, ranks=bool(sharded))
@@ -128,7 +128,8 @@ def plan_model(
     if draft is not None:
         return plan_drafted(path_or_repo_id, config, draft, mode, **where, **loading).plan
     inputs = planner_inputs_of(path_or_repo_id, config, speculates=mode != "off", **where, **loading)
-    return _at_target(inputs, inputs.plan().plan, wanted)
+    planned = inputs.plan().plan
+    return _at_target(inputs, AtBudget(planned.budget or planned.device_nbytes, planned), wanted)
 
 
 def requested_target(target: str | None, config: OffloadConfig, *, has_draft: bool = False) -> Target | None:
@@ -143,9 +144,9 @@ def requested_target(target: str | None, config: OffloadConfig, *, has_draft: bo
     return parsed
 
 
-def _at_target(planning: Planning[P], planned: P, target: Target | None) -> P:
+def _at_target(planning: Planning[P], first: AtBudget[P], target: Target | None) -> P:
     """The plan, or, with a target, that with the least budget that reaches it."""
-    return planned if target is None else reaching(planning, planned, target).plan
+    return first.plan if target is None else reaching(planning, first, target).plan
 
 
 class MachineChoice(TypedDict):

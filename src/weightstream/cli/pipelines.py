@@ -89,7 +89,7 @@ def plan_pipeline(
         own, notes = AtBudget(sketch.budget, sketch.plan()), {}
     if target is not None:
         with output.progress("finding the least budget", NUM_BISECTIONS) as advance:
-            own = reaching(sketch, own.plan, target, advance)
+            own = reaching(sketch, own, target, advance)
         notes = {"target": reached_text(own, target)}
     if output.save is not None:
         write_file("--save", output.save, json.dumps(own.plan.numbers(), indent=1) + "\n")

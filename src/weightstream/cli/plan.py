@@ -193,7 +193,7 @@ def _on_one(
         notes = {} if drafted is None else {"draft": drafted.reason}
         if target is not None:
             with output.progress("finding the least budget", NUM_BISECTIONS) as advance:
-                found = reaching(inputs, planned, target, advance)
+                found = reaching(inputs, AtBudget(_budget(planned), planned), target, advance)
             planned, notes = found.plan, {"target": reached_text(found, target)}
         if output.save is not None:
             write_file("--save", output.save, planned.to_json())
