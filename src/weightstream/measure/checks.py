@@ -293,15 +293,17 @@ def _ago(seconds: float) -> str:
 
 def speeds(system: CheckedSystem) -> Iterator[Finding]:
     profile = system.backend.profile
+    mark = "ok" if profile.load <= QUIET else "note"  # other programs may have slowed the measurement
     latency, handover = map(milliseconds, (profile.copy_latency_s, profile.handover_s))
     yield Finding(
         "copies",
         f"{per_second(profile.link_bytes_per_s)}, plus {latency} per copy and {handover} per handover to a kernel",
+        mark,
     )
-    yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
+    yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}", mark)
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
-    yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
+    yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention", mark)
     text = f"at least {milliseconds(profile.op_s)}, {milliseconds(profile.op_launch_s)} to launch from Python"
     remedy = "Measure again when idle: weightstream doctor --measure"  # a busy machine launches slowly
     yield _judged("kernels", text, profile.op_launch_s <= _LAUNCH_S, remedy, profile.op_launch_s)
