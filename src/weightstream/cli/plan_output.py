@@ -43,7 +43,7 @@ class Output(NamedTuple):
     @contextmanager
     def progress(self, text: str, num_plans: int) -> Iterator[Callable[[], object]]:
         """Show a bar over this many plans; the function that it yields advances it. Without a terminal, a line."""
-        with reporting(text, not (self.as_json or is_quiet()), num_plans) as advance:
+        with reporting(text, False if is_quiet() else None, num_plans) as advance:
             yield advance
 
 
