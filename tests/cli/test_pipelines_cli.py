@@ -80,7 +80,8 @@ def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_pipeline_on_a_gpu_by_name_and_its_least_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.api.other_budgets.NUM_BISECTIONS", 2)  # each is a search
+    monkeypatch.setattr("weightstream.api.other_budgets._BITS", 2)  # few budgets: each is a search
+    monkeypatch.setattr("weightstream.api.other_budgets._BISECTIONS", 1)
     flags = ["plan", folder, *CALL, "--gpu", "RTX 3090", "--link", "PCIe 3", "--device-budget", BUDGET]
 
     def planned(*more: str) -> Result:

@@ -231,7 +231,7 @@ def test_formatted_rates_and_seconds() -> None:
     assert [milliseconds(s) for s in (0, 12e-6, 0.0125, 13.91)] == ["0.0 ms", "12 us", "12.5 ms", "13.9 s"]
     assert [rate(n) for n in (0.01234, 4.567, 78.94, 1234.5)] == ["0.0123", "4.57", "78.9", "1,234"]
     assert [rough_seconds(s) for s in (0, 12.3e-6, 0.0125, 0.6171, 13.91)] == [
-        "~0 ms",
+        "0 ms",
         "~12 us",
         "~12 ms",
         "~620 ms",

@@ -13,7 +13,10 @@ from weightstream.settings.speeds import Target
 
 P = TypeVar("P", Plan, PipelinePlan)
 P_co = TypeVar("P_co", Plan, PipelinePlan, covariant=True)
-NUM_BISECTIONS = 9  # the least budget is found to about 1/256 of the memory that the fastest plan takes
+# The least budget is found to 1/256 to 1/512 of the memory that the fastest plan takes, and to 1 KiB at least: in 8 to
+# 16 steps, of which one is bisected.
+_BITS, _BISECTIONS, _LEAST_BITS = 9, 5, 10
+MOST_PLANS = (1 << (_BITS - _BISECTIONS)) + _BISECTIONS
 
 
 class Planning(Protocol[P_co]):
@@ -67,11 +70,14 @@ def reaching(
 ) -> AtBudget[P]:
     """The least budget that reaches a target, and its plan.
 
+    Budgets are tried from the smallest one on, in coarse steps, and then by bisection of the first step that reaches
+    the target: the plans of the search may get slower with more memory, see `swept`.
+
     Args:
         planning: makes the plans.
         first: the plan for the largest budget.
         target: the speed.
-        advance: called after each further plan; there are about `NUM_BISECTIONS`.
+        advance: called after each further plan; there are up to `MOST_PLANS`.
 
     Raises:
         PlanError: the first plan is slower; the text has its speed.
@@ -82,18 +88,22 @@ def reaching(
             f"target {target} is out of reach: {first.plan.speed_text(target)} at best, with {human(held)} of weights "
             f"on {first.plan.machine_text}"
         )
-    grain = 1 << max(10, held.bit_length() - NUM_BISECTIONS)
-    best, low, high = first, 0, first.budget
-    middle = -(-held // grain) * grain  # the first plan needs no more
-    middle = middle if middle < high else high // (2 * grain) * grain
-    while low < middle and high - low > grain:
-        plan = planning.plan_at(middle)
-        if plan is not None and plan.run_s <= limit_s:
-            best, high = AtBudget(middle, plan), middle
-        else:
-            low = middle
-        middle = (low + high) // (2 * grain) * grain
+
+    def reached(budget: int) -> AtBudget[P] | None:
+        plan = planning.plan_at(budget)
         advance()
+        return AtBudget(budget, plan) if plan is not None and plan.run_s <= limit_s else None
+
+    grain = 1 << max(_LEAST_BITS, held.bit_length() - _BITS)
+    step = grain << _BISECTIONS
+    tried = (reached(budget) for budget in range(step, min(held + step, first.budget + 1), step))
+    best = next((at for at in tried if at is not None), first)
+    low = (best.budget - 1) // step * step  # the step before
+    if best is first and low >= held:
+        return first  # a search for just the bytes that it takes does not find it
+    while (middle := (low + best.budget) // (2 * grain) * grain) > low:
+        at = reached(middle)
+        low, best = (middle, best) if at is None else (low, at)
     return best
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from weightstream.api.other_budgets import NUM_BISECTIONS, AtBudget, reached_text, reaching, swept
+from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli.plan_output import Output, faster_note, machine_line
 from weightstream.cli.terminal import (
     Loading,
@@ -88,7 +88,7 @@ def plan_pipeline(
         sketch = sketch_pipeline(model, loading["config"], **where, dtype=loading["dtype"], call=call, variant=variant)
         own, notes = AtBudget(sketch.budget, sketch.plan()), {}
     if target is not None:
-        with output.progress("finding the least budget", NUM_BISECTIONS) as advance:
+        with output.progress("finding the least budget", MOST_PLANS) as advance:
             own = reaching(sketch, own, target, advance)
         notes = {"target": reached_text(own, target)}
     if output.save is not None:

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from weightstream.api.other_budgets import NUM_BISECTIONS, AtBudget, reached_text, reaching, swept
+from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli import pipelines
 from weightstream.cli.plan_output import Output, check_figure, faster_note, machine_line
 from weightstream.cli.terminal import (
@@ -192,7 +192,7 @@ def _on_one(
                 planned = inputs.plan()[1]
         notes = {} if drafted is None else {"draft": drafted.reason}
         if target is not None:
-            with output.progress("finding the least budget", NUM_BISECTIONS) as advance:
+            with output.progress("finding the least budget", MOST_PLANS) as advance:
                 found = reaching(inputs, AtBudget(_budget(planned), planned), target, advance)
             planned, notes = found.plan, {"target": reached_text(found, target)}
         if output.save is not None:

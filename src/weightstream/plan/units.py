@@ -37,7 +37,7 @@ def milliseconds(seconds: float) -> str:
 
 def roughly(number: float) -> str:
     """A number that is known roughly, with two digits: `~1.6`, `~620`, `~12,000`."""
-    return f"~{float(f'{number:.2g}'):,g}"
+    return f"~{float(f'{number:.2g}'):,g}" if number else "0"
 
 
 def rough_seconds(seconds: float) -> str:
