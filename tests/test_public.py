@@ -34,7 +34,8 @@ FUNCTIONS = {
     f"example_inputs: Mapping[str, Any] | None = None, {CONFIG}, offload_folder: str | Path | None = None, "
     "progress: bool | None = None, **kwargs: Any) -> Any",
     "plan_model": f"(path_or_repo_id: str | Path, *, {DEVICES}, {DTYPE}, "
-    f"profile: Profile | str | Path | None = None, {ANY_CONFIG}, trust_remote_code: bool = False, "
+    "profile: Profile | str | Path | None = None, gpu: str | None = None, link: str | None = None, "
+    f"target: str | None = None, {ANY_CONFIG}, trust_remote_code: bool = False, "
     "variant: str | None = None, example_inputs: Mapping[str, Any] | None = None, "
     "speculate: Speculate | None = None, draft: str | Path | None = None, **settings: Any) "
     "-> Plan | PipelinePlan | StripedPlan",

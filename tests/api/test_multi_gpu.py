@@ -433,7 +433,7 @@ def test_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert model.hf_device_map[""] == torch.device("cpu")
         assert "model.layers.1" in model.hf_device_map
         assert torch.equal(model(ids).logits, reference(ids).logits)
-        planned = weightstream.plan_model(tmp_path, gpus=2, device_budget=budget, codec="none")
+        planned = weightstream.plan_model(tmp_path, gpu="H200", gpus=2, device_budget=budget, codec="none")
         assert planned.decoded_nbytes == model.weightstream.plan.decoded_nbytes
         model.weightstream.remove()
         assert not hasattr(model, "hf_device_map")

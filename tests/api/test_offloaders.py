@@ -457,7 +457,7 @@ def test_a_second_attempt_has_the_settings_of_the_first(too_little: int) -> None
         run(modules, 0)
         return returned[0]
 
-    with pytest.raises(PlanError, match=r"budget 1B .*largest unit, 0\.(up|down)"):  # not the layer, which needs more
+    with pytest.raises(PlanError, match=r"budget 1B .*largest unit, '0\.(up|down)'"):  # not the layer, which needs more
         offloader.post_init(step)
     assert_steps_equal(modules, plain, num_steps=1)
     del returned[0]

@@ -22,6 +22,7 @@ from weightstream.errors import CheckpointError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
+from weightstream.runtime.devices.cpu import CPU_PROFILE
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,23 +140,40 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.runtime.devices.cuda.is_available", lambda: False)
 
 
-@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("settings", [{}, {"device_budget": "80%"}])
-def test_without_a_gpu_a_budget_in_bytes_is_needed(folders: Mapping[str, Path], settings: Mapping[str, Any]) -> None:
-    with pytest.raises(ConfigError) as error:
-        weightstream.plan_model(folders["llama"], **settings)
-    text = str(error.value)
-    assert "give device_budget in bytes" in text
-    assert "weightstream doctor --save FILE" in text
+def test_a_profile_without_memory_needs_a_budget_in_bytes(
+    folders: Mapping[str, Path], settings: Mapping[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="give device_budget in bytes"):
+        weightstream.plan_model(folders["llama"], profile=Profile(), **settings)
+    plan = weightstream.plan_model(folders["llama"], profile=Profile(), device_budget="200KiB")
+    assert (plan.basis, plan.on_cpu) == ("assumed", False)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_bandwidths_are_assumed(folders: Mapping[str, Path]) -> None:
+def test_without_a_gpu_the_plan_is_for_the_cpu(folders: Mapping[str, Path]) -> None:
     plan = weightstream.plan_model(folders["llama"], device_budget="200KiB")
-    assert (plan.machine, plan.budget) == ("", 200 * KIB)
-    assert plan.device_nbytes <= 200 * KIB
-    classic = weightstream.plan_model(folders["llama"], offload_group_size=2)
-    assert classic.step_nbytes > 0
+    assert plan.on_cpu
+    assert plan == planned(folders["llama"], device_budget="200KiB")
+    assert weightstream.plan_model(folders["llama"]).budget is not None, "the free memory"
+
+
+def test_the_profile_of_a_cpu_is_one_of_a_cpu(folders: Mapping[str, Path]) -> None:
+    profile = replace(CPU_PROFILE, machine="Another CPU", device_nbytes=1 << 30)
+    plan = weightstream.plan_model(folders["llama"], device_budget="200KiB", profile=profile)
+    assert plan.on_cpu
+    assert "the CPU (Another CPU)" in str(plan)
+    assert "graph" not in str(plan)
+
+
+def test_a_gpu_by_name_and_a_target(folders: Mapping[str, Path]) -> None:
+    plan = weightstream.plan_model(folders["llama-bf16"], gpu="3090", link="PCIe 3", target="1s")
+    assert plan.machine == "RTX 3090, PCIe 3 x16"
+    assert plan.budget < 200 * KIB
+    assert "assumed from the data sheet" in str(plan)
+    for wrong in ({"gpu": "H200", "profile": ELSEWHERE}, {"gpus": 2, "target": "1s"}, {"link": "1GB/s"}):
+        with pytest.raises(ConfigError):
+            weightstream.plan_model(folders["llama-bf16"], **({"device": "cpu"} if "link" in wrong else {}), **wrong)
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -264,6 +264,7 @@ def test_messages_about_a_profile(
 def test_messages_about_waiting_threads(
     policy: str | None, mark: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if policy is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
@@ -271,11 +272,20 @@ def test_messages_about_waiting_threads(
     assert found.mark == mark
     assert said in found.text
     assert ("export OMP_WAIT_POLICY=passive" in found.remedy) is (mark == "better")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    (found,) = checked(checks.waiting)
+    assert (found.mark, found.remedy) == ("ok", "")
 
 
 @pytest.mark.parametrize(("cores", "num"), [(2, 1), (4, 1), (5, 0)])
 def test_threads_that_wait_matter_where_cores_are_few(cores: int, num: int) -> None:
     assert len(checked(checks.waiting, cores=range(cores))) == num
+
+
+@pytest.mark.parametrize(("load", "mark"), [(-1.0, "ok"), (0.2, "ok"), (0.9, "note")])
+def test_speeds_that_were_measured_under_load_are_not_ok(load: float, mark: str) -> None:
+    *found, _ = checked(checks.speeds, load=load)
+    assert [each.mark for each in found] == [mark] * 3
 
 
 @pytest.mark.parametrize(("launch_s", "mark"), [(20e-6, "ok"), (301e-6, "better")])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import sys
 import threading
@@ -76,6 +77,25 @@ def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch:
     assert json.loads((tmp_path / "plan.json").read_text())["copied_nbytes"] == found["copied_nbytes"]
     more = answered("plan", folder, "--device-budget", BUDGET, *CALL[:4], "--steps", 30)
     assert more["seconds"] > 5 * found["seconds"] - found["turns"][0]["seconds"]
+
+
+def test_a_pipeline_on_a_gpu_by_name_and_its_least_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightstream.api.other_budgets._BITS", 2)  # few budgets: each is a search
+    monkeypatch.setattr("weightstream.api.other_budgets._BISECTIONS", 1)
+    flags = ["plan", folder, *CALL, "--gpu", "RTX 3090", "--link", "PCIe 3", "--device-budget", BUDGET]
+
+    def planned(*more: str) -> Result:
+        return CliRunner().invoke(app, [*map(str, flags), *more])
+
+    found = json.loads(planned("--json").stdout)
+    slower = f"{2 * found['seconds']:.9f}s"
+    text = " ".join(planned("--target", slower).stdout.split())
+    assert "machine: RTX 3090, PCIe 3 x16, assumed from the data sheet" in text
+    least = re.search(r"target: .* takes --device-budget (\w+), which gives ~.* per call", text)
+    assert least is not None, text
+    refused = planned("--target", f"{found['seconds'] / 1000:.9f}s")
+    assert refused.exit_code == 2
+    assert "out of reach: ~" in refused.stderr
 
 
 def test_the_written_image_equals_the_plain_one(folder: Path, tmp_path: Path) -> None:

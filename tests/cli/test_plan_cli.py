@@ -15,6 +15,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import weightstream
+from chat_model import saved
 from repeats import only
 from weightstream.cli import app
 from weightstream.errors import CheckpointError
@@ -106,7 +108,7 @@ def test_the_screen_fits_100_columns_and_is_plain_when_piped(plan: Callable[...,
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
     labels = re.findall(r"^ *(\w+): ", text, re.MULTILINE)
-    assert labels == ["model", "machine", "memory", "moves", "predicted", "weights", "limit", "note"]
+    assert labels == ["model", "machine", "memory", "besides", "moves", "predicted", "weights", "limit", "note"]
     assert f"{NUM_PARAMETERS / 1e6:.1f}M parameters" in " ".join(text.split())  # a long path folds the line
     assert "Test GPU, measured" in text
     assert "(batch 4, tokens 1, context 2048)" in text
@@ -121,12 +123,12 @@ def test_the_rows_of_a_sweep_are_plans_and_the_chosen_budget_is_marked(
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     rows = [row for row in cells if len(row) == 8]
     plans = [*swept["sweep"], swept]
-    assert {row[4] for row in rows} == {f"{1e3 * p['step_s']:,.1f}" for p in plans}
+    assert {row[4] for row in rows} == {f"{1e3 * p['run_s']:,.1f}" for p in plans}
     assert [row[0] for row in rows if "▶" in row[0]] == ["▶ 8.00"]
     assert "budget MiB" in text
     assert rows[-1][6] == "all fits"
     assert {(row[3], row[4]) for row in rows} == {
-        ("yes" if p["compressed_nbytes"] else "", f"{1e3 * p['step_s']:,.1f}") for p in plans
+        ("yes" if p["compressed_nbytes"] else "", f"{1e3 * p['run_s']:,.1f}") for p in plans
     }
     assert swept["compressed_nbytes"] > 0
     assert rows[-1][3] == "", "everything fits uncompressed"
@@ -161,10 +163,15 @@ def test_boxes_are_ascii_if_the_stream_needs_it(folder: Path, machine: Path, cha
     assert "| #" in text
 
 
-def test_every_part_of_the_memory_is_named_and_they_add_up() -> None:
+def test_the_budget_and_what_comes_besides_add_up_apart() -> None:
     plan = Plan.from_json(json.dumps(_bare_plan()))
     plan = replace(plan, budget=100 * GIB, activation_nbytes=1, cache_nbytes=20 * GIB)
-    assert report.memory_line(plan) == "cache 20.0GiB + activations 1B + spare 100.0GiB = 120.0GiB"
+    assert report.memory_lines(plan) == {
+        "memory": "spare 100.0GiB for weights",
+        "besides": "cache 20.0GiB + activations 1B = 20.0GiB",
+    }
+    plan = replace(plan, ring_nbytes=GIB, slots_nbytes=4 * GIB, activation_nbytes=0, cache_nbytes=0)
+    assert report.memory_lines(plan) == {"memory": "ring 1.0GiB + slots 4.0GiB + spare 95.0GiB = 100.0GiB for weights"}
 
 
 def _bare_plan() -> dict[str, Any]:
@@ -175,7 +182,7 @@ def _bare_plan() -> dict[str, Any]:
 def test_the_report_of_a_plan_is_on_the_screen(plan: Callable[..., Result]) -> None:
     text = " ".join(shown_of(plan("--device-budget", "8MiB")).split())
     printed = str(Plan.from_json(json.dumps(facts(plan("--device-budget", "8MiB", "--json"))["plan"])))
-    assert len(printed.splitlines()) == 4
+    assert len(printed.splitlines()) == 5
     assert all(line in text for line in printed.splitlines()[1:])
 
 
@@ -234,15 +241,99 @@ def test_a_smaller_budget_that_is_advised_is_as_fast(plan: Callable[..., Result]
     assert smaller["step_s"] <= 1.001 * found["step_s"]
 
 
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightstream.runtime.devices.cuda.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_plan_is_that_of_run_on_the_cpu(tmp_path: Path) -> None:
+    """The same least budget, step, units and ring; and the screen says how to plan for a GPU."""
+    chat_model, flags = saved(tmp_path), ["--context", "64", "--host-budget", "20GiB"]
+
+    def called(command: str, *more: str) -> Result:
+        return CliRunner().invoke(app, [command, str(chat_model), *flags, *more])
+
+    texts = [refused(called(command, "--device-budget", "1KiB")) for command in ("plan", "run")]
+    least = int(re.findall(r"\((\d+) bytes\): ", " ".join(texts[0].split()))[0])
+    assert " ".join(texts[1].split()).endswith(" ".join(texts[0].split()))  # below a note on the prompt
+    budget = ("--device-budget", str(2 * least))
+    settings: dict[str, Any] = {"device_budget": 2 * least, "context": 64, "host_budget": "20GiB"}
+    with weightstream.from_pretrained(chat_model, progress=False, **settings).weightstream as streamer:
+        loaded = streamer.plan
+    assert weightstream.plan_model(chat_model, **settings) == loaded
+    planned = facts(called("plan", *budget, "--json"))
+    assert Plan.from_json(json.dumps(planned["plan"])) == loaded
+    ran = facts(called("run", *budget, "--json", "--max-new-tokens", "2"))
+    assert ran["plan"] == loaded.summary()
+    text = " ".join(shown_of(called("plan", *budget)).split())
+    assert "machine: the CPU" in text
+    assert 'no GPU here: try --gpu "RTX 4090"' in text
+    assert "graph" not in text
+    assert re.search(r"predicted: ~[\d.]+ (ms|us) per step, ~[\d,.]+ tokens/s", text)
+
+
+@pytest.fixture
+def plan_for(folder: Path) -> Callable[..., Result]:
+    """Plans the small model for a GPU by name."""
+
+    def run(*flags: object) -> Result:
+        return CliRunner().invoke(app, ["plan", str(folder), *map(str, flags)])
+
+    return run
+
+
 @pytest.mark.usefixtures("few_plans")
-def test_an_unmeasured_device_is_mentioned(folder: Path) -> None:
-    flags = ["--device-budget", "8MiB", "--host-budget", "30GiB"]
-    result = CliRunner().invoke(app, ["plan", str(folder), *flags])
-    text = " ".join(shown_of(result).split())
-    assert "assumed bandwidths" in text or "measured" in text  # a machine with a GPU measures it
-    if "assumed" in text:
-        assert "`weightstream doctor`" in text
-        assert "--profile" in text
+def test_a_gpu_is_planned_for_by_name(plan_for: Callable[..., Result]) -> None:
+    """Its memory is the default budget, its rates are marked as assumed, and its host holds everything."""
+    text = " ".join(shown_of(plan_for("--gpu", "4090")).split())
+    assert "machine: RTX 4090, PCIe 4 x16, assumed from the data sheet" in text
+    assert "everything fits and nothing streams" in text
+    found = facts(plan_for("--gpu", "rtx 4090", "--json"))
+    assert (found["basis"], found["on_cpu"]) == ("data sheet", False)
+    assert 20 * GIB < found["budget"] + found["cache_nbytes"] + found["activation_nbytes"] < 23 * GIB
+    flags = ("--gpu", "RTX 4090", "--device-budget", "6MiB", "--codec", "none", "--json")
+    fast, slow = facts(plan_for(*flags)), facts(plan_for(*flags, "--link", "PCIe 3"))
+    assert slow["copy_s"] > 1.8 * fast["copy_s"] > 0
+    assert slow["machine"] == "RTX 4090, PCIe 3 x16"
+    assert slow["disk_nbytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--gpu", "RTX 9999"), "There are RTX 3090, RTX 4080, RTX 4090"),
+        (("--gpu", "A100"), "did you mean A100 40GB or A100 80GB?"),
+        (("--gpu", "4090", "--device", "cpu"), "leave out --profile and --device"),
+        (("--gpu", "4090", "--host-budget", "50%"), "give bytes, such as 64GiB"),
+        (("--gpu", "4090", "--link", "PCIe 5"), "faster than that of RTX 4090, PCIe 4 x16"),
+        (("--gpu", "4090", "--link", "fast"), "give a rate such as 25GB/s, or PCIe 4"),
+        (("--device", "cpu", "--link", "25GB/s"), "a CPU, which has no link"),
+        (("--gpu", "4090", "--target", "soon"), "such as 10tok/s or 100ms"),
+        (("--gpu", "4090", "--target", "10tok/s", "--offload-group-size", "2"), "leave them out"),
+        (("--gpu", "4090", "--target", "1us"), "such as 10tok/s or 100ms"),
+        (("--gpu", "4090", "--target", "0.001ms"), "is out of reach: ~"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_or_a_target(
+    plan_for: Callable[..., Result], flags: tuple[str, ...], expected: str
+) -> None:
+    assert expected in " ".join(refused(plan_for(*flags)).split())
+
+
+@pytest.mark.usefixtures("few_plans")
+def test_a_target_finds_the_least_budget(plan: Callable[..., Result]) -> None:
+    """The text names the flag with which the same plan comes without a target; with less it is too slow."""
+    target = ("--target", "150tok/s")
+    text = " ".join(shown_of(plan(*target)).split())
+    named = re.search(r"target: 150 tokens/s takes --device-budget (\d+)KiB, which gives (\d+) tokens/s", text)
+    assert named is not None, text
+    least = 1024 * int(named[1])
+    found, same = facts(plan(*target, "--json")), facts(plan("--device-budget", least, "--json"))
+    assert found["plan"] == same["plan"]
+    assert found["tokens_per_s"] >= 150
+    assert facts(plan("--device-budget", least * 15 // 16, "--json"))["tokens_per_s"] < 150
+    assert "out of reach" in refused(plan(*target, "--device-budget", least * 15 // 16))
 
 
 # -- JSON and files -----------------------------------------------------------------------------------------------
@@ -262,7 +353,8 @@ def test_json_is_complete_and_the_only_output(plan: Callable[..., Result], folde
     assert found["nbytes"] == NBYTES
     assert found["held_nbytes"] == found["resident_nbytes"] + found["host_nbytes"] + found["disk_nbytes"]
     assert found["cache_nbytes"] == 2 * 64 * 4 * 2 * 128 * 2
-    assert found["tokens_per_s"] == 2 / found["step_s"]
+    assert found["tokens_per_s"] == 2 / found["graph_s"]
+    assert (found["basis"], found["on_cpu"], found["in_graphs"]) == ("measured", False, True)
     assert found["limit"] == "link"
     assert found["copy_s"] <= found["step_s"] * (1 + 1e-9)
     plan_itself = Plan.from_json(json.dumps(found["plan"]))
@@ -276,7 +368,7 @@ def test_more_memory_is_never_slower_in_a_sweep(swept: dict[str, Any]) -> None:
     plans = swept["sweep"]
     assert len(plans) > 10
     assert all(p["device_nbytes"] <= p["budget"] for p in plans)
-    times = [p["step_s"] for p in plans]
+    times = [p["run_s"] for p in plans]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
 

@@ -22,6 +22,11 @@ def test_a_prediction_is_compared_with_the_measured_time(predicted_s: float, mea
     assert terminal.prediction_lines(predicted_s, measured_s) == {"predicted": said}
 
 
+def test_a_rough_prediction_has_two_digits_and_its_step() -> None:
+    lines = terminal.prediction_lines(0.1142, 3.1468, is_rough=True, step="batch 1")
+    assert lines["predicted"] == "~110 ms (batch 1), measured 3146.8 ms: 27.6 times slower than predicted"
+
+
 @pytest.mark.parametrize("measured_s", [0.049, 0.21])
 def test_a_prediction_that_misses_by_more_than_two_comes_with_a_remedy(measured_s: float) -> None:
     assert "`weightstream doctor --measure`" in terminal.prediction_lines(0.1, measured_s)["advice"]

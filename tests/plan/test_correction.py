@@ -116,7 +116,8 @@ def test_a_corrected_plan_predicts_the_measured_times(percent: int, grain: str, 
 
 
 def predictions(plan: Plan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in ("step_s", "graph_s", "compute_s", "copy_s", "disk_s", "machine")}
+    names = ("step_s", "graph_s", "compute_s", "graph_compute_s", "copy_s", "disk_s", "machine", "basis")
+    return {name: getattr(plan, name) for name in names}
 
 
 def test_seconds_are_divided_by_the_estimates_and_sum_up() -> None:
@@ -137,6 +138,23 @@ def test_seconds_are_divided_by_the_estimates_and_sum_up() -> None:
     assert sum(found[name] for name in names) == pytest.approx(times.computes[last])
     for name, unit in zip(names, wrapped, strict=True):
         assert found[name] / times.computes[last] == pytest.approx(estimates[unit] / sum(estimates[u] for u in wrapped))
+
+
+@pytest.mark.parametrize("in_graphs", [True, False])
+def test_the_time_of_a_graph_is_that_in_which_tokens_come(in_graphs: bool) -> None:
+    """Graphs are timed as a whole, without their units. The busiest resource takes as long as they show."""
+    planner, plan = planned(45)
+    plan = replace(plan, in_graphs=in_graphs, step_s=9.0, graph_s=4.0, copy_s=3.0, graph_compute_s=1.0)
+    found = corrected(planner, plan, Times(step_s=2.0, host_s=0.1, computes={}, copies={}))
+    assert (found.run_s, found.basis, found.limit) == (2.0, "steps", "link")
+    assert found.graph_s == (2.0 if in_graphs else 4.0)
+    assert found.copy_s == pytest.approx(3.0 * 2.0 / (4.0 if in_graphs else 9.0))
+
+
+def test_on_a_cpu_the_time_in_a_graph_follows_that_of_a_step() -> None:
+    planner, plan = planned(45)
+    plan = replace(plan, on_cpu=True)
+    assert corrected(planner, plan, Times(step_s=9.0, host_s=9.0, computes={}, copies={})).graph_s == 9.0
 
 
 def test_without_streaming_the_step_is_divided() -> None:

@@ -17,7 +17,8 @@ from weightstream.errors import PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import ACTS, Plan
-from weightstream.plan.units import human, milliseconds, per_second, rate
+from weightstream.plan.speculation import PassSeconds
+from weightstream.plan.units import exact, human, milliseconds, per_second, rate, rough_seconds, roughly
 
 MIB = 1 << 20
 
@@ -229,6 +230,15 @@ def test_formatted_rates_and_seconds() -> None:
     assert [per_second(55.2e9), per_second(684e12, "FLOP")] == ["55.2 GB/s", "684.0 TFLOP/s"]
     assert [milliseconds(s) for s in (0, 12e-6, 0.0125, 13.91)] == ["0.0 ms", "12 us", "12.5 ms", "13.9 s"]
     assert [rate(n) for n in (0.01234, 4.567, 78.94, 1234.5)] == ["0.0123", "4.57", "78.9", "1,234"]
+    assert [rough_seconds(s) for s in (0, 12.3e-6, 0.0125, 0.6171, 13.91)] == [
+        "0 ms",
+        "~12 us",
+        "~12 ms",
+        "~620 ms",
+        "~14 s",
+    ]
+    assert [roughly(n) for n in (0.01234, 1.56, 12345.6)] == ["~0.012", "~1.6", "~12,000"]
+    assert [exact(n) for n in (5, 96 * MIB, 5 << 30, 1000 << 10)] == ["5", "96MiB", "5GiB", "1000KiB"]
 
 
 def from_disk() -> Plan:
@@ -239,15 +249,53 @@ def from_disk() -> Plan:
 
 
 def test_a_plan_is_printed_as_its_summary_and_predictions() -> None:
-    lines = str(from_disk()).splitlines()
-    assert lines == [from_disk().summary(), "predicted: 12.5 ms per step"]
+    plan = replace(from_disk(), machine="Test GPU", basis="measured")
+    lines = str(plan).splitlines()
+    assert lines == [plan.summary(), "machine: Test GPU, measured", "predicted: 12.5 ms per step"]
     assert lines[0].endswith(", 6.0MiB of it from disk")
-    assert "disk" not in str(replace(from_disk(), disk=frozenset()))
-    busy = replace(from_disk(), copy_s=0.012, compute_s=0.001, disk_s=0.002, workload=Workload(batch=2))
-    assert str(busy).splitlines()[1:] == [
+    assert "disk" not in str(replace(plan, disk=frozenset()))
+    busy = replace(plan, copy_s=0.012, compute_s=0.001, disk_s=0.002, workload=Workload(batch=2))
+    assert str(busy).splitlines()[2:] == [
         "predicted: 12.5 ms per step, 160 tokens/s (batch 2, tokens 1, context 4096)",
         "limit: link, busy 12.0 ms of a step; compute 1.0 ms, disk 2.0 ms",
     ]
+
+
+def test_steps_in_graphs_are_predicted_as_they_run() -> None:
+    """The tokens per second and the limit are those of the graphs in which `generate` decodes."""
+    times: Any = {"step_s": 0.0125, "graph_s": 0.005, "compute_s": 0.0125, "graph_compute_s": 0.002, "copy_s": 0.005}
+    plan = replace(from_disk(), disk=frozenset(), basis="measured", workload=Workload(), **times)
+    assert plan.predictions()["predicted"].endswith("context 4096); 5.0 ms in a CUDA graph")
+    assert (plan.limit, plan.tokens_per_s) == ("compute", 80)
+    plan = replace(plan, in_graphs=True)
+    assert plan.predictions() == {
+        "predicted": "5.0 ms per step in a CUDA graph, 200 tokens/s (batch 1, tokens 1, context 4096); 12.5 ms eager",
+        "limit": "link, busy 5.0 ms of a step; compute 2.0 ms",
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "machine", "predicted"),
+    [
+        ({}, "a GPU, whose rates are assumed", "~12 ms"),
+        ({"machine": "RTX", "basis": "data sheet"}, "RTX, assumed from the data sheet", "~12 ms"),
+        ({"machine": "RTX", "basis": "measured under load"}, "RTX, measured under load, so roughly", "~12 ms"),
+        ({"machine": "Xeon", "basis": "measured", "on_cpu": True}, "the CPU (Xeon), measured", "~12 ms"),
+        ({"machine": "Xeon", "basis": "steps", "on_cpu": True}, "the CPU (Xeon), as measured in steps", "12.5 ms"),
+        ({"basis": "assumed", "on_cpu": True}, "the CPU, whose rates are assumed", "~12 ms"),
+    ],
+)
+def test_rough_predictions_have_two_digits(facts: dict[str, Any], machine: str, predicted: str) -> None:
+    plan = replace(from_disk(), **facts)
+    assert plan.machine_text.startswith(machine)
+    assert plan.predictions()["predicted"] == f"{predicted} per step"
+
+
+def test_on_a_cpu_nothing_is_said_to_be_in_a_graph() -> None:
+    passes = tuple(PassSeconds(tokens=n, step_s=1.0, graph_s=0.5) for n in (1, 2))
+    plan = replace(from_disk(), graph_s=0.001, passes=passes, workload=Workload())
+    assert "in a CUDA graph" in str(plan)
+    assert "graph" not in str(replace(plan, on_cpu=True))
 
 
 def test_bytes_on_disk_are_not_on_the_host() -> None:
@@ -272,8 +320,8 @@ def test_another_order_keeps_the_tensors_on_disk() -> None:
 
 
 PREDICTED = (  # and requested values
-    *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "found_share", "fetched_nbytes"),
-    *("hit_curve", "counted_rows"),
+    *("step_s", "graph_s", "compute_s", "graph_compute_s", "decode_s", "copy_s", "disk_s"),
+    *("found_share", "fetched_nbytes", "hit_curve", "counted_rows", "basis", "on_cpu", "in_graphs"),
     *(
         "workload",
         "passes",

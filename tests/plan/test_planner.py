@@ -251,7 +251,8 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
     for ops, more_s in (((*work[name], long, tiny, tiny), 2 * H200.op_s), (work[name], -1e-3 - H200.op_s)):
         plan = planned(planner, ops)
         assert plan.graph_s == pytest.approx(plain.graph_s + more_s, rel=1e-9)
-        assert replace(plan, graph_s=plain.graph_s) == plain
+        assert plan.graph_compute_s == pytest.approx(plain.graph_compute_s + more_s, rel=1e-9)
+        assert replace(plan, graph_s=plain.graph_s, graph_compute_s=plain.graph_compute_s) == plain
     on_cpu = replace(planner, machine=replace(planner.machine, on_cpu=True))
     assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
     measured = replace(planner, unit_s={name: 1e-3})
@@ -325,7 +326,7 @@ def test_a_head_that_the_ring_cannot_hold_is_read_in_place() -> None:
     read_s = manifest.aliases[HEAD] / 0.9 / H200.link_bytes_per_s
     assert plan.copy_s == pytest.approx(read_s + plan.step_nbytes / H200.link_bytes_per_s, rel=0.02)
     assert plan.step_s >= plan.copy_s
-    with pytest.raises(PlanError, match="the ring must hold the largest unit, head"):
+    with pytest.raises(PlanError, match="the ring must hold the largest unit, 'head'"):
         plan_of(WIDE, replace(DECODE, batch=65), device_budget=budget)
 
 

@@ -340,10 +340,26 @@ def test_a_refusal_prints_arithmetic_that_adds_up() -> None:
 
 
 def test_a_refusal_names_the_largest_unit() -> None:
-    with pytest.raises(PlanError, match=r"the largest unit, blocks\.1\. "):
+    with pytest.raises(PlanError, match=r"the largest unit, 'blocks\.1'\. Raise the budget\.$"):
         place_within(model((512,), (2048,), (1024,)), budget=1024)
-    with pytest.raises(PlanError, match=r"the largest unit, \(root\)\. "):
+    with pytest.raises(PlanError, match=r"the largest unit, '\(root\)'\. "):
         place_within(model((512,), (512,), outer=[root(4096, enclosing=False)]), budget=1024)
+
+
+def test_a_refusal_says_what_helps() -> None:
+    """What takes most of the bytes; a smaller dtype where there is one; and what a few bytes were meant to be."""
+    enclosed = model((512,), (512,), outer=[root(8192, enclosing=True)])
+    with pytest.raises(
+        PlanError, match=r"bytes\): 'embed.weight' must stay on the device, as .*\. Raise the budget\.$"
+    ):
+        place_within(enclosed, budget=1024)
+    floats = tuple(
+        replace(unit, tensors=tuple(replace(t, dtype="float32") for t in unit.tensors)) for unit in enclosed.units
+    )
+    with pytest.raises(PlanError, match=r"Raise the budget, or use bfloat16\.$"):
+        place_within(Manifest(units=floats, order=enclosed.order), budget=1024)
+    with pytest.raises(PlanError, match=r"6B \(6 bytes\) < .* Did you mean device_budget='6GiB'\?$"):
+        place_within(enclosed, budget=6)
 
 
 def test_the_budget_of_a_refusal_is_enough() -> None:

@@ -164,7 +164,9 @@ def show_bench(plan: AnyPlan, row: dict[str, Any]) -> None:
     print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
     all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
-    lines = plan.predictions() | (prediction_lines(row["predicted_s"], measured) if row["predicted_s"] else {})
+    lines = plan.predictions() | (
+        prediction_lines(row["predicted_s"], measured, is_rough=row["is_rough"]) if row["predicted_s"] else {}
+    )
     if plan.step_s != row["predicted_s"]:
         lines["predicted"] += f"; {milliseconds(plan.step_s)} from times measured since"
     if row["experts"]:

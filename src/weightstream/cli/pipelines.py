@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli.messages import shows_bars
+from weightstream.cli.plan_output import Output, faster_note, machine_line
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
@@ -27,12 +29,14 @@ from weightstream.cli.terminal import (
     write_file,
 )
 from weightstream.errors import ConfigError, OffloadError, UnsupportedError
-from weightstream.measure.progress import lasting, phase
+from weightstream.measure.progress import announced, lasting, phase
 from weightstream.plan.pipeline import PipelinePlan, joined
 from weightstream.plan.units import human, milliseconds, scale
+from weightstream.settings.speeds import Target
 
 if TYPE_CHECKING:
     from weightstream.api.pipelines import PipelineStats
+    from weightstream.api.plan_model import MachineChoice
 
 PROMPT = "a photo of a cat on the moon"
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -68,67 +72,53 @@ def refuse_options(model: str, **options: Any) -> None:
 # -- plan --------------------------------------------------------------------------------------------------------------
 
 
-class _AtBudget(NamedTuple):
-    """A plan, and the bytes of device memory that it is for."""
-
-    budget: int
-    plan: PipelinePlan
-
-
 def plan_pipeline(
     model: str,
     loading: Loading,
     call: dict[str, Any],
     *,
     variant: str | None,
-    profile: Path | None,
-    sweep: bool,
-    plot: Path | None,
-    save: Path | None,
-    as_json: bool,
+    where: MachineChoice,
+    target: Target | None,
+    output: Output,
 ) -> None:
     """`weightstream plan` for a pipeline."""
     from weightstream.api.plan_model import sketch_pipeline
 
-    sketch = sketch_pipeline(
-        model,
-        loading["config"],
-        call=call,
-        device=loading["device"],
-        dtype=loading["dtype"],
-        profile=profile,
-        variant=variant,
-    )
-    planned = sketch.plan()
-    plans: list[_AtBudget] = []
-    if sweep or plot is not None:
-        plans.append(_AtBudget(sketch.budget, planned))
-        for budget in (sketch.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)):
-            if (other := sketch.plan_at(budget)) is not None:
-                plans.append(_AtBudget(budget, other))
-        plans.sort(key=lambda at: at.budget)
-    if save is not None:
-        write_file("--save", save, json.dumps(planned.numbers(), indent=1) + "\n")
-    if plot is not None:
-        _draw(model, plans, plot)
-    if as_json:
-        swept = {"sweep": [{"budget": at.budget} | at.plan.numbers() for at in plans]} if plans else {}
-        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **planned.numbers(), **swept}))
-        return
-    _show(model, sketch.nbytes, planned)
-    if sweep:
-        _show_sweep(planned, plans)
+    with announced("planning"):
+        sketch = sketch_pipeline(model, loading["config"], **where, dtype=loading["dtype"], call=call, variant=variant)
+        own, notes = AtBudget(sketch.budget, sketch.plan()), {}
+    if target is not None:
+        with output.progress("finding the least budget", MOST_PLANS) as advance:
+            own = reaching(sketch, own, target, advance)
+        notes = {"target": reached_text(own, target)}
+    if output.save is not None:
+        write_file("--save", output.save, json.dumps(own.plan.numbers(), indent=1) + "\n")
+    if not output.as_json:
+        _show(model, machine_line(own.plan, where), sketch.nbytes, own.plan, notes)
+    plans: list[AtBudget[PipelinePlan]] = []
+    if output.has_sweep:
+        budgets = [sketch.nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
+        with output.progress("planning for other budgets", _BUDGETS) as advance:
+            plans = swept(sketch, own, budgets, advance)
+    if output.plot is not None:
+        _draw(model, plans, output.plot)
+    if output.as_json:
+        others = {"sweep": [{"budget": at.budget} | at.plan.numbers() for at in plans]} if plans else {}
+        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **own.plan.numbers(), **others}))
+    elif output.sweep:
+        _show_sweep(own, plans)
+        print_labelled(faster_note(own, plans))
 
 
-def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
-    machine = next(plan.machine for plan in planned.plans.values())
-    assumed = "assumed bandwidths, as no device has been measured: `weightstream doctor` measures this machine"
+def _show(model: str, machine: str, nbytes: int, planned: PipelinePlan, notes: dict[str, str]) -> None:
     resident = planned.device_nbytes - planned.block_nbytes
     parts = f"resident {human(resident)} + shared ring {human(planned.block_nbytes)} = {human(planned.device_nbytes)}"
     head = {
         "model": f"{model} ({human(nbytes)} of weights)",
-        "machine": f"{machine}, measured" if machine else assumed,
-        "memory": f"{parts}, and {planned.beside}",
+        "machine": machine,
+        "memory": f"{parts} for weights",
+        "besides": planned.beside,
     }
     print_labelled(head)
     columns = ("component", "steps", "resident", "ring", "moves", "activations", "predicted")
@@ -136,29 +126,30 @@ def _show(model: str, nbytes: int, planned: PipelinePlan) -> None:
     for row in planned.rows():
         table.add_row(*row)
     print_table(table, drop=("activations", "ring"))
-    limit = "the link" if planned.copied_s > planned.computed_s else "compute"
+    limit, text = "the link" if planned.copied_s > planned.computed_s else "compute", planned.seconds_text
     print_labelled(
         {
             "moves": f"{human(planned.copied_nbytes)} over the link per call",
-            "predicted": f"{planned.seconds:.2f} s per call; limit: {limit} (at least {planned.bound_s:.2f} s)",
+            "predicted": f"{text(planned.seconds)} per call; limit: {limit} (at least {text(planned.bound_s)})",
+            **notes,
             **({"shortage": planned.shortage} if planned.shortage else {}),
             **({"note": "; ".join(planned.notes)} if planned.notes else {}),
         }
     )
 
 
-def _show_sweep(planned: PipelinePlan, plans: Sequence[_AtBudget]) -> None:
+def _show_sweep(own: AtBudget[PipelinePlan], plans: Sequence[AtBudget[PipelinePlan]]) -> None:
     table = grid("budget", "resident", "ring", "moves", "seconds", "", align_left=("",))
     slowest = max(at.plan.seconds for at in plans)
     for budget, plan in plans:
         resident = plan.device_nbytes - plan.block_nbytes
         sizes = (budget, resident, plan.block_nbytes, plan.copied_nbytes)
-        cells = [*map(human, sizes), f"{plan.seconds:.2f}"]
-        add_budget(table, cells, plan.seconds / slowest, is_own=plan is planned)
+        cells = [*map(human, sizes), plan.seconds_text(plan.seconds).removesuffix(" s")]
+        add_budget(table, cells, plan.seconds / slowest, is_own=budget == own.budget)
     print_table(table, "seconds per call over budget", drop=("ring", ""))
 
 
-def _draw(model: str, plans: Sequence[_AtBudget], path: Path) -> None:
+def _draw(model: str, plans: Sequence[AtBudget[PipelinePlan]], path: Path) -> None:
     unit, nbytes_of_one = scale(max(at.budget for at in plans))
     budgets = [at.budget / nbytes_of_one for at in plans]
     with figure(path, height=4.5) as axes:
@@ -350,7 +341,7 @@ def _report(
     planned = session.planned
     lines = {"image": ", ".join(map(str, files))}
     if planned is not None:
-        lines |= prediction_lines(planned.seconds, taken_s, _seconds)
+        lines |= prediction_lines(planned.seconds, taken_s, _seconds, is_rough=planned.is_rough)
     else:
         lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
@@ -433,7 +424,7 @@ def show_pipeline_bench(
     lines = {}
     if planned is not None:
         measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-        lines = prediction_lines(planned.seconds, measured, _seconds)
+        lines = prediction_lines(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
     verdict = {None: "not compared", True: "yes, all images are bit for bit the same", False: "NO: images differ"}

@@ -11,13 +11,15 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli import pipelines
+from weightstream.cli.plan_output import Output, check_figure, faster_note, machine_line
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -35,7 +37,6 @@ from weightstream.cli.terminal import (
     grid,
     print_labelled,
     print_table,
-    require,
     takes_model,
     write_file,
 )
@@ -45,10 +46,14 @@ from weightstream.plan.manifest import UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.speculation import PRIORS, PassChoice, Passes, choose_width
-from weightstream.plan.units import human, milliseconds, rate, scale
+from weightstream.plan.units import human, rate, roughly, scale
 from weightstream.runtime.streamer.drafting import Speculate
 from weightstream.settings.arguments import refuse_training
 from weightstream.settings.config import OffloadConfig
+from weightstream.settings.speeds import Target
+
+if TYPE_CHECKING:
+    from weightstream.api.plan_model import MachineChoice
 
 _GIB = 2**30
 _BUDGETS = 20
@@ -62,6 +67,14 @@ def plan(
     *,
     profile: Annotated[
         Path | None, typer.Option(help="Predict for the machine in this file, from `weightstream doctor --save`.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help='Predict for this GPU, such as "RTX 4090", by its data sheet. Default: the device here.'),
+    ] = None,
+    link: Annotated[str | None, typer.Option(help='Link to the GPU: "PCIe 3", "PCIe 4 x8", or 25GB/s.')] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Find the least budget for this speed: 10tok/s, or 100ms for a step.")
     ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Also show the step time at other budgets.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time over budget into this file, such as a.png.")] = None,
@@ -89,15 +102,23 @@ def plan(
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
-    Reads config.json and the headers of the checkpoint's files. Without --device-budget, the plan is
-    for the free memory. For a pipeline of diffusers it shows the time of a call, by component. With
-    --train it shows the time and the memory of a training step of adapters over the frozen model. With
-    --speculate or --draft it also shows the time of passes of several tokens, and what drafts gain.
+    The plan is that of `weightstream run` with the same options on this machine, or one for the GPU of
+    --gpu or --profile. Reads config.json and the headers of the checkpoint's files. Without
+    --device-budget, the plan is for the free memory. For a pipeline of diffusers it shows the time of
+    a call, by component. With --train it shows the time and the memory of a training step of adapters
+    over the frozen model. With --speculate or --draft it also shows the time of passes of several
+    tokens, and what drafts gain.
     """
     if plot is not None:
-        require("matplotlib", "plot", "--plot")
+        check_figure(plot)
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
-    if pipelines.is_diffusers(model):
+    output = Output(sweep=sweep, plot=plot, save=save, as_json=as_json)
+    is_pipeline = pipelines.is_diffusers(model)
+    from weightstream.api.plan_model import machine_choice, requested_target
+
+    where = machine_choice(loading["config"], device=loading["device"], profile=profile, gpu=gpu, link=link)
+    wanted = requested_target(target, loading["config"], has_draft=draft is not None)
+    if is_pipeline:
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)
         pipelines.plan_pipeline(
@@ -105,11 +126,9 @@ def plan(
             loading,
             pipelines.call_of(height, width, steps, frames),
             variant=variant,
-            profile=profile,
-            sweep=sweep,
-            plot=plot,
-            save=save,
-            as_json=as_json,
+            where=where,
+            target=wanted,
+            output=output,
         )
         return
     pipelines.refuse_options(model, height=height, width=width, steps=steps, frames=frames, variant=variant)
@@ -120,7 +139,7 @@ def plan(
             raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
         if flags := [f"--{name}" for name, value in (("speculate", speculate), ("draft", draft)) if value]:
             raise ConfigError(f"{', '.join(flags)}: only for one GPU; leave out --gpus")
-        _on_several(model, loading, profile, as_json=as_json)
+        _on_several(model, loading, where, as_json=as_json)
         return
     if tp and draft:
         raise ConfigError("--draft: only for one GPU; leave out --tp")
@@ -128,9 +147,7 @@ def plan(
     if tp:
         loading["config"] = _config_of_shard(loading["config"])
     mode: Speculate = speculate or ("auto" if draft else "off")
-    _on_one(
-        model, loading, profile, num_shards, sweep=sweep, plot=plot, save=save, as_json=as_json, mode=mode, draft=draft
-    )
+    _on_one(model, loading, where, num_shards, wanted, output, mode=mode, draft=draft)
 
 
 def _with_training(config: OffloadConfig, *, train: bool, rank: int | None, checkpoints: bool | None) -> OffloadConfig:
@@ -149,64 +166,80 @@ def _with_training(config: OffloadConfig, *, train: bool, rank: int | None, chec
 def _on_one(
     model: str,
     loading: Loading,
-    profile: Path | None,
+    where: MachineChoice,
     num_shards: int | None,
+    target: Target | None,
+    output: Output,
     *,
-    sweep: bool,
-    plot: Path | None,
-    save: Path | None,
-    as_json: bool,
     mode: Speculate,
     draft: str | None,
 ) -> None:
     """Plan for one GPU: the whole model, or, with tensor parallelism, one of `num_shards` shards of it."""
-    with announced("loading libraries"):
-        from weightstream.api.plan_model import plan_drafted, planner_inputs_of
+    from weightstream.api.plan_model import plan_drafted, planner_inputs_of
 
+    options: dict[str, Any] = {**loading, **where}
     shards = {} if num_shards is None else {"tp_size": num_shards}
     sharding: dict[str, Any] = {} if num_shards is None else {"distributed_config": shards}
     gc.disable()  # no garbage arises here, and collections, now or at the end, take a quarter of the time
     atexit.register(_leave)
     try:
         with announced("planning"):
-            if draft is not None:
-                drafted = plan_drafted(model, draft=draft, mode=mode, profile=profile, **loading)
+            drafted = plan_drafted(model, draft=draft, mode=mode, **options) if draft is not None else None
+            if drafted is not None:
                 inputs, planned = drafted.inputs, drafted.plan
             else:
-                drafted = None
-                inputs = planner_inputs_of(model, profile=profile, speculates=mode != "off", **loading, **sharding)
+                inputs = planner_inputs_of(model, speculates=mode != "off", **options, **sharding)
                 planned = inputs.plan()[1]
-        with announced("planning for other budgets"):
-            plans = _swept(inputs, planned) if sweep or plot is not None else []
+        notes = {} if drafted is None else {"draft": drafted.reason}
+        if target is not None:
+            with output.progress("finding the least budget", MOST_PLANS) as advance:
+                found = reaching(inputs, AtBudget(_budget(planned), planned), target, advance)
+            planned, notes = found.plan, {"target": reached_text(found, target)}
+        if output.save is not None:
+            write_file("--save", output.save, planned.to_json())
+        if not output.as_json:
+            if num_shards is not None:
+                notes = {"ranks": _ranks_note(inputs, num_shards), **notes}
+            name = model if num_shards is None else f"a shard of {model}"
+            machine = machine_line(planned, where)
+            show_plan(name, machine, planned, _notes(inputs, planned, notes, has_lookup=mode != "off"))
+        plans: list[AtBudget[Plan]] = []
+        if output.has_sweep:
+            budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
+            with output.progress("planning for other budgets", _BUDGETS) as advance:
+                plans = swept(inputs, AtBudget(_budget(planned), planned), budgets, advance)
     finally:
         gc.enable()
-    if save is not None:
-        write_file("--save", save, planned.to_json())
-    if plot is not None:
-        draw_plan(model, planned, plans, plot)
-    if as_json:
-        swept = {"sweep": [p.numbers() for p in plans if p is not planned]} if plans else {}
-        facts = {"model": model, **shards, **json_facts(inputs, planned), **swept}
+    if output.plot is not None:
+        draw_plan(model, planned, plans, output.plot)
+    if output.as_json:
+        others = [at.plan.numbers() | {"budget": at.budget} for at in plans if at.budget != _budget(planned)]
+        facts = {"model": model, **shards, **json_facts(inputs, planned), **({"sweep": others} if plans else {})}
         if mode != "off":
             facts["speculation"] = _expected(planned)._asdict()
         if drafted is not None:
             facts["draft"] = {"is_loaded": drafted.is_drafted, "reason": drafted.reason}
         typer.echo(json.dumps(facts))
-        return
-    whole = {"experts": inputs.whole_experts} if inputs.whole_experts and planned.offloaded_nbytes else {}
-    if num_shards is not None:
-        assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
-        ranks = f"one of {num_shards} processes with equal plans; their all-reduces are assumed to take {assumed} GB/s"
-        model, whole = f"a shard of {model}", {"ranks": ranks, **whole}
-    if drafted is not None:
-        whole["draft"] = drafted.reason
-    if mode != "off":
-        expected = _expected(planned)
-        speed = f"{rate(expected.tokens_per_s)} tokens/s, {rate(expected.plain_tokens_per_s)} without"
-        whole["lookup"] = f"passes of {expected.tokens} tokens are expected to make {speed}"
-    show_plan(model, planned, whole | _training_notes(inputs) | advice(inputs, planned))
-    if sweep:
+    elif output.sweep:
         print_table(_sweep_table(planned, plans), "step time over budget", drop=("ring", "compressed", ""))
+        print_labelled(faster_note(AtBudget(_budget(planned), planned), plans))
+
+
+def _ranks_note(inputs: PlannerInputs, num_shards: int) -> str:
+    assumed = rate(inputs.machine.profile.ranks_bytes_per_s / 1e9)
+    return f"one of {num_shards} processes with equal plans; their all-reduces are assumed to take {assumed} GB/s"
+
+
+def _notes(inputs: PlannerInputs, planned: Plan, notes: dict[str, str], *, has_lookup: bool) -> dict[str, str]:
+    """Labelled lines below a plan."""
+    if inputs.whole_experts and planned.offloaded_nbytes:
+        notes = notes | {"experts": inputs.whole_experts}
+    if has_lookup:
+        expected, text = _expected(planned), planned.rate_text
+        speed = f"{text(expected.tokens_per_s)} tokens/s, {text(expected.plain_tokens_per_s)} without"
+        gain = f"passes of {expected.tokens} tokens are expected to make {speed}"
+        notes = notes | {"lookup": gain if expected.tokens > 1 else "passes of several tokens gain nothing here"}
+    return notes | _training_notes(inputs) | advice(inputs, planned)
 
 
 def _training_notes(inputs: PlannerInputs) -> dict[str, str]:
@@ -237,20 +270,23 @@ def _config_of_shard(config: OffloadConfig) -> OffloadConfig:
     return config.within(budget)
 
 
-def _on_several(model: str, loading: Loading, profile: Path | None, *, as_json: bool) -> None:
+def _on_several(model: str, loading: Loading, where: MachineChoice, *, as_json: bool) -> None:
     """The plan over several GPUs."""
     from weightstream.api.plan_model import plan_stripes
 
-    planned = plan_stripes(model, profile=profile, **loading)
+    options: dict[str, Any] = {**loading, **where}
+    planned = plan_stripes(model, **options)
     if as_json:
         typer.echo(json.dumps({"model": model, **planned.numbers()}))
         return
     shown = grid("device", "resident", "ring", "streams", "link ms", align_left=("device",))
     for name, part in planned.plans.items():
         cells = map(human, (part.resident_nbytes, part.ring_nbytes + part.buffer_nbytes, part.step_nbytes))
-        shown.add_row(name, *cells, f"{1e3 * part.copy_s:,.2f}")
+        shown.add_row(name, *cells, table_ms(part, part.copy_s))
     size = f"{human(planned.decoded_nbytes)} of weights over {len(planned.plans)} GPUs"
-    print_labelled({"model": f"{model}: {size}", "step": str(planned.workload), "machine": _machine(planned.every[0])})
+    print_labelled(
+        {"model": f"{model}: {size}", "step": str(planned.workload), "machine": machine_line(planned.every[0], where)}
+    )
     print_table(shown, "a step streams", drop=("ring",))
     print_labelled(planned.predictions())
 
@@ -261,30 +297,19 @@ def _leave() -> None:
         gc.freeze()
 
 
-def _swept(inputs: PlannerInputs, planned: Plan) -> list[Plan]:
-    """The plan, and plans for budgets of even shares of the model's bytes, sorted by budget. Budgets for which there is
-    no plan are left out."""
-    budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
-    others = [plan for plan in map(inputs.plan_at, budgets) if plan is not None and plan.budget != planned.budget]
-    return sorted((planned, *others), key=_budget)
-
-
-def show_plan(model: str, planned: Plan, notes: dict[str, str]) -> None:
+def show_plan(model: str, machine: str, planned: Plan, notes: dict[str, str]) -> None:
     """Print the plan."""
     numbers = parameters(planned)
     count = [f"{_count(numbers.num)} parameters"] if numbers.is_of_parameters else []
     size = ", ".join([*count, human(planned.manifest.decoded_nbytes), numbers.dtype])
-    print_labelled({"model": f"{model} ({size})", "machine": _machine(planned), "memory": memory_line(planned)})
+    print_labelled({"model": f"{model} ({size})", "machine": machine, **memory_lines(planned)})
     print_table(table(planned))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
-def _machine(planned: Plan) -> str:
-    assumed = (
-        "assumed bandwidths, as no device has been measured: `weightstream doctor` measures this machine, and "
-        "--profile takes the numbers of another one"
-    )
-    return f"{planned.machine}, measured" if planned.machine else assumed
+def table_ms(plan: Plan, seconds: float) -> str:
+    """Predicted seconds in a column of milliseconds."""
+    return roughly(1e3 * seconds) if plan.is_rough else f"{1e3 * seconds:,.1f}"
 
 
 def _count(num: int) -> str:
@@ -308,7 +333,7 @@ def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
     if shortage := inputs.shortage(planned):
         return {"shortage": shortage}
     if not planned.offloaded_nbytes and planned.manifest.codes:
-        plain, saved = human(planned.manifest.decoded_nbytes), milliseconds(planned.decode_s)
+        plain, saved = human(planned.manifest.decoded_nbytes), planned.seconds_text(planned.decode_s)
         return {"note": f"everything fits compressed; uncompressed it would take {plain} and save {saved} per step"}
     if not planned.offloaded_nbytes:
         remedy = ": leave out the budget, as offloading gains nothing here" * inputs.config.has_budget
@@ -320,25 +345,26 @@ def advice(inputs: PlannerInputs, planned: Plan) -> dict[str, str]:
     busy_s, nbytes = moved.get(planned.limit, (0.0, 0))
     if not nbytes:
         return {}
-    saved_s = min(_GIB * busy_s / nbytes, busy_s - planned.compute_s)
-    return {"note": f"1 GiB more on the device would take about {milliseconds(saved_s)} off a step"}
+    saved_s = min(_GIB * busy_s / nbytes, busy_s - planned.run_compute_s)
+    about = "" if planned.is_rough else "about "
+    return {"note": f"1 GiB more on the device would take {about}{planned.seconds_text(saved_s)} off a step"}
 
 
-def _sweep_table(planned: Plan, plans: Sequence[Plan]) -> Table:
-    """A row for each plan, with sizes in the unit of the budget."""
-    unit, nbytes_of_one = scale(max(map(_budget, plans)))
+def _sweep_table(planned: Plan, plans: Sequence[AtBudget[Plan]]) -> Table:
+    """A row for each budget, with sizes in the unit of the budget."""
+    unit, nbytes_of_one = scale(max(at.budget for at in plans))
     headings = (f"budget {unit}", "resident", "ring", "compressed", "step ms", "tokens/s", "limit", "")
-    table, slowest = grid(*headings, align_left=("", "limit")), max(plan.step_s for plan in plans) or 1.0
-    for plan in plans:
-        sizes = (_budget(plan), plan.resident_nbytes, plan.ring_nbytes)
+    table, slowest = grid(*headings, align_left=("", "limit")), max(at.plan.run_s for at in plans) or 1.0
+    for budget, plan in plans:
+        sizes = (budget, plan.resident_nbytes, plan.ring_nbytes)
         cells = (
             *(f"{nbytes / nbytes_of_one:.2f}" for nbytes in sizes),
             "yes" if plan.manifest.codes else "",
-            f"{1e3 * plan.step_s:,.1f}",
-            rate(plan.tokens_per_s or 0.0),
+            table_ms(plan, plan.run_s),
+            plan.rate_text(plan.tokens_per_s or 0.0),
             plan.limit if plan.offloaded_nbytes else "all fits",
         )
-        add_budget(table, cells, plan.step_s / slowest, is_own=plan is planned)
+        add_budget(table, cells, plan.run_s / slowest, is_own=budget == _budget(planned))
     return table
 
 
@@ -360,17 +386,17 @@ def json_facts(inputs: PlannerInputs, planned: Plan) -> dict[str, Any]:
     }
 
 
-def draw_plan(model: str, planned: Plan, plans: Sequence[Plan], path: Path) -> None:
+def draw_plan(model: str, planned: Plan, plans: Sequence[AtBudget[Plan]], path: Path) -> None:
     """Draw step time over budget, with the lower bounds of any schedule: the time of the link and of compute."""
-    unit, nbytes_of_one = scale(max(map(_budget, plans)))
-    budgets = [_budget(plan) / nbytes_of_one for plan in plans]
+    unit, nbytes_of_one = scale(max(at.budget for at in plans))
+    budgets = [at.budget / nbytes_of_one for at in plans]
     with figure(path, height=4.5) as axes:
-        axes.plot(budgets, [1e3 * plan.step_s for plan in plans], ".-", linewidth=3, label="predicted step")
-        axes.plot(budgets, [1e3 * plan.copy_s for plan in plans], "--", label="link busy")
-        axes.plot(budgets, [1e3 * plan.compute_s for plan in plans], ":", label="compute busy")
-        own = f"this plan: {human(_budget(planned))}, {milliseconds(planned.step_s)}"
-        axes.plot(_budget(planned) / nbytes_of_one, 1e3 * planned.step_s, "o", markersize=9, label=own)
-        title = f"{Path(model).name} on {planned.machine or 'an assumed machine'}"
+        axes.plot(budgets, [1e3 * at.plan.run_s for at in plans], ".-", linewidth=3, label="predicted step")
+        axes.plot(budgets, [1e3 * at.plan.copy_s for at in plans], "--", label="link busy")
+        axes.plot(budgets, [1e3 * at.plan.run_compute_s for at in plans], ":", label="compute busy")
+        own = f"this plan: {human(_budget(planned))}, {planned.seconds_text(planned.run_s)}"
+        axes.plot(_budget(planned) / nbytes_of_one, 1e3 * planned.run_s, "o", markersize=9, label=own)
+        title = f"{Path(model).name} on {planned.machine_text}"
         title += f", {planned.workload}" if planned.workload else ""
         axes.set(xlabel=f"device budget for weights, {unit}", ylabel="step, ms", title=title)
         axes.set(xlim=(0, None), ylim=(0, None))
@@ -422,14 +448,19 @@ def _span(names: list[str]) -> str:
     return re.sub(r"\d+", lambda n: n[0] if n[0] == (end := next(last)) else f"{n[0]}{to}{end}", names[0])
 
 
-def memory_line(plan: Plan) -> str:
-    """The device memory of the plan, by use."""
-    names = ("resident", "ring", "buffer", "slots", "cache", "activations", "training", "spare")
-    sizes = [plan.resident_nbytes, plan.ring_nbytes, plan.own_buffer_nbytes, plan.slots_nbytes]
-    sizes += [plan.cache_nbytes, plan.activation_nbytes, plan.trained_nbytes]
-    sizes.append(max(0, (plan.budget or 0) - plan.device_nbytes))
-    parts = [f"{name} {human(nbytes)}" for name, nbytes in zip(names, sizes, strict=True) if nbytes]
-    return f"{' + '.join(parts)} = {human(sum(sizes))}"
+def memory_lines(plan: Plan) -> dict[str, str]:
+    """Labelled lines with the device memory of the plan, by use: in the budget, and besides it."""
+    sizes = {"resident": plan.resident_nbytes, "ring": plan.ring_nbytes, "buffer": plan.own_buffer_nbytes}
+    sizes |= {"slots": plan.slots_nbytes, "spare": max(0, (plan.budget or 0) - plan.device_nbytes)}
+    besides = {"cache": plan.cache_nbytes, "activations": plan.activation_nbytes, "training": plan.trained_nbytes}
+    lines = {"memory": f"{_sum(sizes)} for weights"}
+    return lines | ({"besides": _sum(besides)} if any(besides.values()) else {})
+
+
+def _sum(sizes: Mapping[str, int]) -> str:
+    """A sum of bytes by name, without those that are zero."""
+    parts = [f"{name} {human(nbytes)}" for name, nbytes in sizes.items() if nbytes]
+    return f"{' + '.join(parts)} = {human(sum(sizes.values()))}" if len(parts) != 1 else parts[0]
 
 
 class StoredNumbers(NamedTuple):

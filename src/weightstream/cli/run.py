@@ -285,7 +285,7 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
         lines["experts"] = expert_line(report["experts"])
     measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
     if measured_s is not None and predicted_s:
-        lines |= prediction_lines(predicted_s, measured_s)
+        lines |= prediction_lines(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
@@ -300,6 +300,8 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any
         "model": model.name,
         "device": str(streamer.device),
         "plan": streamer.plan.summary(),
+        "step": str(streamer.plan.workload or ""),
+        "is_rough": streamer.plan.is_rough,
         "num_prompt_tokens": inputs["input_ids"].shape[1],
         "tokens": answer.ids,
         "text": answer.text,
@@ -367,7 +369,7 @@ def _show_trace(model: TextModel, recorded: Trace, out: Path) -> None:
         "plan": model.streamer.plan.summary(),
         "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
         "decode": f"{len(steps) - 1} steps of {milliseconds(decoded_s)} each (median)",
-        **prediction_lines(model.streamer.plan.step_s, decoded_s),
+        **prediction_lines(model.streamer.plan.step_s, decoded_s, is_rough=model.streamer.plan.is_rough),
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
     if fills:

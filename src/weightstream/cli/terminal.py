@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightstream.errors import ConfigError, UnsupportedError
-from weightstream.plan.units import human, milliseconds, rate
+from weightstream.plan.units import human, milliseconds, rate, rough_seconds
 from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 if TYPE_CHECKING:
@@ -247,14 +247,20 @@ def print_labelled(lines: Mapping[str, str], *, err: bool = False) -> None:
 
 
 def prediction_lines(
-    predicted_s: float, measured_s: float, text: Callable[[float], str] = milliseconds
+    predicted_s: float,
+    measured_s: float,
+    text: Callable[[float], str] = milliseconds,
+    *,
+    is_rough: bool = False,
+    step: object = None,
 ) -> dict[str, str]:
-    """Labelled lines that compare a prediction with the measurement."""
+    """Labelled lines that compare a prediction, for `step` if it is known, with the measurement."""
     ratio = measured_s / predicted_s
     is_far = not 1 / _FACTOR <= ratio <= _FACTOR
     off = f"{max(ratio, 1 / ratio):.1f} times" if is_far else f"{abs(ratio - 1):.0%}".replace("%", " %")
     verdict = "as predicted" if off == "0 %" else f"{off} {'slower' if ratio > 1 else 'faster'} than predicted"
-    lines = {"predicted": f"{text(predicted_s)}, measured {text(measured_s)}: {verdict}"}
+    planned = (rough_seconds if is_rough else text)(predicted_s) + (f" ({step})" if step else "")
+    lines = {"predicted": f"{planned}, measured {text(measured_s)}: {verdict}"}
     if is_far:
         lines["advice"] = "measure again with `weightstream doctor --measure`"
     return lines

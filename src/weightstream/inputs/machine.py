@@ -24,19 +24,23 @@ from weightstream.runtime.weights.homes import Homes
 from weightstream.settings.config import OffloadConfig
 from weightstream.store.limits import available_nbytes
 
+_ANY_NBYTES = 1 << 50
+
 
 def machine_elsewhere(profile: Profile, held_nbytes: int = 0) -> Machine:
-    """A GPU that this machine may not have, with the host memory of this machine.
+    """The device of a profile, which this machine may not have.
 
-    `held_nbytes`: bytes of host memory that would become free.
+    The host memory is that of this machine, with `held_nbytes` that would become free. If the profile is that of no
+    machine, but of a GPU that anyone may have, the host has as much memory as any plan needs.
     """
+    has_any_host = bool(profile.assumed_from)
     return Machine(
         profile=profile,
-        on_cpu=False,
+        on_cpu=profile.on_cpu,
         free_nbytes=profile.device_nbytes,
         total_nbytes=profile.device_nbytes,
-        host_free_nbytes=cpu.free_nbytes() + held_nbytes,
-        host_total_nbytes=available_nbytes() + held_nbytes,
+        host_free_nbytes=_ANY_NBYTES if has_any_host else cpu.free_nbytes() + held_nbytes,
+        host_total_nbytes=_ANY_NBYTES if has_any_host else available_nbytes() + held_nbytes,
     )
 
 
@@ -113,7 +117,8 @@ def machine_with_rates(
 ) -> Machine:
     """This machine with its rates of decompressing these dtypes, if it can, and of the kernels that unpack experts.
     Kernels compile while it is measured."""
-    dtypes = dtypes if config.uses_codes else ()
+    may_compress = config.uses_codes and not (backend.device.type == "cpu" and config.codec == "auto")
+    dtypes = dtypes if may_compress else ()
     machine = with_unpack_rates(machine_of(backend, config, dtypes=dtypes), backend, unpacked)
     if not dtypes or not can_decompress(backend, config, dtypes):
         return machine

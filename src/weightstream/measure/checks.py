@@ -25,8 +25,8 @@ from weightstream.codec.format import ELEMENTS
 from weightstream.errors import ConfigError
 from weightstream.measure import machine, multi_gpu_links, nvml
 from weightstream.measure.bench import copies_s, disk_bytes_per_s, host_memory, private_backend
-from weightstream.measure.profile import QUIET, profile_for, with_unpacking
-from weightstream.plan.manifest import Profile
+from weightstream.measure.profile import profile_for, with_unpacking
+from weightstream.plan.manifest import QUIET, Profile
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
@@ -263,6 +263,9 @@ def waiting(system: CheckedSystem) -> Iterator[Finding]:
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
     if num_cores > _FEW_CORES:
         return
+    if torch.get_num_threads() == 1:
+        yield Finding("waiting", "one compute thread: none waits for others", value=policy)
+        return
     is_passive = (policy or "").strip().lower() == "passive"
     setting = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set"
     effect = "sleep" if is_passive else f"may spin, which takes cores (of {num_cores}) from copies"
@@ -299,15 +302,17 @@ def _ago(seconds: float) -> str:
 
 def speeds(system: CheckedSystem) -> Iterator[Finding]:
     profile = system.backend.profile
+    mark = "ok" if profile.load <= QUIET else "note"  # other programs may have slowed the measurement
     latency, handover = map(milliseconds, (profile.copy_latency_s, profile.handover_s))
     yield Finding(
         "copies",
         f"{per_second(profile.link_bytes_per_s)}, plus {latency} per copy and {handover} per handover to a kernel",
+        mark,
     )
-    yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}")
+    yield Finding("weights", f"read at {per_second(profile.device_bytes_per_s)}", mark)
     rates = (profile.half_flops_per_s, profile.single_flops_per_s, profile.attention_flops_per_s)
     half, single, attention = (per_second(rate, "FLOP") for rate in rates)
-    yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention")
+    yield Finding("products", f"{half} in bf16, {single} in float32, {attention} in attention", mark)
     text = f"at least {milliseconds(profile.op_s)}, {milliseconds(profile.op_launch_s)} to launch from Python"
     remedy = "Measure again when idle: weightstream doctor --measure"  # a busy machine launches slowly
     yield _judged("kernels", text, profile.op_launch_s <= _LAUNCH_S, remedy, profile.op_launch_s)

@@ -109,6 +109,7 @@ def compare(
         "plan": plan.summary(),
         **plan.numbers(),
         "predicted_s": planned.step_s,
+        "is_rough": planned.is_rough,
         "link_bytes_per_s": bytes_per_s,
         "whole_floor_s": plan.decoded_nbytes / bytes_per_s,
         "experts": experts,

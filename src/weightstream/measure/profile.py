@@ -21,7 +21,7 @@ from weightstream.codec import coding
 from weightstream.errors import ConfigError
 from weightstream.measure import bench, machine, nvml
 from weightstream.measure.progress import announce, reporting, say
-from weightstream.plan.manifest import NOT_MEASURED, Profile, decode_rate, unpack_rate
+from weightstream.plan.manifest import NOT_MEASURED, QUIET, Profile, decode_rate, unpack_rate
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.store.atomic import replacing
@@ -30,7 +30,6 @@ logger = logging.getLogger("weightstream")
 
 _FORMAT = 12  # of the files; raise it whenever a number is measured in another way
 _FRESH_S = 3600.0
-QUIET = 0.2  # share of a device that other processes may use while it is measured
 
 
 def profile_for(

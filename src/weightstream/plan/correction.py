@@ -40,11 +40,16 @@ class Times:
 
 def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     """The plan with predictions that agree with the measured times; `planner` predicts all that is not measured."""
+    found = _corrected(planner, plan, times)
+    return replace(found, basis="steps", graph_s=found.step_s if found.on_cpu else found.graph_s)
+
+
+def _corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     profile = planner.machine.profile
     if plan.cached:  # the seconds of the units include the fetches of rows, which counts predict
-        return _as_a_whole(plan if planner.counts is None else planner.priced(plan), times)
+        return _as_it_runs(plan if planner.counts is None else planner.priced(plan), times)
     if plan.step_nbytes and not times.computes:
-        return _as_a_whole(plan, times)
+        return _as_it_runs(plan, times)
     if plan.limit == "disk":
         profile = replace(profile, disk_bytes_per_s=plan.step_disk_nbytes / times.step_s)
     elif rates := _rates(times, profile.copy_latency_s):
@@ -58,7 +63,7 @@ def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     priced = replace(planner, machine=machine, unit_s=seconds).priced(plan)
     # the cause may be other programs on the device, or slower handovers
     if times.step_s > _UNEXPLAINED * priced.step_s:
-        return _as_a_whole(priced, times)
+        return _as_a_whole(priced, times, priced.step_s)
     return priced
 
 
@@ -68,11 +73,18 @@ def _quicker(profile: Profile, ratio: float) -> Profile:
     return replace(profile, **{name: getattr(profile, name) * ratio for name in names})
 
 
-def _as_a_whole(plan: Plan, times: Times) -> Plan:
-    """The plan with the measured step, for steps timed only as a whole, such as graphs: the busiest resource scales."""
-    ratio, limit = times.step_s / plan.step_s if plan.step_s else 1.0, f"{plan.limit}_s"
-    names = ("compute_s", "decode_s") if plan.limit == "compute" else ("copy_s" if plan.limit == "link" else limit,)
+def _as_a_whole(plan: Plan, times: Times, predicted_s: float) -> Plan:
+    """The plan with the measured step, for steps timed only as a whole: the busiest resource scales."""
+    ratio = times.step_s / predicted_s if predicted_s else 1.0
+    busiest = "copy_s" if plan.limit == "link" else f"{plan.limit}_s"
+    names = ("compute_s", "graph_compute_s", "decode_s") if plan.limit == "compute" else (busiest,)
     return replace(plan, step_s=times.step_s, **{name: getattr(plan, name) * ratio for name in names})
+
+
+def _as_it_runs(plan: Plan, times: Times) -> Plan:
+    """The same for steps of which no unit was timed, such as graphs: they are timed as `generate` runs them."""
+    found = _as_a_whole(plan, times, plan.run_s)
+    return replace(found, graph_s=times.step_s) if plan.in_graphs else found
 
 
 def _rates(times: Times, latency_s: float) -> list[float]:

@@ -42,6 +42,7 @@ def predicted(plan: Plan, profile: Profile) -> Plan:
         step_s=step_s,
         graph_s=_captured_s(plan, profile) if any(profile.captured_s) else graph_s,
         compute_s=compute_s(plan, profile),
+        graph_compute_s=sums_s(plan.manifest, times_s(plan, profile, captured=True)).device_s,
         decode_s=sum(profile.decode_s(u, plan.manifest.units[u]) for u in plan.manifest.order),
         copy_s=copy_s(plan, profile),
         disk_s=disk_s(plan, profile),

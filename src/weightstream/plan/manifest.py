@@ -16,7 +16,10 @@ from typing import Literal, NamedTuple
 
 KEPT = "(kept on the device)"  # the name of a unit without a module
 Rate = Literal["half", "single", "attention", "none", "ranks"]
+# Where the rates of a prediction come from; "steps": measured steps of the same plan have corrected it.
+Basis = Literal["measured", "measured under load", "data sheet", "data sheet and measurements", "assumed", "steps"]
 NOT_MEASURED = 1.0  # bytes per second of kernels that were not measured
+QUIET = 0.2  # share of a device that other programs may use while it is measured
 _UNPACK_SHARE = 0.4  # of the bandwidth of device memory, in unpacked bytes [H200: mxfp4 0.38, float8 0.50]
 
 
@@ -264,6 +267,8 @@ class Profile:
         measured_at: time of the measurement, in seconds since the epoch; 0: unknown. [profile.profile_for]
         load: share of the GPU, or of the CPU, that other programs used just before; -1: unknown.
             [profile.profile_for]
+        on_cpu: the device is a CPU. [CPU_PROFILE]
+        assumed_from: where rates that nobody measured on the machine come from; "": they were. [known_gpus.py]
 
     Copies:
         link_bytes_per_s: bytes per second of a large copy from pinned host memory to the device. [bench.measure]
@@ -357,6 +362,8 @@ class Profile:
     device_nbytes: int = 0
     measured_at: float = 0.0
     load: float = -1.0
+    on_cpu: bool = False
+    assumed_from: Literal["", "data sheet", "data sheet and measurements"] = ""
     unit_s: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
     after_share: tuple[float, ...] = ()
@@ -364,6 +371,15 @@ class Profile:
     captured_s: tuple[float, ...] = ()
     more_s: tuple[Seconds, ...] = ()
     host_share: float = 0.95
+
+    @property
+    def basis(self) -> Basis:
+        """The origin of the machine's rates."""
+        if self.assumed_from:
+            return self.assumed_from
+        if not self.machine:
+            return "assumed"
+        return "measured under load" if self.load > QUIET else "measured"
 
     def times_s(self, index: int, unit: UnitSpec, *, shown: int = 0, streams: bool = True) -> Seconds:
         """Seconds of the device and of the host for a unit at one of its positions. The host runs ahead of the device.
@@ -447,6 +463,11 @@ class Workload:
     tokens: int = 1
     context: int = 4096
     trains: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences together."""
+        return self.batch * self.tokens
 
     def __str__(self) -> str:
         if self.trains:

@@ -36,7 +36,7 @@ from weightstream.plan.planner import Planner
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import Cursor
-from weightstream.plan.units import human, milliseconds
+from weightstream.plan.units import human
 
 HOP_S = 20e-6  # fixed time of moving a block's inputs or outputs to another device [H200, NVLink]
 _STEPS = 3  # from the second step on, the fills that wrap around are in their steady state
@@ -254,6 +254,15 @@ class StripedPlan(PlanReport):
         return self.every[0].workload
 
     @property
+    def machine_text(self) -> str:
+        return f"{len(self.plans)} of {self.every[0].machine_text}"
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether predicted times may be wrong by tens of percent."""
+        return self.every[0].is_rough
+
+    @property
     def step_nbytes(self) -> int:
         """Bytes that all links move in a step."""
         return sum(plan.step_nbytes for plan in self.every)
@@ -285,9 +294,10 @@ class StripedPlan(PlanReport):
     def predictions(self) -> dict[str, str]:
         links_s = max(plan.copy_s for plan in self.every)
         num = sum(plan.step_nbytes > 0 for plan in self.every)
-        step = f"{milliseconds(self.step_s)} per step; the links are busy {milliseconds(links_s)} of it"
+        text = self.every[0].seconds_text
+        step = f"{text(self.step_s)} per step; the links are busy {text(links_s)} of it"
         return {
-            "predicted": step + in_a_graph(self.graph_s, self.step_s),
+            "predicted": step if self.every[0].on_cpu else step + in_a_graph(self.graph_s, self.step_s, text),
             "streamed": f"{human(self.step_nbytes)} per step over {num} links",
         }
 

@@ -18,7 +18,8 @@ from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import aligned
 from weightstream.plan.search import always_resident
-from weightstream.plan.units import human, milliseconds
+from weightstream.plan.units import human, rough_seconds
+from weightstream.settings.speeds import Target
 
 _BISECTIONS = 10
 
@@ -101,7 +102,7 @@ def _no_room(inputs: Mapping[str, PlannerInputs], least: Mapping[str, int], budg
     return PlanError(
         f"device budget {human(budget)} ({budget} bytes) < {human(total)} that all components must keep on the device "
         f"+ a ring of {human(ring)} for the largest unit of {name} = {human(total + ring)} ({total + ring} bytes): "
-        "raise the budget, or use a smaller dtype"
+        "raise the budget"
     )
 
 
@@ -157,6 +158,48 @@ class PipelinePlan(PlanReport):
     def seconds(self) -> float:
         """Predicted seconds of a call, without the pipeline's own computations between components."""
         return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def run_s(self) -> float:
+        """As `seconds`: the time by which plans for different budgets are compared."""
+        return self.seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """A call makes no text."""
+        return 0
+
+    @property
+    def machine_text(self) -> str:
+        return self._any.machine_text
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is the CPU."""
+        return self._any.on_cpu
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates of the machine were measured."""
+        return self._any.is_measured
+
+    @property
+    def _any(self) -> Plan:
+        """The plan of any component: all have the same machine."""
+        return next(iter(self.plans.values()))
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether predicted times may be wrong by tens of percent."""
+        return any(plan.is_rough for plan in self.plans.values())
+
+    def speed_text(self, target: Target) -> str:
+        """The predicted speed, in the unit of a target, which is seconds of a call."""
+        return f"{self.seconds_text(self.seconds)} per call"
+
+    def seconds_text(self, seconds: float) -> str:
+        """Predicted seconds with as many digits as they deserve."""
+        return rough_seconds(seconds) if self.is_rough else f"{seconds:.2f} s"
 
     @property
     def device_nbytes(self) -> int:
@@ -234,7 +277,7 @@ class PipelinePlan(PlanReport):
                 human(turn.plan.ring_nbytes + turn.plan.buffer_nbytes),
                 human(turn.num * turn.plan.step_nbytes),
                 human(turn.plan.activation_nbytes) if turn.plan.activation_nbytes else "?",
-                milliseconds(turn.seconds),
+                turn.plan.seconds_text(turn.seconds),
             )
             for turn in joined(self.turns)
         ]
@@ -245,7 +288,9 @@ class PipelinePlan(PlanReport):
         rows = [heads, *self.rows()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(heads))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = f"{self.seconds:.2f} s per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
+        total = (
+            f"{self.seconds_text(self.seconds)} per call; device: {human(self.device_nbytes)} of weights, {self.beside}"
+        )
         return "\n".join([*lines, total])
 
     def predictions(self) -> dict[str, str]:

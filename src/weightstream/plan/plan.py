@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainSerializer, TypeAdapter, ValidationError
 
 from weightstream.errors import PlanError
-from weightstream.plan.manifest import Manifest, Workload
+from weightstream.plan.manifest import Basis, Manifest, Workload
 from weightstream.plan.report import PlanReport
 from weightstream.plan.schedule import FORWARD, RingExtent, Schedule, aligned, allocate
 from weightstream.plan.speculation import PassSeconds
-from weightstream.plan.units import human, milliseconds, rate
+from weightstream.plan.units import human, milliseconds, rate, rough_seconds, roughly
+from weightstream.settings.speeds import Target
 
 _LESS = 0.9  # share of an eager step's time below which the time in a CUDA graph is printed, too
+_ORIGINS: Mapping[Basis, str] = MappingProxyType(
+    {
+        "measured": "measured",
+        "measured under load": "measured under load, so roughly",
+        "data sheet": "assumed from the data sheet",
+        "data sheet and measurements": "assumed from the data sheet and from measurements of such a GPU",
+        "assumed": "whose rates are assumed",
+        "steps": "as measured in steps of this model",
+    }
+)
 
 # Fields that determine what a step does. The others are predictions, or record the request.
 ACTS = (
@@ -47,7 +59,8 @@ class Plan(PlanReport):
         step_s: predicted seconds of an eager step.
         graph_s: predicted seconds of a step in a CUDA graph, in which the host launches nothing.
         compute_s: seconds of a step in which the device computes, or the host launches if that takes longer.
-        decode_s: seconds of a step in which the device decompresses; part of `compute_s`.
+        graph_compute_s: seconds of a step in a CUDA graph in which the device computes.
+        decode_s: seconds of a step in which the device decompresses; part of both.
         copy_s: seconds of a step in which the link is busy.
         disk_s: seconds of a step in which the disk is busy.
         workload: the step of a language model that is predicted; None for any other model.
@@ -55,6 +68,9 @@ class Plan(PlanReport):
         cache_nbytes: bytes of the KV cache.
         trained_nbytes: bytes of adapters that are no weights of the model yet, of gradients and of the optimizer.
         machine: name of the machine that the prediction is for; "": its rates are assumed.
+        basis: where the rates of the prediction come from.
+        on_cpu: the device is the CPU, so no step is in a CUDA graph.
+        in_graphs: `generate` runs such steps in CUDA graphs.
         mapped: alias groups in host memory that kernels read over the link (zero-copy).
         disk: alias groups that stream from files.
         cached: alias groups of expert stacks in host memory, of which the device holds some rows in slots. A step
@@ -77,7 +93,8 @@ class Plan(PlanReport):
         *("budget", "resident_nbytes", "ring_nbytes", "buffer_nbytes", "device_nbytes", "activation_nbytes"),
         *("cache_nbytes", "trained_nbytes", "host_nbytes", "mapped_nbytes", "disk_nbytes", "step_nbytes"),
         "step_disk_nbytes",
-        *("step_s", "graph_s", "compute_s", "decode_s", "copy_s", "disk_s", "limit", "tokens_per_s"),
+        *("step_s", "graph_s", "compute_s", "graph_compute_s", "decode_s", "copy_s", "disk_s", "limit"),
+        *("run_s", "tokens_per_s", "basis", "on_cpu", "in_graphs"),
         *("num_slots", "slots_nbytes", "ahead", "found_share", "counted_rows", "fetched_nbytes"),
     )
 
@@ -93,6 +110,7 @@ class Plan(PlanReport):
     step_s: float = 0.0
     graph_s: float = 0.0
     compute_s: float = 0.0
+    graph_compute_s: float = 0.0
     decode_s: float = 0.0
     copy_s: float = 0.0
     disk_s: float = 0.0
@@ -101,6 +119,9 @@ class Plan(PlanReport):
     cache_nbytes: int = 0
     trained_nbytes: int = 0
     machine: str = ""
+    basis: Basis = "assumed"
+    on_cpu: bool = False
+    in_graphs: bool = False
     mapped: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     disk: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
     cached: Annotated[frozenset[str], PlainSerializer(sorted)] = frozenset()
@@ -306,11 +327,16 @@ class Plan(PlanReport):
         return sum(self.unit_disk_nbytes[u] for fills in self.after for u in fills)
 
     @property
+    def run_compute_s(self) -> float:
+        """Seconds of a step as `generate` runs it in which it computes."""
+        return self.graph_compute_s if self.in_graphs else self.compute_s
+
+    @property
     def limit(self) -> Literal["compute", "link", "disk"]:
-        """The resource that is busy longest in a step."""
-        if self.disk_s > max(self.compute_s, self.copy_s):
+        """The resource that is busy longest in a step as `generate` runs it."""
+        if self.disk_s > max(self.run_compute_s, self.copy_s):
             return "disk"
-        return "link" if self.copy_s > self.compute_s else "compute"
+        return "link" if self.copy_s > self.run_compute_s else "compute"
 
     @property
     def decoded_nbytes(self) -> int:
@@ -323,10 +349,49 @@ class Plan(PlanReport):
         return self.activation_nbytes + self.cache_nbytes + self.trained_nbytes
 
     @property
+    def run_s(self) -> float:
+        """Predicted seconds of a step as `generate` runs it: in a CUDA graph if it can, else eager."""
+        return self.graph_s if self.in_graphs else self.step_s
+
+    @property
     def tokens_per_s(self) -> float | None:
         """New tokens per second of all sequences together."""
-        at = self.workload
-        return at.batch * at.tokens / self.step_s if at and self.step_s else None
+        return self.num_tokens / self.run_s if self.num_tokens and self.run_s else None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of a step; 0: the model is none of language."""
+        return self.workload.num_tokens if self.workload else 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates of the machine, or steps of the plan, were measured."""
+        return self.basis in ("measured", "measured under load", "steps")
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether predicted times may be wrong by tens of percent."""
+        return self.basis != "steps" and (self.on_cpu or self.basis != "measured")
+
+    @property
+    def machine_text(self) -> str:
+        device = "the CPU" if self.on_cpu else "a GPU"
+        name = f"{device} ({self.machine})" if self.machine and self.on_cpu else self.machine or device
+        return f"{name}, {_ORIGINS[self.basis]}"
+
+    def speed_text(self, target: Target) -> str:
+        """The predicted speed, in the unit of a target."""
+        if target.seconds is not None:
+            return f"{self.seconds_text(self.run_s)} per step"
+        return f"{self.rate_text(self.tokens_per_s or 0.0)} tokens/s"
+
+    def seconds_text(self, seconds: float) -> str:
+        """Predicted seconds with as many digits as they deserve."""
+        return rough_seconds(seconds) if self.is_rough else milliseconds(seconds)
+
+    def rate_text(self, per_s: float) -> str:
+        """A predicted rate with as many digits as it deserves."""
+        return roughly(per_s) if self.is_rough else rate(per_s)
 
     def summary(self) -> str:
         """The plan in one line."""
@@ -348,13 +413,14 @@ class Plan(PlanReport):
         )
 
     def predictions(self) -> dict[str, str]:
-        at = f", {rate(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
-        graph = in_a_graph(self.graph_s, self.step_s)
-        lines = {"predicted": f"{milliseconds(self.step_s)} per step{at}{graph}"}
+        seconds = self.seconds_text
+        at = f", {self.rate_text(self.tokens_per_s or 0.0)} tokens/s ({self.workload})" if self.workload else ""
+        in_graph = " in a CUDA graph" * self.in_graphs
+        lines = {"predicted": f"{seconds(self.run_s)} per step{in_graph}{at}{self._other_time()}"}
         if codes := self.manifest.codes:
             nbytes, span = sum(codes.values()), sum(self.manifest.spans[alias] for alias in codes)
             coded = f"{human(nbytes)} compressed without loss from {human(span)}"
-            lines["weights"] = f"{coded}; decoding takes {milliseconds(self.decode_s)} of a step's compute"
+            lines["weights"] = f"{coded}; decoding takes {seconds(self.decode_s)} of a step's compute"
         if self.cached:
             ahead = f", up to {self.ahead} ahead for each layer" if self.ahead else ""
             counted = f", corrected by {self.counted_rows:,} counted ones" if self.counted_rows else ""
@@ -364,12 +430,18 @@ class Plan(PlanReport):
                 f"{100 * self.found_share:.0f} % there{source} and fetches {human(self.fetched_nbytes)}{ahead}"
             )
         if len(self.passes) > 1:
-            lines["passes"] = _passes_text(self.passes)
-        busy = {"compute": self.compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
+            lines["passes"] = _passes_text(self.passes, on_cpu=self.on_cpu)
+        busy = {"compute": self.run_compute_s, "link": self.copy_s} | ({"disk": self.disk_s} if self.disk else {})
         if any(busy.values()):
-            others = ", ".join(f"{name} {milliseconds(s)}" for name, s in busy.items() if name != self.limit)
-            lines["limit"] = f"{self.limit}, busy {milliseconds(busy[self.limit])} of a step; {others}"
+            others = ", ".join(f"{name} {seconds(s)}" for name, s in busy.items() if name != self.limit)
+            lines["limit"] = f"{self.limit}, busy {seconds(busy[self.limit])} of a step; {others}"
         return lines
+
+    def _other_time(self) -> str:
+        """Text to append to `run_s`: the time of the other kind of step, eager or in a CUDA graph, if that differs."""
+        if not self.in_graphs:
+            return "" if self.on_cpu else in_a_graph(self.graph_s, self.step_s, self.seconds_text)
+        return f"; {self.seconds_text(self.step_s)} eager" if self.graph_s < _LESS * self.step_s else ""
 
     def numbers(self) -> dict[str, Any]:
         return {
@@ -395,16 +467,16 @@ class Plan(PlanReport):
             raise PlanError(f"not a plan: {error}") from error
 
 
-def _passes_text(passes: Sequence[PassSeconds]) -> str:
-    """The time of passes of several tokens in a graph, compared with that of one token."""
+def _passes_text(passes: Sequence[PassSeconds], *, on_cpu: bool) -> str:
+    """The time of passes of several tokens, compared with that of one token; on a GPU in a graph."""
     one_s = passes[0].graph_s or 1.0
     ratios = ", ".join(f"{each.tokens} tokens {each.graph_s / one_s:.2f} x" for each in passes[1:])
-    return f"of several tokens take, compared with one token, in a CUDA graph: {ratios}"
+    return f"of several tokens take, compared with one token{'' if on_cpu else ', in a CUDA graph'}: {ratios}"
 
 
-def in_a_graph(graph_s: float, step_s: float) -> str:
+def in_a_graph(graph_s: float, step_s: float, text: Callable[[float], str] = milliseconds) -> str:
     """Text to append to the time of an eager step: the time in a CUDA graph, if that is clearly less; else empty."""
-    return f"; {milliseconds(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
+    return f"; {text(graph_s)} in a CUDA graph" if 0 < graph_s < _LESS * step_s else ""
 
 
 def _spread(sizes: Mapping[str, int]) -> dict[str, int]:

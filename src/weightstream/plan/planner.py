@@ -537,6 +537,9 @@ class Planner:
         predicted = replace(
             predicted,
             budget=plan.budget,
+            basis=self.machine.profile.basis,
+            on_cpu=self.machine.on_cpu,
+            in_graphs=self.demand.is_text and bool(self.demand.captured) and not (self.machine.on_cpu or plan.disk),
             workload=self.demand.workload,
             activation_nbytes=self.demand.activation_nbytes,
             cache_nbytes=self.demand.cache_nbytes,

@@ -188,7 +188,7 @@ class PlannerInputs:
 
         There can only be one if a step computes longer than it copies. Eight steps of bisection over budgets.
         """
-        if not plan.budget or plan.copy_s >= plan.compute_s or not plan.offloaded_nbytes:
+        if not plan.budget or plan.copy_s >= plan.run_compute_s or not plan.offloaded_nbytes:
             return None
         low, high, best = 0, plan.budget, None
         for _ in range(_BISECTIONS):
@@ -237,7 +237,8 @@ class PlannerInputs:
         activations = f"{human(demand.activation_nbytes)} of activations" if demand.activation_nbytes else ""
         yield "budget", self._budget_text()
         yield "device", f"{device}, {memory if machine.total_nbytes else 'its memory is unknown'}"
-        yield "host", f"{human(machine.host_free_nbytes)} of {human(machine.host_total_nbytes)} free"
+        host = f"{human(machine.host_free_nbytes)} of {human(machine.host_total_nbytes)} free"
+        yield "host", "as much memory as needed" if machine.profile.assumed_from else host
         yield "rates", ", ".join(self._rates())
         yield "weights", self._weights_text()
         yield "units", f"{', '.join(str(len(grain.order)) for grain in self.grains)} in a step, by grain"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 
 class PlanReport(ABC):
-    """A plan as text and as numbers: `str(plan)` is its summary, a line for each prediction, and its notes.
+    """A plan as text and as numbers: `str(plan)` has a line for each prediction.
 
     Attributes:
         NUMBERS: names of the attributes that `numbers` returns.
@@ -19,6 +19,11 @@ class PlanReport(ABC):
 
     NUMBERS: ClassVar[tuple[str, ...]]
     notes: Sequence[str] = ()
+
+    @property
+    @abstractmethod
+    def machine_text(self) -> str:
+        """The machine that the predictions are for, and where its rates come from."""
 
     @abstractmethod
     def summary(self) -> str:
@@ -33,5 +38,5 @@ class PlanReport(ABC):
         return {name: getattr(self, name) for name in self.NUMBERS}
 
     def __str__(self) -> str:
-        predicted = (f"{label}: {value}" for label, value in self.predictions().items())
-        return "\n".join([self.summary(), *predicted, *self.notes])
+        lines = {"machine": self.machine_text, **self.predictions()}
+        return "\n".join([self.summary(), *(f"{label}: {value}" for label, value in lines.items()), *self.notes])

@@ -29,6 +29,7 @@ from weightstream.settings.config import PrefetchOffloadConfig, UVAOffloadConfig
 _SMALL = 256  # a tensor below 1/256 of the largest unit is not worth a copy of its own
 _SMALL_NBYTES = 1 << 20  # from this size on, the fixed 13 us of a copy are negligible
 _SMALL_TOTAL = 64  # all small tensors together may take 1/64 of the model
+_FEW_NBYTES = 1 << 10  # a budget of fewer bytes is probably a number of GiB
 _TIE_S = 1e-9  # plans that differ by less are equally fast
 _MOST_PLANS = 500  # takes 2 s for a model of 700 units whose plans are alike
 _ASSUMED = Profile()
@@ -278,14 +279,23 @@ def always_resident(manifest: Manifest) -> frozenset[str]:
 
 
 def _arithmetic(manifest: Manifest, forced: frozenset[str], budget: int) -> str:
+    """The text of a budget that is too small: the bytes that are needed, what takes most of them, and the remedy."""
     sizes = streamed_nbytes(manifest, forced)
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     resident, ring, buffer = aligned_nbytes(manifest, forced), sizes[largest], buffer_nbytes(manifest)
     needed = resident + ring + buffer
     decode_buffer = f" + decode buffer {human(buffer)}" if buffer else ""
-    codec = ", or codec='auto' or 'none'" if buffer else ""
+    if resident > ring + buffer:
+        name = next(t.name for t in manifest.tensors() if t.alias == max(forced, key=manifest.aliases.__getitem__))
+        others = f" and {len(forced) - 1} more" * (len(forced) > 1)
+        cause = f"{name!r}{others} must stay on the device, as they are small or in use while other modules run"
+    else:
+        cause = f"the ring must hold the largest unit, {manifest.units[largest].name or '(root)'!r}"
+    wide = {t.alias for t in manifest.tensors() if t.dtype in ("float32", "float64")}
+    is_wide = 2 * sum(map(manifest.aliases.__getitem__, wide)) > manifest.nbytes
+    remedies = ["Raise the budget", *["use bfloat16"] * is_wide, *["set codec='auto' or 'none'"] * bool(buffer)]
+    meant = f" Did you mean device_budget='{budget}GiB'?" if 0 < budget < _FEW_NBYTES else ""
     return (
         f"device budget {human(budget)} ({budget} bytes) < resident {human(resident)} + ring {human(ring)}"
-        f"{decode_buffer} = {human(needed)} ({needed} bytes): the ring must hold the largest unit, "
-        f"{manifest.units[largest].name or '(root)'}. Raise the budget, or use a smaller dtype{codec}."
+        f"{decode_buffer} = {human(needed)} ({needed} bytes): {cause}. {', or '.join(remedies)}.{meant}"
     )

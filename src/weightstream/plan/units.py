@@ -10,6 +10,13 @@ def human(nbytes: float) -> str:
     return ByteSize(round(nbytes)).human_readable()
 
 
+def exact(nbytes: int) -> str:
+    """Bytes without rounding, in the largest unit that divides them: `3392MiB`."""
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    unit, size = next((each for each in units if nbytes and nbytes % each[1] == 0), ("", 1))
+    return f"{nbytes // size}{unit}"
+
+
 def scale(nbytes: float) -> tuple[str, int]:
     """The largest unit of which an amount is at least one, and its bytes: for a column with one heading."""
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -26,6 +33,17 @@ def milliseconds(seconds: float) -> str:
     if seconds >= 10:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 or not seconds else f"{1e6 * seconds:.3g} us"
+
+
+def roughly(number: float) -> str:
+    """A number that is known roughly, with two digits: `~1.6`, `~620`, `~12,000`."""
+    return f"~{float(f'{number:.2g}'):,g}" if number else "0"
+
+
+def rough_seconds(seconds: float) -> str:
+    """Seconds that are known roughly: `~620 ms`, `~1.2 s`."""
+    size, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 or not seconds else (1e-6, "us")
+    return f"{roughly(seconds / size)} {unit}"
 
 
 def short(number: float) -> str:

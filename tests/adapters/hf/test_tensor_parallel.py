@@ -279,7 +279,7 @@ def test_impossible_plans_are_refused(folder: Path, caplog: pytest.LogCaptureFix
     weightstream.plan_model(folder / "llama", device="cpu", device_budget="1MiB", tp_size=8)
     assert ["cannot be traced" in message and "heads" in message for message in caplog.messages] == [True]
     for alone in ({"tp_size": 1}, {"tp_size": None}):
-        several = weightstream.plan_model(folder / "llama", gpus=2, device_budget="1MiB", **alone)
+        several = weightstream.plan_model(folder / "llama", gpu="H200", gpus=2, device_budget="1MiB", **alone)
         assert len(several.plans) == 2
     assert not torch.distributed.is_initialized()
 

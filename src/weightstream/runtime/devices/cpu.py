@@ -38,6 +38,7 @@ CPU_PROFILE = Profile(
     unpack_mxfp4_bytes_per_s=0.04e9,
     unpack_float8_bytes_per_s=0.10e9,
     unpack_int4_bytes_per_s=0.13e9,
+    on_cpu=True,
 )
 
 
