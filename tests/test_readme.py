@@ -86,7 +86,8 @@ def _compare(want: str, got: str) -> None:
 
 
 def _kinds(report: str) -> list[str]:
-    return [re.sub(r"\d[\d.]*", "#", line)[:14] for line in report.splitlines()[1:]]
+    """What lines begin with: a label, or all but the numbers of a line without one."""
+    return [re.sub(r"\d[\d.]*", "#", line.split(":")[0]) for line in report.splitlines()[1:]]
 
 
 @pytest.mark.stress
