@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weightstream
+from models import TEXT
 from weightstream.errors import ConfigError, UnsupportedError
 from weightstream.settings.config import OffloadConfig
 
@@ -22,6 +23,17 @@ def stack() -> torch.nn.Sequential:
 def test_what_names_nothing_is_refused(function: str, name: Any) -> None:
     with pytest.raises(ConfigError, match=r"path_or_repo_id = .*: give a folder, or the name of a repository"):
         getattr(weightstream, function)(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"draft": 3}, "draft = 3: give a folder"), ({"quantization_config": 3}, "int is no config of a quantisation")],
+)
+def test_arguments_of_other_types_are_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        weightstream.from_pretrained(tmp_path, device="cpu", **given)
 
 
 def test_a_device_may_be_an_index() -> None:

@@ -18,6 +18,7 @@ from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.plan.speculation import MOST_ROWS, PRIORS, DraftNeeds, PassChoice, Passes, choose_width
 from weightstream.plan.units import human, rate
 from weightstream.runtime.streamer.drafting import Speculate
+from weightstream.settings.arguments import check_source
 from weightstream.settings.config import OffloadConfig
 
 logger = logging.getLogger("weightstream")
@@ -96,6 +97,7 @@ def describe_draft(
     """
     from weightstream.adapters.hf.load import described
 
+    check_source(name, "draft")
     model, checkpoint = described(name, trust_remote_code=trust_remote_code)
     settings = OffloadConfig(context=config.context, codec="none", device_budget=1)
     inputs = sketch_of(model, checkpoint, settings, machine).inputs

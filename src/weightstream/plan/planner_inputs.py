@@ -172,8 +172,8 @@ class PlannerInputs:
         """The same inputs with these alias groups resident in every plan."""
         return replace(self, grains=tuple(grain.keeping(aliases) for grain in self.grains))
 
-    def at_budget(self, device_budget: int) -> PlannerInputs:
-        """The same inputs with another device budget, in bytes."""
+    def at_budget(self, device_budget: int | str | None) -> PlannerInputs:
+        """The same inputs with another device budget, in bytes or as a share."""
         return replace(self, config=self.config.within(device_budget))
 
     def plan_at(self, device_budget: int) -> Plan | None:

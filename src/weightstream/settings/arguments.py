@@ -34,10 +34,10 @@ def requested_dtype(dtype: Any, torch_dtype: Any) -> Any:
     return dtype or torch_dtype or "auto"
 
 
-def check_source(path_or_repo_id: object) -> None:
-    """Raise `ConfigError` for what names no folder, file or repository."""
-    if not isinstance(path_or_repo_id, str | os.PathLike) or not str(path_or_repo_id):
-        raise ConfigError(f"path_or_repo_id = {path_or_repo_id!r}: give a folder, or the name of a repository")
+def check_source(source: object, argument: str = "path_or_repo_id") -> None:
+    """Raise `ConfigError` for an argument that names no folder, file or repository."""
+    if not isinstance(source, str | os.PathLike) or not str(source):
+        raise ConfigError(f"{argument} = {source!r}: give a folder, or the name of a repository")
 
 
 def resolve_config(config: OffloadConfig | str | Path | None, /, **settings: Any) -> OffloadConfig:

@@ -69,7 +69,7 @@ class OffloadFolder:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=inside))
             lock = _locked(self.path)
             _sweep(self.path.parent)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that holds a null byte
             raise StoreError(
                 f"offload_folder {inside}: cannot create a folder: {error}; name one that can be written"
             ) from error

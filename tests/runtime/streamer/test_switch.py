@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weightstream
-from weightstream.errors import InvariantError, OffloadError
+from weightstream.errors import ConfigError, InvariantError, OffloadError
 from weightstream.plan.plan import Plan
 from weightstream.runtime.weights.homes import Homes
 from weightstream.runtime.weights.sources import Tier
@@ -252,7 +252,9 @@ def test_fixed_addresses_wait_if_an_automatic_change_opens_units() -> None:
         each[2] = keeping.eval().requires_grad_(False)
     with weightstream.offload(model, device="cpu", device_budget=64 * UNIT_NBYTES, codec="none") as streamer:
         assert torch.equal(model(rows(0)), plain(rows(0)))
-        streamer.rebudget(3 * UNIT_NBYTES)
+        with pytest.raises(ConfigError, match="device_budget = 'x'"):
+            streamer.rebudget("x")
+        streamer.rebudget(f"{3 * UNIT_NBYTES}B")
         streamer.switch(with_residents(streamer.plan, {"7.weight"}))
         assert streamer.why_not_fixed() is None  # a caller who changes the plan vouches for it
         assert torch.equal(model(rows(1)), plain(rows(1)))

@@ -342,6 +342,8 @@ def _checked(folder: Path, config: Any) -> Any:
 
 def refuse_quantised(what: object, quantization: Any, supported: Collection[str]) -> None:
     """Raise `UnsupportedError` unless the method is one of these and the libraries that it needs are installed."""
+    if not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+        raise ConfigError(f"{what}: {type(quantization).__name__} is no config of a quantisation")
     facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
     found = facts.get("quant_method", "unknown")
     method = str(getattr(found, "value", found))

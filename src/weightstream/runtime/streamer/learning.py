@@ -500,7 +500,7 @@ class Learning:
             self.outside = {}
             self.watching = True
 
-    def rebudget(self, device_budget: int) -> None:
+    def rebudget(self, device_budget: int | str | None) -> None:
         """Switch to the plan of another budget, and try again to keep the groups that had no room."""
         replanning = self._installed.replanning
         self.switch(replanning.rebudget(device_budget))

@@ -75,7 +75,7 @@ class Replanning:
         self.kept = kept
         return plan
 
-    def rebudget(self, device_budget: int) -> Plan:
+    def rebudget(self, device_budget: int | str | None) -> Plan:
         """The plan of another budget, which later plans keep. Raises `PlanError` where there is none."""
         inputs = self.inputs.at_budget(device_budget).keeping(self.kept)
         plan = inputs.plan()[1]

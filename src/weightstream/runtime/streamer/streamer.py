@@ -47,6 +47,7 @@ from weightstream.runtime.trace import Trace
 from weightstream.runtime.weights.alias_groups import UnitModule
 from weightstream.runtime.weights.homes import Homes
 from weightstream.runtime.weights.picks import ForwardCall
+from weightstream.settings.config import OffloadConfig
 
 logger = logging.getLogger("weightstream")
 
@@ -547,10 +548,14 @@ class Streamer(BaseStreamer):
             self._run_eager(step, StepState.LEARNING)
             return self._learning.read_outside
 
-    def rebudget(self, device_budget: int) -> None:
-        """Switch to the plan of another budget, in bytes; raises `PlanError` where there is none, else as `switch`."""
+    def rebudget(self, device_budget: int | str | None) -> None:
+        """Switch to the plan of another budget, given as to `offload`.
+
+        Raises `ConfigError` for a wrong one, `PlanError` where there is no plan, else as `switch`.
+        """
+        budget = OffloadConfig(device_budget=device_budget).device_budget
         with self._turn():
-            self._learning.rebudget(device_budget)
+            self._learning.rebudget(budget)
 
     def fix(self) -> None:
         """Enter `step` until `unfix`.
