@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from weightstream.api.other_budgets import AtBudget
+from weightstream.cli.plan_output import faster_note
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.search import map_to_host
@@ -107,3 +109,11 @@ def test_blocks_of_slightly_different_compressed_sizes_are_one_kind() -> None:
         ["unit", "units", "plain each", "resident each", "streams each"],
         ["blocks.0…8", "9", "1.0MiB", "0B", "685.6KiB"],
     ]
+
+
+def test_a_faster_plan_for_less_memory_is_named() -> None:
+    plan = Plan.build(Manifest(units=(unit_of(0, MIB),), order=(0,)), frozenset(), MIB)
+    fast, slow = (AtBudget(budget * MIB, replace(plan, step_s=s)) for budget, s in ((3, 0.9), (4, 1.0)))
+    assert faster_note(slow, [fast, slow]) == {"note": "a plan for less memory is faster: --device-budget 3MiB"}
+    assert not faster_note(fast, [fast, slow])
+    assert not faster_note(slow, [fast._replace(plan=replace(plan, step_s=0.995)), slow])

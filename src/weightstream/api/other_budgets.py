@@ -34,7 +34,7 @@ class AtBudget(NamedTuple, Generic[P]):
 
 
 def _nothing() -> None:
-    """The default of a function that is called after each plan."""
+    """The default of a function that is called after each plan, such as to advance a bar."""
 
 
 def swept(
@@ -42,9 +42,9 @@ def swept(
 ) -> list[AtBudget[P]]:
     """The `first` plan and plans for these budgets, by budget. No plan is slower than one for less memory.
 
-    A plan for less memory fits in more. The search compares plans by a mean of the steps of prompts and of tokens, and
-    tries fewer residents the more of them fit. So its own plan for a budget may have slower tokens than one for less
-    memory, which then takes its place. Budgets for which there is no plan are left out.
+    A plan for less memory fits in more. The search compares plans by a weighted mean of the times of prompts and of
+    tokens. So its plan for a budget may have slower tokens than that for less memory, which then takes its place.
+    Budgets for which there is no plan are left out.
     """
 
     def planned() -> Iterator[AtBudget[P]]:

@@ -363,5 +363,5 @@ def _over(machine: Machine, link: str | None) -> Machine:
     if machine.on_cpu:
         raise ConfigError(f"link = {link!r}: the plan is for a CPU, which has no link: pass gpu=NAME, too")
     other, profile = Link.parse(link), machine.profile
-    name = f"{profile.machine or 'a GPU'}, {other.text}"
+    name = f"{profile.machine or 'a GPU'} with {other.text} instead of its link"
     return replace(machine, profile=replace(profile, link_bytes_per_s=other.bytes_per_s, machine=name))

@@ -198,11 +198,11 @@ def _on_one(
         if output.save is not None:
             write_file("--save", output.save, planned.to_json())
         if not output.as_json:
+            name = model
             if num_shards is not None:
-                notes = {"ranks": _ranks_note(inputs, num_shards), **notes}
-            name = model if num_shards is None else f"a shard of {model}"
-            machine = machine_line(planned, where)
-            show_plan(name, machine, planned, _notes(inputs, planned, notes, has_lookup=mode != "off"))
+                name, notes = f"a shard of {model}", {"ranks": _ranks_note(inputs, num_shards), **notes}
+            notes = _notes(inputs, planned, notes, has_lookup=mode != "off")
+            show_plan(name, machine_line(planned, where), planned, notes)
         plans: list[AtBudget[Plan]] = []
         if output.has_sweep:
             budgets = [planned.manifest.decoded_nbytes * k // _BUDGETS for k in range(1, _BUDGETS + 1)]
@@ -213,8 +213,10 @@ def _on_one(
     if output.plot is not None:
         draw_plan(model, planned, plans, output.plot)
     if output.as_json:
-        others = [at.plan.numbers() | {"budget": at.budget} for at in plans if at.budget != _budget(planned)]
-        facts = {"model": model, **shards, **json_facts(inputs, planned), **({"sweep": others} if plans else {})}
+        facts: dict[str, Any] = {"model": model, **shards, **json_facts(inputs, planned)}
+        if plans:
+            others = (at for at in plans if at.budget != _budget(planned))
+            facts["sweep"] = [at.plan.numbers() | {"budget": at.budget} for at in others]
         if mode != "off":
             facts["speculation"] = _expected(planned)._asdict()
         if drafted is not None:

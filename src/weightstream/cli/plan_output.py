@@ -19,6 +19,8 @@ from weightstream.plan.units import exact
 if TYPE_CHECKING:
     from weightstream.api.plan_model import MachineChoice
 
+_WORTH = 0.99  # a plan for less memory is worth a note if it takes less than this share of the time
+
 
 class Output(NamedTuple):
     """What the command writes besides the plan.
@@ -69,7 +71,8 @@ def machine_line(planned: Plan | PipelinePlan, where: MachineChoice) -> str:
 
 def faster_note(own: AtBudget[P], plans: Sequence[AtBudget[P]]) -> dict[str, str]:
     """A labelled line if a plan for less memory is faster than the one for the chosen budget; else empty."""
-    least = next((at for at in plans if at.budget < own.budget and at.plan.run_s < own.plan.run_s), None)
+    fast_s = _WORTH * own.plan.run_s
+    least = next((at for at in plans if at.budget < own.budget and at.plan.run_s < fast_s), None)
     if least is None:
         return {}
     return {"note": f"a plan for less memory is faster: --device-budget {exact(least.budget)}"}
