@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,6 +179,7 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
 
     # whether the class's forward is no plain function: looked up once, not per call, as that takes long
     is_static = not isinstance(inspect.getattr_static(type(home.module), "forward", None), types.FunctionType)
+    known = _known_to_dynamo(home.module, "forward")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         around: Any = home
@@ -186,7 +188,10 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
             if type(around) is not Around or around.module is not self:
                 # none that is in force: run the plain forward. `around` may be a forward: see `Around.__reduce__`.
                 patched = own_forward if around is None or type(around) is Around else around
-                return type(self).forward(self, *args, **kwargs) if patched is None else patched(*args, **kwargs)
+                if patched is not None:
+                    return patched(*args, **kwargs)
+                function = type(self).forward if known is None or not torch.compiler.is_compiling() else known
+                return function(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             plain = own_forward
             if plain is None:
@@ -201,7 +206,10 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
         if around.unit is not None:
             custom_ops.wait(around.session, around.unit, (args, kwargs))
         # The class's function where it can be: compiled code is then shared by all modules of a class.
-        output = type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
+        if own_forward is not None:
+            output = own_forward(*args, **kwargs)
+        else:
+            output = (type(self).forward if known is None else known)(self, *args, **kwargs)
         if around.unit is not None:
             custom_ops.release(around.session, around.unit, output)
         return output
@@ -214,6 +222,13 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
         forward.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])  # type: ignore[attr-defined]
     forward.__name__ = "forward"  # by which a pickle finds the plain one
     return forward
+
+
+def _known_to_dynamo(module: nn.Module, name: str) -> Any:
+    """The present function of that name of a class that is allowed in graphs, such as those of diffusers' blocks; None
+    for other classes. In code that Dynamo traces, such a class is an operator, whose attributes cannot be read."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")  # there if anything was allowed
+    return getattr(type(module), name) if rules is not None and rules.is_callable_allowed(type(module)) else None
 
 
 def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,21 +256,23 @@ def _run_forward(
 
 def _call_for(around: Around) -> Callable[..., Any]:
     """A stand-in for `_call_impl`, which the caller binds to the module: [Note: two stand-ins]."""
+    known = _known_to_dynamo(around.module, "_call_impl")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain_call = type(self)._call_impl if known is None or not torch.compiler.is_compiling() else known
         opens = around.opens_early and (self._forward_pre_hooks or self._forward_hooks)
         if (self.forward is around.forward and not opens) or around.module is not self:
-            return type(self)._call_impl(self, *args, **kwargs)
+            return plain_call(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             return _run_call(around, self, opens, args, kwargs)
         if around.unit is None or not around.opens_early:
-            return type(self)._call_impl(self, *args, **kwargs)
+            return plain_call(self, *args, **kwargs)
         if around.session.streams and not around.session.fixed:
             return _outside(_run_call, around, self, opens, args, kwargs)
         if around.hidden:
             return _hidden(_run_call, around, self, opens, args, kwargs)
         custom_ops.wait(around.session, around.unit, (args, kwargs))
-        output = type(self)._call_impl(self, *args, **kwargs)
+        output = plain_call(self, *args, **kwargs)
         custom_ops.release(around.session, around.unit, output)
         return output
 
