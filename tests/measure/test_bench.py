@@ -372,11 +372,10 @@ def test_no_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "pip install 'weightstream[plot]'" in refused(run(folder, "--plot", tmp_path / "a.png"))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["no-such-folder/a.png", "a.nothing"])
-def test_a_figure_that_cannot_be_written(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_figure_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    assert "file that can be written" in refused(run(folder, "--plot", tmp_path / name))
+    assert "file that can be written" in refused(run(tmp_path / "no-model", "--plot", tmp_path / name))
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

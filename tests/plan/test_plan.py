@@ -237,7 +237,7 @@ def test_formatted_rates_and_seconds() -> None:
         "~620 ms",
         "~14 s",
     ]
-    assert [roughly(n) for n in (0.01234, 1.56, 12345.6)] == ["~0.012", "~1.6", "~12,000"]
+    assert [roughly(n) for n in (0.01234, 1.56, 12345.6, 1234567.8)] == ["~0.012", "~1.6", "~12,000", "~1,200,000"]
     assert [exact(n) for n in (5, 96 * MIB, 5 << 30, 1000 << 10)] == ["5", "96MiB", "5GiB", "1000KiB"]
 
 

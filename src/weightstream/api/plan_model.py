@@ -344,9 +344,11 @@ def _machine(
     device = config.device_for(device)
     if profile is None:
         with closing(backend_of(device, config)) as backend:
+            _check_link(link, on_cpu=backend.device.type == "cpu")
             return _over(machine_with_rates(backend, config, dtypes, unpacked), link)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
+    _check_link(link, on_cpu=profile.on_cpu)
     machine = _over(machine_elsewhere(profile), link)
     budget = config.device_nbytes(machine.total_nbytes or -1)  # -1: a share of an unknown size becomes negative
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
@@ -356,12 +358,15 @@ def _machine(
     return machine
 
 
+def _check_link(link: str | None, *, on_cpu: bool) -> None:
+    if link is not None and on_cpu:
+        raise ConfigError(f"link = {link!r}: the plan is for a CPU, which has no link: pass gpu=NAME, too")
+
+
 def _over(machine: Machine, link: str | None) -> Machine:
     """The machine with another link to its GPU; None: with its own."""
     if link is None:
         return machine
-    if machine.on_cpu:
-        raise ConfigError(f"link = {link!r}: the plan is for a CPU, which has no link: pass gpu=NAME, too")
     other, profile = Link.parse(link), machine.profile
-    name = f"{profile.machine or 'a GPU'}, {other.text}"
+    name = f"{profile.machine or 'a GPU'}, {other.text} as given"
     return replace(machine, profile=replace(profile, link_bytes_per_s=other.bytes_per_s, machine=name))

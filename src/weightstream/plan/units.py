@@ -37,7 +37,8 @@ def milliseconds(seconds: float) -> str:
 
 def roughly(number: float) -> str:
     """A number that is known roughly, with two digits: `~1.6`, `~620`, `~12,000`."""
-    return f"~{float(f'{number:.2g}'):,g}" if number else "0"
+    digits = float(f"{number:.2g}")
+    return f"~{digits:,.0f}" if digits >= 10 else f"~{digits:g}" if number else "0"
 
 
 def rough_seconds(seconds: float) -> str:
