@@ -95,6 +95,8 @@ def test_a_phase_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
         assert "weightstream: " not in capsys.readouterr().err
     monkeypatch.setattr(progress, "_is_terminal", lambda: False)
     assert (progress.bars(None), progress.bars(True), progress.bars(False)) == (False, True, False)
+    monkeypatch.setitem(sys.modules, "ipykernel", progress)
+    assert (progress.bars(None), progress.bars(False)) == (None, False)
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -36,8 +36,8 @@ def _is_terminal() -> bool:
 
 
 def bars(progress: bool | None) -> bool | None:
-    """The `progress` for a library that draws bars: by default none are drawn into a file."""
-    return False if progress is None and not _is_terminal() else progress
+    """The `progress` for a library that draws bars: by default none are drawn into a file. A notebook shows them."""
+    return False if progress is None and not _is_terminal() and "ipykernel" not in sys.modules else progress
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def roughly(number: float) -> str:
 
 def rough_seconds(seconds: float) -> str:
     """Seconds that are known roughly: `~620 ms`, `~1.2 s`."""
-    size, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 or not seconds else (1e-6, "us")
+    digits = float(f"{seconds:.2g}")
+    size, unit = (1.0, "s") if digits >= 1 else (1e-3, "ms") if digits >= 1e-3 or not digits else (1e-6, "us")
     return f"{roughly(seconds / size)} {unit}"
 
 
