@@ -107,7 +107,7 @@ def plan_model(
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
     where = machine_choice(config, device=device, profile=profile, gpu=gpu, link=link)
-    wanted = requested_target(target, config, has_draft=draft is not None)
+    wanted = requested_target(target, config, speculate, draft)
     drafts = {name: value for name, value in (("speculate", speculate), ("draft", draft)) if value is not None}
     if is_pipeline_checkpoint(path_or_repo_id):
         refuse_training(config, of=str(path_or_repo_id))
@@ -138,13 +138,16 @@ def plan_model(
     return _at_target(inputs, AtBudget(planned.budget or planned.device_nbytes, planned), wanted)
 
 
-def requested_target(target: str | None, config: OffloadConfig, *, has_draft: bool = False) -> Target | None:
+def requested_target(
+    target: str | None, config: OffloadConfig, speculate: Speculate | None, draft: str | Path | None
+) -> Target | None:
     """The target, if there is one. Raises `ConfigError` with settings that leave no budget to choose."""
     if target is None:
         return None
-    parsed, flags = Target.parse(target), ["gpus"] * bool(config.stripes) + ["draft"] * has_draft
-    if flags:
-        raise ConfigError(f"target: only for a model on one GPU without a draft; leave out {' and '.join(flags)}")
+    parsed, speculates = Target.parse(target), speculate not in (None, "off")
+    others = {"gpus": config.stripes, "draft": draft, "speculate": speculates}
+    if flags := [name for name, value in others.items() if value]:
+        raise ConfigError(f"target: only for steps of a model on one GPU without drafts; leave out {', '.join(flags)}")
     if config.backend != "none":
         raise ConfigError(f"target: the settings of {config.backend!r} choose what streams; leave them out")
     return parsed

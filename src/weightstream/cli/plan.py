@@ -118,7 +118,7 @@ def plan(
     from weightstream.api.plan_model import machine_choice, requested_target
 
     where = machine_choice(loading["config"], device=loading["device"], profile=profile, gpu=gpu, link=link)
-    wanted = requested_target(target, loading["config"], has_draft=draft is not None)
+    wanted = requested_target(target, loading["config"], speculate, draft)
     if is_pipeline:
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)

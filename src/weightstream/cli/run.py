@@ -321,7 +321,7 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer, planned: AnyPlan
 
 
 def _predicted_s(planned: AnyPlan, answer: Answer, stats: Stats) -> float:
-    """Seconds of a step by the plan from before the run; by the plan in force if passes of several tokens were timed."""
+    """Seconds of a step by the plan from before the run; by the one in force if passes of several tokens were timed."""
     if stats.speculation is not None:
         return stats.predicted_step_s
     is_captured = answer.decoding is not None and answer.decoding.replays > 0
