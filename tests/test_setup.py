@@ -21,14 +21,14 @@ esac
 
 def asked_for(tree: Path, script: str) -> bool:
     """Whether a script asks for an environment in a tree."""
-    for name in ("setup", "site", *(path.name for path in SCRIPTS.glob("requirements*.txt"))):
+    for name in ("environment", "setup", "site", "vllm", *(path.name for path in SCRIPTS.glob("requirements*.txt"))):
         (tree / "scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / name, tree / "scripts")
     (tree / "pyproject.toml").touch()
     (python := tree / "python").write_text(PYTHON)
     python.chmod(0o755)
     (tree / "asked").unlink(missing_ok=True)
-    env = {**os.environ, "PYTHON": str(python)}
+    env = {**os.environ, "PYTHON": str(python), "VLLM": ""}
     ran = subprocess.run(["bash", "-c", script], cwd=tree, env=env, capture_output=True, text=True, timeout=60)
     assert ran.returncode
     was_asked = (tree / "asked").exists()
@@ -41,7 +41,8 @@ def test_no_environment_is_emptied_through_a_link(tmp_path: Path, made_for: str)
     (tree := tmp_path / "tree").mkdir()
     (other := tmp_path / "other").mkdir()
     (other / "stamp").write_text(f"{tmp_path}/another 3.11.0" if made_for == "another tree" else "")
-    for name, script in ((".venv", "source scripts/setup"), (".venv-site", "bash scripts/site")):
+    scripts = {".venv": "source scripts/setup", ".venv-site": "bash scripts/site", ".venv-vllm": "bash scripts/vllm"}
+    for name, script in scripts.items():
         (tree / name).symlink_to(other)
         assert not asked_for(tree, script)
 
