@@ -104,6 +104,17 @@ def test_a_target_that_only_the_largest_budget_reaches() -> None:
     assert reaching(Alone(), first, Target.parse("1s")) == first
 
 
+def test_a_target_that_the_largest_budget_misses_may_be_reached_with_less() -> None:
+    inputs = drawn(RISING)
+    less, largest = (AtBudget(b, plan) for b in budgets_of(inputs)[1:3] if (plan := inputs.plan_at(b)) is not None)
+    assert less.plan.run_s < 0.95 * largest.plan.run_s
+    found = reaching(inputs, largest, Target.parse(f"{1e3 * 0.95 * largest.plan.run_s}ms"))
+    assert found.plan == inputs.plan_at(found.budget)
+    assert found.plan.run_s <= 0.95 * largest.plan.run_s
+    with pytest.raises(PlanError, match=rf"out of reach: {found.plan.rate_text(1 / less.plan.run_s)} tokens/s at best"):
+        reaching(inputs, largest._replace(budget=less.budget), Target.parse("1000000000tok/s"))
+
+
 def test_a_target_out_of_reach_names_the_best_speed() -> None:
     inputs = drawn(RISING)
     first = fastest(inputs)

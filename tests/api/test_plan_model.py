@@ -18,11 +18,13 @@ import weightstream
 from models import MODELS
 from repeats import thinned
 from weightstream import ConfigError
+from weightstream.api import plan_model
 from weightstream.errors import CheckpointError, PlanError
 from weightstream.plan.check import prove
 from weightstream.plan.manifest import Profile, Workload
 from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.cpu import CPU_PROFILE
+from weightstream.runtime.devices.cuda import CUDA_PROFILE
 
 transformers = pytest.importorskip("transformers")
 
@@ -164,6 +166,20 @@ def test_the_profile_of_a_cpu_is_one_of_a_cpu(folders: Mapping[str, Path]) -> No
     assert plan.on_cpu
     assert "the CPU (Another CPU)" in str(plan)
     assert "graph" not in str(plan)
+
+
+def test_another_link_is_refused_before_a_cpu_is_measured(
+    folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_model, "machine_with_rates", lambda *_: pytest.fail("it is measured"))
+    with pytest.raises(ConfigError, match="a CPU, which has no link"):
+        weightstream.plan_model(folders["llama-bf16"], device="cpu", link="PCIe 4")
+
+
+def test_another_link_of_a_measured_machine_is_said_to_be_given(folders: Mapping[str, Path]) -> None:
+    measured = replace(CUDA_PROFILE, machine="A GPU", device_nbytes=1 << 30)
+    plan = weightstream.plan_model(folders["llama-bf16"], profile=measured, link="25GB/s")
+    assert plan.machine == "A GPU, a link of 25 GB/s as given"
 
 
 def test_a_gpu_by_name_and_a_target(folders: Mapping[str, Path]) -> None:

@@ -59,17 +59,17 @@ def test_flags_choose_what_stderr_shows(
 
 
 def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "_AWAITED_S", 0.01)
-    monkeypatch.setattr(progress, "LONG_S", 0.05)
+    monkeypatch.setattr(progress, "_AWAITED_S", 0.1)
+    monkeypatch.setattr(progress, "LONG_S", 0.2)
     with progress.announced("loading libraries"):
-        time.sleep(0.3)
+        time.sleep(0.5)
     assert capsys.readouterr().err.splitlines() == [
         "weightstream: loading libraries",
         "weightstream: still loading libraries, 0 s so far",
     ]
     with progress.announced("loading libraries"):
         pass
-    time.sleep(0.1)
+    time.sleep(0.3)
     assert not capsys.readouterr().err
 
 
@@ -81,6 +81,8 @@ def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ("logging.getLogger('weightstream').setLevel(logging.ERROR)", []),
         ("logging.basicConfig()", ["WARNING:weightstream:a doubt"]),
         ("logging.getLogger('weightstream').addHandler(logging.NullHandler())", []),
+        ("logging.basicConfig(); logging.getLogger('weightstream').propagate = False", ["weightstream: a doubt"]),
+        ("import importlib; importlib.reload(weightstream)", ["weightstream: a doubt"]),
     ],
 )
 def test_the_log_of_a_program_that_configures_none_has_a_prefix(configured: str, shown: list[str]) -> None:
@@ -88,6 +90,17 @@ def test_the_log_of_a_program_that_configures_none_has_a_prefix(configured: str,
     code = f"import logging, weightstream\n{configured}\n{speaks}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stderr.splitlines() == shown
+
+
+def test_a_line_that_a_handler_of_its_own_logger_shows_is_not_shown_twice(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+import logging, sys, weightstream
+log = logging.getLogger("weightstream.progress")
+log.addHandler(logging.StreamHandler())
+log.warning("a phase")
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    assert capfd.readouterr().err == "a phase\n"
 
 
 AT_ONCE = """

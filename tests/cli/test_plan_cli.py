@@ -311,6 +311,7 @@ def test_a_gpu_is_planned_for_by_name(plan_for: Callable[..., Result]) -> None:
         (("--device", "cpu", "--link", "25GB/s"), "a CPU, which has no link"),
         (("--gpu", "4090", "--target", "soon"), "such as 10tok/s or 100ms"),
         (("--gpu", "4090", "--target", "10tok/s", "--offload-group-size", "2"), "leave them out"),
+        (("--gpu", "4090", "--target", "10tok/s", "--speculate", "lookup"), "without drafts; leave out speculate"),
         (("--gpu", "4090", "--target", "1us"), "such as 10tok/s or 100ms"),
         (("--gpu", "4090", "--target", "0.001ms"), "is out of reach: ~"),
     ],

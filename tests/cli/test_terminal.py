@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,16 @@ def test_a_prediction_is_compared_with_the_measured_time(predicted_s: float, mea
 def test_a_rough_prediction_has_two_digits_and_its_step() -> None:
     lines = terminal.prediction_lines(0.1142, 3.1468, is_rough=True, step="batch 1")
     assert lines["predicted"] == "~110 ms (batch 1), measured 3146.8 ms: 27.6 times slower than predicted"
+
+
+def test_a_pipe_is_not_opened_before_there_is_something_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(terminal, "write_file", lambda flag, path, *_, **__: opened.append(path))
+    os.mkfifo(pipe := tmp_path / "pipe")
+    terminal.check_writable("--out", pipe)
+    assert not opened
 
 
 @pytest.mark.parametrize("measured_s", [0.049, 0.21])

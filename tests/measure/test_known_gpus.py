@@ -40,6 +40,8 @@ def test_each_profile_is_that_of_a_gpu_with_assumed_rates(name: str) -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("l40s", "L40S"),
         ("RTX 4090, PCIe 4 x16", "RTX 4090"),
+        ("RTX 4090 (PCIe Gen4)", "RTX 4090"),
+        ("H200 (PCIe 5)", "H200"),
     ],
 )
 def test_a_gpu_has_several_spellings(text: str, name: str) -> None:
@@ -69,6 +71,15 @@ def test_a_link_is_a_generation_or_a_rate(text: str, name: str, rate: float) -> 
     assert found.bytes_per_s == pytest.approx(rate, rel=0.01)
     other = known_gpu("RTX 5090", text)
     assert (other.machine, other.link_bytes_per_s) == (f"RTX 5090, {name}", found.bytes_per_s)
+
+
+def test_a_link_is_named_once() -> None:
+    with pytest.raises(ConfigError, match="names a link: leave that out, or link = 'PCIe 4'"):
+        known_gpu("RTX 4090 (PCIe 3)", "PCIe 4")
+
+
+def test_a_gpu_has_the_memory_that_drivers_report() -> None:
+    assert known_gpu("L40S").device_nbytes <= 44.4 * 2**30
 
 
 @pytest.mark.parametrize("text", ["", "PCIe", "PCIe 2", "PCIe 4 x3", "25", "0GB/s", "25GiB", "-1GB/s"])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -95,6 +96,26 @@ def test_a_phase_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
         assert "weightstream: " not in capsys.readouterr().err
     monkeypatch.setattr(progress, "_is_terminal", lambda: False)
     assert (progress.bars(None), progress.bars(True), progress.bars(False)) == (False, True, False)
+    monkeypatch.setitem(sys.modules, "ipykernel", progress)
+    assert (progress.bars(None), progress.bars(False)) == (None, False)
+
+
+@pytest.mark.parametrize("shown", [progress.announced, progress.lasting])
+def test_no_line_comes_after_the_end(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is being written is waited for."""
+    begun, said = threading.Event(), list[str]()
+
+    def say(text: str, _: object = None) -> None:
+        begun.set()
+        time.sleep(0.2)
+        said.append(text)
+
+    monkeypatch.setattr(progress, "say", say)
+    for name in ("_AWAITED_S", "LONG_S"):
+        monkeypatch.setattr(progress, name, 0.01)
+    with shown(TEXT):
+        assert begun.wait(10)
+    assert said
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -151,6 +151,15 @@ def test_the_time_of_a_graph_is_that_in_which_tokens_come(in_graphs: bool) -> No
     assert found.copy_s == pytest.approx(3.0 * 2.0 / (4.0 if in_graphs else 9.0))
 
 
+def test_a_slow_eager_step_is_no_slow_link() -> None:
+    """Of a plan whose steps in graphs would wait for the link: the host may be what is slow in eager ones."""
+    _, plan = planned(45)
+    plan = replace(plan, in_graphs=True, compute_s=9.0, graph_compute_s=1.0, copy_s=2.0, step_s=9.0, graph_s=2.0)
+    slow = Times(step_s=18.0, host_s=18.0, computes={}, copies={})
+    found = correction._as_a_whole(plan, slow, in_graphs=False)
+    assert (found.step_s, found.compute_s, found.copy_s) == (18.0, 18.0, 2.0)
+
+
 def test_on_a_cpu_the_time_in_a_graph_follows_that_of_a_step() -> None:
     planner, plan = planned(45)
     plan = replace(plan, on_cpu=True)

@@ -230,14 +230,15 @@ def test_formatted_rates_and_seconds() -> None:
     assert [per_second(55.2e9), per_second(684e12, "FLOP")] == ["55.2 GB/s", "684.0 TFLOP/s"]
     assert [milliseconds(s) for s in (0, 12e-6, 0.0125, 13.91)] == ["0.0 ms", "12 us", "12.5 ms", "13.9 s"]
     assert [rate(n) for n in (0.01234, 4.567, 78.94, 1234.5)] == ["0.0123", "4.57", "78.9", "1,234"]
-    assert [rough_seconds(s) for s in (0, 12.3e-6, 0.0125, 0.6171, 13.91)] == [
+    assert [rough_seconds(s) for s in (0, 12.3e-6, 0.0125, 0.6171, 0.9996, 13.91)] == [
         "0 ms",
         "~12 us",
         "~12 ms",
         "~620 ms",
+        "~1 s",
         "~14 s",
     ]
-    assert [roughly(n) for n in (0.01234, 1.56, 12345.6)] == ["~0.012", "~1.6", "~12,000"]
+    assert [roughly(n) for n in (0.01234, 1.56, 12345.6, 1234567.8)] == ["~0.012", "~1.6", "~12,000", "~1,200,000"]
     assert [exact(n) for n in (5, 96 * MIB, 5 << 30, 1000 << 10)] == ["5", "96MiB", "5GiB", "1000KiB"]
 
 

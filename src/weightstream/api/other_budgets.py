@@ -80,24 +80,28 @@ def reaching(
         advance: called after each further plan; there are up to `MOST_PLANS`.
 
     Raises:
-        PlanError: the first plan is slower; the text has its speed.
+        PlanError: no plan that was tried reaches it; the text has the speed of the fastest.
     """
-    limit_s, held = target.step_s(first.plan.num_tokens), first.plan.device_nbytes
-    if first.plan.run_s > limit_s:
-        raise PlanError(
-            f"target {target} is out of reach: {first.plan.speed_text(target)} at best, with {human(held)} of weights "
-            f"on {first.plan.machine_text}"
-        )
+    limit_s, held, fastest = target.step_s(first.plan.num_tokens), first.plan.device_nbytes, first.plan
 
     def reached(budget: int) -> AtBudget[P] | None:
+        nonlocal fastest
         plan = planning.plan_at(budget)
         advance()
-        return AtBudget(budget, plan) if plan is not None and plan.run_s <= limit_s else None
+        if plan is None:
+            return None
+        fastest = min(fastest, plan, key=lambda each: each.run_s)
+        return AtBudget(budget, plan) if plan.run_s <= limit_s else None
 
     grain = 1 << max(_LEAST_BITS, held.bit_length() - _BITS)
     step = grain << _BISECTIONS
     tried = (reached(budget) for budget in range(step, min(held + step, first.budget + 1), step))
     best = next((at for at in tried if at is not None), first)
+    if best.plan.run_s > limit_s:
+        raise PlanError(
+            f"target {target} is out of reach: {fastest.speed_text(target)} at best, with "
+            f"{human(fastest.device_nbytes)} of weights on {fastest.machine_text}"
+        )
     low = (best.budget - 1) // step * step  # the step before
     if best is first and low >= held:
         return first  # a search for just the bytes that it takes does not find it

@@ -107,7 +107,7 @@ def plan_model(
     sharded = {name: value for name in ranks.NAMES if (value := settings.pop(name, None)) is not None}
     config, dtype = resolve_config(config, device_budget=device_budget, **settings), requested_dtype(dtype, torch_dtype)
     where = machine_choice(config, device=device, profile=profile, gpu=gpu, link=link)
-    wanted = requested_target(target, config, has_draft=draft is not None)
+    wanted = requested_target(target, config, speculate, draft)
     drafts = {name: value for name, value in (("speculate", speculate), ("draft", draft)) if value is not None}
     if is_pipeline_checkpoint(path_or_repo_id):
         refuse_training(config, of=str(path_or_repo_id))
@@ -138,13 +138,16 @@ def plan_model(
     return _at_target(inputs, AtBudget(planned.budget or planned.device_nbytes, planned), wanted)
 
 
-def requested_target(target: str | None, config: OffloadConfig, *, has_draft: bool = False) -> Target | None:
+def requested_target(
+    target: str | None, config: OffloadConfig, speculate: Speculate | None, draft: str | Path | None
+) -> Target | None:
     """The target, if there is one. Raises `ConfigError` with settings that leave no budget to choose."""
     if target is None:
         return None
-    parsed, flags = Target.parse(target), ["gpus"] * bool(config.stripes) + ["draft"] * has_draft
-    if flags:
-        raise ConfigError(f"target: only for a model on one GPU without a draft; leave out {' and '.join(flags)}")
+    parsed, speculates = Target.parse(target), speculate not in (None, "off")
+    others = {"gpus": config.stripes, "draft": draft, "speculate": speculates}
+    if flags := [name for name, value in others.items() if value]:
+        raise ConfigError(f"target: only for steps of a model on one GPU without drafts; leave out {', '.join(flags)}")
     if config.backend != "none":
         raise ConfigError(f"target: the settings of {config.backend!r} choose what streams; leave them out")
     return parsed
@@ -344,9 +347,11 @@ def _machine(
     device = config.device_for(device)
     if profile is None:
         with closing(backend_of(device, config)) as backend:
+            _check_link(link, on_cpu=backend.device.type == "cpu")
             return _over(machine_with_rates(backend, config, dtypes, unpacked), link)
     if isinstance(profile, str | Path):
         profile = read_profile(Path(profile))
+    _check_link(link, on_cpu=profile.on_cpu)
     machine = _over(machine_elsewhere(profile), link)
     budget = config.device_nbytes(machine.total_nbytes or -1)  # -1: a share of an unknown size becomes negative
     if config.backend == "none" and not machine.total_nbytes and (budget is None or budget < 0):
@@ -356,12 +361,15 @@ def _machine(
     return machine
 
 
+def _check_link(link: str | None, *, on_cpu: bool) -> None:
+    if link is not None and on_cpu:
+        raise ConfigError(f"link = {link!r}: the plan is for a CPU, which has no link: pass gpu=NAME, too")
+
+
 def _over(machine: Machine, link: str | None) -> Machine:
     """The machine with another link to its GPU; None: with its own."""
     if link is None:
         return machine
-    if machine.on_cpu:
-        raise ConfigError(f"link = {link!r}: the plan is for a CPU, which has no link: pass gpu=NAME, too")
     other, profile = Link.parse(link), machine.profile
-    name = f"{profile.machine or 'a GPU'} with {other.text} instead of its link"
+    name = f"{profile.machine or 'a GPU'}, {other.text} as given"
     return replace(machine, profile=replace(profile, link_bytes_per_s=other.bytes_per_s, machine=name))

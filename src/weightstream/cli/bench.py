@@ -30,6 +30,7 @@ from weightstream.cli.terminal import (
     Steps,
     Variant,
     Width,
+    check_figure,
     check_writable,
     expert_line,
     figure,
@@ -87,9 +88,8 @@ def bench(
     or --draft, passes of several tokens are timed, too.
     """
     if plot is not None:
-        require("matplotlib", "plot", "--plot")
-    for flag, path in (("--out", out), ("--plot", plot)):
-        check_writable(flag, path)
+        check_figure(plot)
+    check_writable("--out", out)
     if pipelines.is_diffusers(model):
         pipelines.refuse_options(model, speculate=speculate, draft=draft)
         call = pipelines.call_of(height, width, steps, frames, prompt=pipelines.PROMPT)

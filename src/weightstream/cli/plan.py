@@ -19,7 +19,7 @@ from rich.text import Text
 
 from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli import pipelines
-from weightstream.cli.plan_output import Output, check_figure, faster_note, machine_line
+from weightstream.cli.plan_output import Output, faster_note, machine_line
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -32,6 +32,7 @@ from weightstream.cli.terminal import (
     Variant,
     Width,
     add_budget,
+    check_figure,
     drawn,
     figure,
     grid,
@@ -117,7 +118,7 @@ def plan(
     from weightstream.api.plan_model import machine_choice, requested_target
 
     where = machine_choice(loading["config"], device=loading["device"], profile=profile, gpu=gpu, link=link)
-    wanted = requested_target(target, loading["config"], has_draft=draft is not None)
+    wanted = requested_target(target, loading["config"], speculate, draft)
     if is_pipeline:
         refuse_training(loading["config"], of=model)
         pipelines.refuse_options(model, tp=tp, speculate=speculate, draft=draft)

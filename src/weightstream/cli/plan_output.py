@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weightstream.api.other_budgets import AtBudget, P
 from weightstream.cli.messages import is_quiet
-from weightstream.cli.terminal import require
-from weightstream.errors import ConfigError
 from weightstream.measure.progress import reporting
 from weightstream.plan.pipeline import PipelinePlan
 from weightstream.plan.plan import Plan
@@ -47,16 +45,6 @@ class Output(NamedTuple):
         """Show a bar over this many plans; the function that it yields advances it. Without a terminal, a line."""
         with reporting(text, False if is_quiet() else None, num_plans) as advance:
             yield advance
-
-
-def check_figure(path: Path) -> None:
-    """Raise `ConfigError` if no figure can be written there. Call it before anything slow."""
-    require("matplotlib", "plot", "--plot")
-    from matplotlib.figure import Figure
-
-    kinds = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in kinds or not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: no figure can be written there; name a .png file in a folder that exists")
 
 
 def machine_line(planned: Plan | PipelinePlan, where: MachineChoice) -> str:

@@ -43,10 +43,13 @@ from weightstream.cli.terminal import (
 )
 from weightstream.errors import ConfigError, OffloadError
 from weightstream.measure.progress import announced
+from weightstream.plan.plan import Plan
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.trace import Trace, total
 
 if TYPE_CHECKING:
+    from weightstream.plan.multi_device import AnyPlan
+    from weightstream.runtime.streamer.stats import Stats
     from weightstream.text.engine import Inputs, Messages, TextModel
     from weightstream.text.sampling import Sampling
     from weightstream.text.stream import Answer, Piece
@@ -186,12 +189,13 @@ def _answer_once(
     sampling = model.limited(inputs, sampling)
     context = inputs["input_ids"].shape[1] + sampling.max_new_tokens
     model.load(progress=shows_bars() and not as_json, **_planned_for(context, options))
+    planned = model.streamer.plan  # measured steps correct it from now on
     if isinstance(prompt, str) and not as_json and not is_quiet():
         _show_prompt(prompt)
     answer = model.generate(inputs, sampling, on_piece=None if as_json else _show)
     if not as_json:
         typer.echo()
-    report = report_of(model, inputs, answer)
+    report = report_of(model, inputs, answer, planned)
     if not as_json and not is_quiet():
         print_labelled(report_lines(report, answer), err=True)
     difference = first_difference(answer.ids, _plain_ids(model, inputs, sampling)) if verify else None
@@ -283,7 +287,7 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
         lines["drafts"] = speculation_line(stats["speculation"], answer.tokens_per_s)
     if report["experts"] is not None:
         lines["experts"] = expert_line(report["experts"])
-    measured_s, predicted_s = stats["step_s"], stats["predicted_step_s"]
+    measured_s, predicted_s = stats["step_s"], report["predicted_s"]
     if measured_s is not None and predicted_s:
         lines |= prediction_lines(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
     if stats["unplanned_fills"]:
@@ -291,8 +295,8 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     return lines
 
 
-def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any]:
-    """The values of `--json`."""
+def report_of(model: TextModel, inputs: Inputs, answer: Answer, planned: AnyPlan) -> dict[str, Any]:
+    """The values of `--json`. `planned` is the plan from before the run."""
     from weightstream.runtime.streamer.stats import of_cache
 
     streamer, stats = model.streamer, model.streamer.stats()
@@ -300,8 +304,9 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any
         "model": model.name,
         "device": str(streamer.device),
         "plan": streamer.plan.summary(),
-        "step": str(streamer.plan.workload or ""),
-        "is_rough": streamer.plan.is_rough,
+        "step": str(planned.workload or ""),
+        "predicted_s": _predicted_s(planned, answer, stats),
+        "is_rough": planned.is_rough,
         "num_prompt_tokens": inputs["input_ids"].shape[1],
         "tokens": answer.ids,
         "text": answer.text,
@@ -313,6 +318,14 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer) -> dict[str, Any
         "experts": of_cache(streamer.plan, stats.experts, len(answer.ids)),
         "stats": numbers_of(stats),
     }
+
+
+def _predicted_s(planned: AnyPlan, answer: Answer, stats: Stats) -> float:
+    """Seconds of a step by the plan from before the run; by the one in force if passes of several tokens were timed."""
+    if stats.speculation is not None:
+        return stats.predicted_step_s
+    is_captured = answer.decoding is not None and answer.decoding.replays > 0
+    return planned.run_s if is_captured and isinstance(planned, Plan) else planned.step_s
 
 
 def as_text(argument: str) -> str:

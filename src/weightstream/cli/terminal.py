@@ -306,12 +306,22 @@ def write_file(flag: str, path: Path, text: str, *, append: bool = False) -> Non
 
 def check_writable(flag: str, path: Path | None) -> None:
     """Raise `ConfigError` now, not after minutes, if the file that a flag names cannot be written."""
-    if path is None:
+    if path is None or path.is_fifo():  # the reader of a pipe would see its end
         return
     existed = path.exists()
     write_file(flag, path, "", append=True)
     if not existed:
         path.unlink()
+
+
+def check_figure(path: Path) -> None:
+    """Raise `ConfigError` now, not after minutes, if the figure of --plot cannot be written."""
+    require("matplotlib", "plot", "--plot")
+    from matplotlib.figure import Figure
+
+    if path.suffix.lower().removeprefix(".") not in Figure().canvas.get_supported_filetypes():
+        raise ConfigError(f"--plot {path}: no kind of figure ends so; name a .png file that can be written")
+    check_writable("--plot", path)
 
 
 @contextmanager

@@ -241,10 +241,11 @@ def _resident(
         needed = f"{human(nbytes)} of weights + {human(others_nbytes)} besides them"
         return _Resident(None, [], f"{needed} > {human(free_nbytes)} free on {device}")
     try:
-        if device.type == "cpu":  # to an allocator's aligned memory: kernels on a file's pages may give other bits
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = tensor.data.clone()
-        model.to(device)
+        with phase("moving all weights to the device"):
+            if device.type == "cpu":  # to an allocator's aligned memory: kernels on a file's pages may give other bits
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.data = tensor.data.clone()
+            model.to(device)
         step = steps()
         with phase("timing the resident model"):
             system, outputs = _timed("resident", step, backend, seconds)

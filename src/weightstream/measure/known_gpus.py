@@ -22,13 +22,13 @@ from weightstream.settings.speeds import Link
 
 _GIGA, _TERA = 1e9, 1e12
 # What a process may use of the memory: ECC, the CUDA context and a desktop take the rest [L40S: 44.4 of 48 GiB].
-_USABLE = 0.93
+_USABLE = 0.92
 _FASTER = 1.25  # some name the rate of PCIe itself, which copies do not reach
 _READS = 0.77  # share of the bandwidth of device memory
 _MULTIPLIES = 0.7  # share of the arithmetic, in large products
 _ATTENDS = 0.5  # the same in fused attention
 _DECODES = MappingProxyType({"bfloat16": 0.38, "float16": 0.35, "float8_e4m3fn": 0.25})  # of the bandwidth
-_LINK = re.compile(r"[\s,(]+(pcie\s*\d.*?)\)?\s*$", re.IGNORECASE)  # after a name
+_LINK = re.compile(r"[\s,(]+(pcie\s*(?:gen\s*)?\d.*?)\)?\s*$", re.IGNORECASE)  # after a name
 _WORDS = re.compile(r"\d+gb|[a-z0-9]+")
 _SPACED_UNIT = re.compile(r"(?<=\d)\s+(?=gb\b)")
 _NOISE = frozenset({"nvidia", "geforce", "tesla", "gpu", "sxm", "sxm4", "sxm5", "hbm2e", "hbm3", "hbm3e"})
@@ -100,7 +100,9 @@ def known_gpu(name: str, link: str | None = None) -> Profile:
         ConfigError: the name is that of no GPU here, or of several, and the text lists those that there are.
     """
     if in_name := _LINK.search(name):
-        name, link = name[: in_name.start()], link or in_name[1]
+        if link is not None:
+            raise ConfigError(f"gpu = {name!r} names a link: leave that out, or link = {link!r}")
+        name, link = name[: in_name.start()], in_name[1]
     keys = _matching(name)
     if len(keys) != 1:
         near = difflib.get_close_matches(name.upper().strip(), _SHEETS, n=1)
@@ -122,7 +124,7 @@ def known_gpu(name: str, link: str | None = None) -> Profile:
     }
     fields |= {decode_rate(dtype): share * sheet.bandwidth_gbps * _GIGA for dtype, share in _DECODES.items()}
     fields |= sheet.measured
-    if on is not None:
+    if on is not None and on != usual:
         if on.bytes_per_s > _FASTER * usual.bytes_per_s:
             raise ConfigError(f"link: {on.text} is faster than that of {keys[0]}, {usual.text}")
         fields["link_bytes_per_s"] = on.bytes_per_s

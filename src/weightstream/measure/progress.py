@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from threading import Thread, Timer
 from typing import Any
@@ -36,8 +36,8 @@ def _is_terminal() -> bool:
 
 
 def bars(progress: bool | None) -> bool | None:
-    """The `progress` for a library that draws bars: by default none are drawn into a file."""
-    return False if progress is None and not _is_terminal() else progress
+    """The `progress` for a library that draws bars: by default none are drawn into a file. A notebook shows them."""
+    return False if progress is None and not _is_terminal() and "ipykernel" not in sys.modules else progress
 
 
 @contextmanager
@@ -100,23 +100,20 @@ class _Steps:
             say(_still(self._text), self._progress)
 
 
-@contextmanager
-def lasting(text: str, progress: bool | None = None) -> Iterator[None]:
+def lasting(text: str, progress: bool | None = None) -> AbstractContextManager[None]:
     """Write a line if the block takes longer than `LONG_S`. A timer thread runs meanwhile: do not measure inside."""
-    timer = Timer(LONG_S, say, (_still(text), progress))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+    return _said_after((LONG_S, _still(text)), progress=progress)
+
+
+def announced(text: str) -> AbstractContextManager[None]:
+    """Write a line if the block takes long enough to be noticed on a terminal, and one more after `LONG_S`."""
+    return _said_after((_AWAITED_S, text), (LONG_S, _still(text)))
 
 
 @contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Write a line if the block takes long enough to be noticed on a terminal, and one more after `LONG_S`."""
-    timers = [Timer(_AWAITED_S, say, (text,)), Timer(LONG_S, say, (_still(text),))]
+def _said_after(*lines: tuple[float, str], progress: bool | None = None) -> Iterator[None]:
+    """Write each line once the block has taken its seconds, and none after the end of the block."""
+    timers = [Timer(seconds, say, (text, progress)) for seconds, text in lines]
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -125,6 +122,8 @@ def announced(text: str) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
+        for timer in timers:
+            timer.join()
 
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:

@@ -63,7 +63,7 @@ def _corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
     priced = replace(planner, machine=machine, unit_s=seconds).priced(plan)
     # the cause may be other programs on the device, or slower handovers
     if times.step_s > _UNEXPLAINED * priced.step_s:
-        return _as_a_whole(priced, times, priced.step_s)
+        return _as_a_whole(priced, times, in_graphs=False)
     return priced
 
 
@@ -73,17 +73,18 @@ def _quicker(profile: Profile, ratio: float) -> Profile:
     return replace(profile, **{name: getattr(profile, name) * ratio for name in names})
 
 
-def _as_a_whole(plan: Plan, times: Times, predicted_s: float) -> Plan:
-    """The plan with the measured step, for steps timed only as a whole: the busiest resource scales."""
-    ratio = times.step_s / predicted_s if predicted_s else 1.0
-    busiest = "copy_s" if plan.limit == "link" else f"{plan.limit}_s"
-    names = ("compute_s", "graph_compute_s", "decode_s") if plan.limit == "compute" else (busiest,)
+def _as_a_whole(plan: Plan, times: Times, *, in_graphs: bool) -> Plan:
+    """The plan with the measured step, for steps timed only as a whole: the resource that is busiest in them scales."""
+    ran = replace(plan, in_graphs=in_graphs)
+    ratio = times.step_s / ran.run_s if ran.run_s else 1.0
+    busiest = "copy_s" if ran.limit == "link" else f"{ran.limit}_s"
+    names = ("compute_s", "graph_compute_s", "decode_s") if ran.limit == "compute" else (busiest,)
     return replace(plan, step_s=times.step_s, **{name: getattr(plan, name) * ratio for name in names})
 
 
 def _as_it_runs(plan: Plan, times: Times) -> Plan:
     """The same for steps of which no unit was timed, such as graphs: they are timed as `generate` runs them."""
-    found = _as_a_whole(plan, times, plan.run_s)
+    found = _as_a_whole(plan, times, in_graphs=plan.in_graphs)
     return replace(found, graph_s=times.step_s) if plan.in_graphs else found
 
 

@@ -37,12 +37,14 @@ def milliseconds(seconds: float) -> str:
 
 def roughly(number: float) -> str:
     """A number that is known roughly, with two digits: `~1.6`, `~620`, `~12,000`."""
-    return f"~{float(f'{number:.2g}'):,g}" if number else "0"
+    digits = float(f"{number:.2g}")
+    return f"~{digits:,.0f}" if digits >= 10 else f"~{digits:g}" if number else "0"
 
 
 def rough_seconds(seconds: float) -> str:
     """Seconds that are known roughly: `~620 ms`, `~1.2 s`."""
-    size, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 or not seconds else (1e-6, "us")
+    digits = float(f"{seconds:.2g}")
+    size, unit = (1.0, "s") if digits >= 1 else (1e-3, "ms") if digits >= 1e-3 or not digits else (1e-6, "us")
     return f"{roughly(seconds / size)} {unit}"
 
 

@@ -815,7 +815,13 @@ def test_weights_that_the_model_lacks_are_one_line(llama: Path, caplog: pytest.L
         logger.removeHandler(handler)
     assert not shown
     (line,) = [record.getMessage() for record in caplog.records if record.name == "weightstream"]
-    assert line.endswith("weights that LlamaForCausalLM does not have are left out: model.extra.weight")
+    left_out = "weights that LlamaForCausalLM does not have are left out: model.extra.weight"
+    assert line.endswith(left_out)
+    caplog.clear()
+    tensors.pop("model.norm.weight")
+    save_file({**tensors, "model.extra.weight": torch.randn(3)}, llama / "model.safetensors", {"format": "pt"})
+    load_pretrained(llama, allow_missing=True)
+    assert left_out in caplog.text
 
 
 def test_a_full_disk_stops_the_load_cleanly(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,6 +286,21 @@ def test_warnings_are_collected_and_nothing_is_printed(capfd: pytest.CaptureFixt
     assert (logger.level, logger.handlers) == before
 
 
+def test_a_handler_gets_the_warnings_of_its_level() -> None:
+    logger, shown = logging.getLogger("transformers"), list[str]()
+    handlers = [logging.Handler(level) for level in (logging.WARNING, logging.ERROR)]
+    for handler in handlers:
+        handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+    try:
+        with private.warnings_of_transformers():
+            logger.warning("once")
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+    assert shown == ["once"]
+
+
 def test_static_caches() -> None:
     with needs("cache_utils.StaticCache, StaticLayer, StaticSlidingWindowLayer"):
         cache = cache_utils.StaticCache(config=transformers.LlamaConfig(**SMALL), max_cache_len=4)

@@ -382,6 +382,23 @@ def test_writes_of_another_thread_stay(place: str, order: str) -> None:
 COUNT = 0
 
 
+def test_a_dictionary_is_written_without_a_call_after_it_was_compared() -> None:
+    """CPython may switch to another thread at the end of a call, whose write would then be lost."""
+    called: list[str] = []
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and frame.f_code.co_name == "_replace":
+            called.append(argument.__name__)
+
+    sys.setprofile(note)
+    try:
+        followed(lambda x: DICT.update(kept=table_of(x), new=table_of(x)))
+    finally:
+        sys.setprofile(None)
+    assert "new" not in DICT
+    assert called == []
+
+
 def test_no_update_is_lost() -> None:
     """Updates are made while traced calls fill the same containers."""
     global COUNT

@@ -263,9 +263,11 @@ def test_a_run_reports_hits_and_fetched_bytes(form: str) -> None:
         steps(model, 8)
         named = SimpleNamespace(name="mixture", streamer=streamer)
         answer.ids, answer.times = [1] * 8, [0.0, *(1.0 + k for k in range(8))]
-        report = cli.report_of(named, {"input_ids": torch.zeros(1, 1)}, answer)
+        planned = replace(streamer.plan, step_s=7.0, basis="assumed")
+        report = cli.report_of(named, {"input_ids": torch.zeros(1, 1)}, answer, planned)
         stats = streamer.stats()
     lines = cli.report_lines(report, answer)
+    assert lines["predicted"].startswith("~7 s"), "as planned before the run"
     if form == "coded":
         assert report["experts"] is None
         assert "experts" not in lines

@@ -22,7 +22,7 @@ from weightstream.plan.plan import Plan
 from weightstream.runtime.devices.backend import Copy, Side
 from weightstream.runtime.devices.cpu import CpuBackend
 from weightstream.runtime.ring.engine import Engine
-from weightstream.runtime.ring.timeline import Kind, Measured
+from weightstream.runtime.ring.timeline import Kind, Measured, Timeline
 from weightstream.runtime.streamer import replanning
 from weightstream.runtime.trace import Trace
 from wrapped import Wrapper
@@ -348,6 +348,15 @@ def test_a_slow_copy_is_a_wait_for_its_unit(monkeypatch: pytest.MonkeyPatch) -> 
         assert stats.step_s > 0.03
         assert stats.stall_s > 0.02 * 4
         assert stats.predicted_step_s == streamer.plan.step_s > 0
+
+
+@pytest.mark.parametrize("what", ["graph", "forward"])
+def test_steps_are_compared_with_the_prediction_of_their_kind(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    times = Measured(kind=Kind(what, 1), num_steps=1, step_s=0.5, host_s=0.5, units=())
+    monkeypatch.setattr(Plan, "run_s", property(lambda plan: 7.0))
+    monkeypatch.setattr(Timeline, "measured", lambda _: times)
+    with weightstream.offload(model(), device="cpu", device_budget=BUDGET) as streamer:
+        assert streamer.stats().predicted_step_s == (7.0 if what == "graph" else streamer.plan.step_s)
 
 
 def test_before_any_step_there_are_no_times() -> None:

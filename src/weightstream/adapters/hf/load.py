@@ -530,7 +530,7 @@ class _Load:
             )
         if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
             _LOGGER.warning("%s: %s", self._where, layers)
-        elif info.unexpected_keys and not info.missing_keys and not self._is_kept:
+        elif info.unexpected_keys and (self._allow_missing or not info.missing_keys) and not self._is_kept:
             unused = _some(sorted(info.unexpected_keys))
             _LOGGER.warning(
                 "%s: weights that %s does not have are left out: %s", self._where, self._cls.__name__, unused

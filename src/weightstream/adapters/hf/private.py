@@ -99,7 +99,8 @@ def warnings_of_transformers() -> Iterator[list[str]]:
         report.append(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
         if level <= logging.WARNING and "LOAD REPORT" not in report[-1]:  # a silenced log stays silent
             for each in handlers:
-                each.handle(record)
+                if record.levelno >= each.level:
+                    each.handle(record)
 
     handler = logging.Handler(logging.WARNING)
     handler.emit = collect  # type: ignore[method-assign]

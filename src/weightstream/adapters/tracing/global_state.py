@@ -328,10 +328,13 @@ class _Keyed(_Place):
         self._before = self._now()
 
     def _now(self) -> dict[Any, Any]:
-        if type(self._owner).__getitem__ is dict.__getitem__:
+        if self._reads_by_dict():
             return dict.copy(self._owner)
         # a copy would get each value by that method, which in transformers' table of activations makes an object
         return dict(dict.items(self._owner))
+
+    def _reads_by_dict(self) -> bool:
+        return type(self._owner).__getitem__ is dict.__getitem__
 
     def inside(self) -> Iterable[Any]:
         return (*self._before, *self._before.values()) if _few(self._before) else ()
@@ -345,11 +348,15 @@ class _Keyed(_Place):
 
     def _replace(self, key: Any, value: Any, old: Any) -> None:
         owner = self._owner
-        if dict.get(owner, key, _MISSING) is value:
-            if old is _MISSING:
-                del owner[key]
-            else:
-                owner[key] = old
+        if not self._reads_by_dict():  # its values are read by a call, so a write of another thread may be lost
+            if dict.get(owner, key, _MISSING) is not value:
+                return
+        elif owner[key] is not value:
+            return
+        if old is _MISSING:
+            del owner[key]
+        else:
+            owner[key] = old
 
 
 class _Attributes(_Keyed):

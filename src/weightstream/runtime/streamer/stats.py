@@ -49,7 +49,7 @@ class Stats:
     """Bytes of the weights, uncompressed, each once."""
 
     predicted_step_s: float
-    """Seconds of a step by the plan in force."""
+    """Seconds of a step by the plan in force, in a CUDA graph if the last timed steps were, else eager."""
 
     step_s: float | None
     """Median seconds of the last timed steps, those of the kind of the last one; None before any. A training step takes
@@ -135,12 +135,13 @@ def stats_of(installed: Installation) -> Stats:
     held, plan, measured = installed.homes.held_nbytes(), installed.plan, installed.timeline.measured()
     memory_nbytes = sum(memory.numel() for memory in installed.binding.memory) - plan.shared_nbytes
     held["device"] += memory_nbytes + installed.modules.adopted_nbytes
+    in_graphs = measured is not None and measured.kind.what == "graph"
     return Stats(
         **asdict(installed.counters),
         stall_s=installed.timeline.stall_s,
         held_nbytes=held,
         model_nbytes=plan.manifest.decoded_nbytes,
-        predicted_step_s=plan.step_s,
+        predicted_step_s=plan.run_s if in_graphs else plan.step_s,
         step_s=measured.step_s if measured else None,
         units=tuple(unit for unit in measured.units if unit.nbytes) if measured else (),
         experts=total(installed.timeline.tally.read().values()),
