@@ -188,7 +188,7 @@ def test_a_gpu_by_name_and_a_target(folders: Mapping[str, Path]) -> None:
     assert plan.budget < 200 * KIB
     assert "assumed from the data sheet" in str(plan)
     plan = weightstream.plan_model(folders["llama"], profile=ELSEWHERE, device_budget="200KiB", link="2GB/s")
-    assert plan.machine == "Elsewhere with a link of 2 GB/s instead of its link"
+    assert plan.machine == "Elsewhere, a link of 2 GB/s as given"
     for wrong in ({"gpu": "H200", "profile": ELSEWHERE}, {"gpus": 2, "target": "1s"}, {"link": "1GB/s"}):
         with pytest.raises(ConfigError):
             weightstream.plan_model(folders["llama-bf16"], **({"device": "cpu"} if "link" in wrong else {}), **wrong)

@@ -142,3 +142,17 @@ def test_a_terminal_is_read_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(builtins, "input", ask)
     assert list(chat.input_lines()) == ["w5", "w6"]
+
+
+def test_an_unknown_command_is_no_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A path is one."""
+    asked: list[str] = []
+
+    def answer(messages: chat.Conversation, _: object) -> str:
+        asked.append(messages[-1]["content"])
+        return "w1"
+
+    monkeypatch.setattr(chat, "input_lines", lambda: iter(["/nope", "/etc/hosts is what?", "/exit"]))
+    chat.converse(answer, [])
+    assert asked == ["/etc/hosts is what?"]
+    assert "/nope is no command: /help lists them" in capsys.readouterr().err

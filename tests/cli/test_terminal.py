@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightstream.cli import terminal
+from weightstream.cli.serve import _name_of
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,10 @@ def test_the_width_of_a_pipe_follows_columns(columns: str | None, width: int, mo
 def test_output_is_ascii_if_the_encoding_needs_it(encoding: str, drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert terminal.drawn("█", "#") == drawn
+
+
+def test_a_served_model_is_named_as_its_link(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "mine").symlink_to("model")
+    assert _name_of(str(tmp_path / "mine")) == "mine"
+    assert _name_of("owner/name") == "owner/name"

@@ -48,7 +48,7 @@ def halved(model: Path) -> None:
 DAMAGED: dict[str, tuple[Spoil, str]] = {
     "git-lfs": (written("model.safetensors", LFS), "git lfs pull"),
     "empty weights": (written("model.safetensors", ""), "is empty"),
-    "half of the weights": (halved, "truncated"),
+    "half of the weights": (halved, "download it again"),
     "config no JSON": (written("config.json", "{nope"), "config.json"),
     "config a list": (written("config.json", "[]"), "config.json"),
     "config without a type": (written("config.json", "{}"), "model_type"),
@@ -57,6 +57,7 @@ DAMAGED: dict[str, tuple[Spoil, str]] = {
     "other shapes": (config(vocab_size=10), "shapes differ"),
     "more layers": (config(num_hidden_layers=99), "lacks"),
     "tokenizer no JSON": (written("tokenizer.json", "nope"), "tokenizer"),
+    "git-lfs tokenizer": (written("tokenizer.json", LFS), "tokenizer.json is a pointer of git-lfs"),
     "a pickle": (lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"), "pickle"),
 }
 

@@ -604,7 +604,7 @@ def test_a_measurement_is_announced_at_once(device: str, capsys: pytest.CaptureF
         profile.prepare_decoding(torch.device(device), ())
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"weightstream: no profile of {device} yet: measuring it" in said
+    assert f"weightstream: no profile of {device} yet, or an outdated one: measuring it" in said
     profile.save_profile(torch.device(device), MEASURED)
     profile._say_unmeasured.cache_clear()
     profile.prepare_decoding(torch.device(device), ())

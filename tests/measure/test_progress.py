@@ -118,6 +118,14 @@ def test_no_line_comes_after_the_end(shown: Any, monkeypatch: pytest.MonkeyPatch
     assert said
 
 
+def test_long_work_is_reported_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_S", 0.01)
+    monkeypatch.setattr(progress, "_AGAIN_S", (0.02, 1.0, 1000.0))
+    with progress.lasting(TEXT):
+        time.sleep(1.2)
+    assert capsys.readouterr().err.splitlines() == [f"{STILL}, {seconds} s so far" for seconds in (0, 0, 1)]
+
+
 @pytest.mark.usefixtures("_at_once")
 def test_an_error_ends_the_report_of_long_work(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError), progress.lasting(TEXT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ import typer
 from weightstream.measure.progress import announced
 
 Conversation = list[dict[str, str]]
+_COMMAND = re.compile(r"/\w+")  # a path has more, and is a message
 
 _HELP = """/clear  start over, with the same system prompt
 /exit   end, as does Ctrl-D
@@ -34,6 +36,9 @@ def converse(answer: Callable[[Conversation, Callable[[], bool]], str | None], o
             continue
         if line == "/help":
             typer.echo(_HELP, err=True)
+            continue
+        if _COMMAND.fullmatch(line):
+            typer.echo(f"{line} is no command: /help lists them", err=True)
             continue
         with_question = [*messages, {"role": "user", "content": line}]
         with _stoppable() as is_stopped:

@@ -286,7 +286,8 @@ def _on_several(model: str, loading: Loading, where: MachineChoice, *, as_json: 
     for name, part in planned.plans.items():
         cells = map(human, (part.resident_nbytes, part.ring_nbytes + part.buffer_nbytes, part.step_nbytes))
         shown.add_row(name, *cells, table_ms(part, part.copy_s))
-    size = f"{human(planned.decoded_nbytes)} of weights over {len(planned.plans)} GPUs"
+    num = len(planned.plans)
+    size = f"{human(planned.decoded_nbytes)} of weights over {num} GPU{'s' * (num != 1)}"
     print_labelled(
         {"model": f"{model}: {size}", "step": str(planned.workload), "machine": machine_line(planned.every[0], where)}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,6 +79,5 @@ def serve(
 
 
 def _name_of(model: str) -> str:
-    """A repository's id, or the name of a folder."""
-    folder = Path(model)
-    return folder.resolve().name if folder.is_dir() else model
+    """A repository's id, or the name of a folder, or of a link to one."""
+    return Path(os.path.abspath(model)).name if Path(model).is_dir() else model

@@ -147,7 +147,7 @@ def _compile(device: torch.device, dtype: str, progress: bool | None) -> Future[
 @cache
 def _say_unmeasured(device: torch.device, progress: bool | None) -> None:
     """Announce the measurement once: before a model is loaded if it is known by then, else when it begins."""
-    say(f"no profile of {device} yet: measuring it, once per machine", progress)
+    say(f"no profile of {device} yet, or an outdated one: measuring it", progress)
 
 
 @cache

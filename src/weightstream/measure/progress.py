@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from threading import Thread, Timer
+from threading import Event, Thread
 from typing import Any
 
 logger = logging.getLogger("weightstream.progress")  # the command line writes it to stderr, also into a pipe
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
+_AGAIN_S = (20.0, 60.0, 180.0, 600.0)  # and another one each time
 _NOTICED_S = 0.7  # a phase that takes less gets no line
 _AWAITED_S = 1.5  # nor does a start that takes less
 
@@ -101,29 +102,35 @@ class _Steps:
 
 
 def lasting(text: str, progress: bool | None = None) -> AbstractContextManager[None]:
-    """Write a line if the block takes longer than `LONG_S`. A timer thread runs meanwhile: do not measure inside."""
-    return _said_after((LONG_S, _still(text)), progress=progress)
+    """Write a line if the block takes longer than `LONG_S`, and more later. A thread waits meanwhile: do not measure
+    inside."""
+    return _said_after(*_still_lines(text), progress=progress)
 
 
 def announced(text: str) -> AbstractContextManager[None]:
-    """Write a line if the block takes long enough to be noticed on a terminal, and one more after `LONG_S`."""
-    return _said_after((_AWAITED_S, text), (LONG_S, _still(text)))
+    """Write a line if the block takes long enough to be noticed on a terminal, one more after `LONG_S`, and more
+    later."""
+    return _said_after((_AWAITED_S, text), *_still_lines(text))
 
 
 @contextmanager
 def _said_after(*lines: tuple[float, str], progress: bool | None = None) -> Iterator[None]:
     """Write each line once the block has taken its seconds, and none after the end of the block."""
-    timers = [Timer(seconds, say, (text, progress)) for seconds, text in lines]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    is_over, begin_s = Event(), time.monotonic()
+
+    def watch() -> None:
+        for seconds, text in lines:
+            if is_over.wait(max(0.0, begin_s + seconds - time.monotonic())):
+                return
+            say(text, progress)
+
+    thread = Thread(target=watch, name="weightstream-progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        for timer in timers:
-            timer.cancel()
-        for timer in timers:
-            timer.join()
+        is_over.set()
+        thread.join()
 
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:
@@ -138,5 +145,9 @@ def announce(work: Future[Any], text: str, progress: bool | None = None) -> None
     Thread(target=watch, name="weightstream-progress", daemon=True).start()
 
 
-def _still(text: str) -> str:
-    return f"still {text}, {LONG_S:.0f} s so far"
+def _still_lines(text: str) -> list[tuple[float, str]]:
+    return [(seconds, _still(text, seconds)) for seconds in (LONG_S, *_AGAIN_S)]
+
+
+def _still(text: str, seconds: float | None = None) -> str:
+    return f"still {text}, {LONG_S if seconds is None else seconds:.0f} s so far"

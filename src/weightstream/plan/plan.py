@@ -19,6 +19,7 @@ from weightstream.plan.speculation import PassSeconds
 from weightstream.plan.units import human, milliseconds, rate, rough_seconds, roughly
 from weightstream.settings.speeds import Target
 
+_MOSTLY_WAITS = 1.5  # times that of the busiest resource: a step that takes longer waits for a third of its time
 _LESS = 0.9  # share of an eager step's time below which the time in a CUDA graph is printed, too
 _ORIGINS: Mapping[Basis, str] = MappingProxyType(
     {
@@ -435,6 +436,8 @@ class Plan(PlanReport):
         if any(busy.values()):
             others = ", ".join(f"{name} {seconds(s)}" for name, s in busy.items() if name != self.limit)
             lines["limit"] = f"{self.limit}, busy {seconds(busy[self.limit])} of a step; {others}"
+            if self.run_s > _MOSTLY_WAITS * busy[self.limit]:
+                lines["limit"] += "; the rest are waits between units"
         return lines
 
     def _other_time(self) -> str:

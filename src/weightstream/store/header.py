@@ -107,15 +107,19 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file has not been downloaded by git-lfs."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
 def read_header(mapping: FileMapping) -> Header:
     """Read and check the header of a file; raises `CheckpointError`, `StoreError`."""
     start = mapping.populated(0, min(mapping.nbytes, len(_LFS_POINTER))).numpy().tobytes()
     if not start:
         raise CheckpointError(f"{mapping.path} is empty: download it again")
     if start == _LFS_POINTER:
-        raise CheckpointError(
-            f"{mapping.path} is a pointer of git-lfs, without weights: run `git lfs pull` in its folder"
-        )
+        raise CheckpointError(f"{mapping.path} is a pointer of git-lfs, not the file: run `git lfs pull` in its folder")
     data_begin = 8 + int.from_bytes(start[:8], "little")
     if data_begin > mapping.nbytes:
         raise CheckpointError(
@@ -127,7 +131,9 @@ def read_header(mapping: FileMapping) -> Header:
         with safe_open(mapping.path, "np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{mapping.path}: truncated, damaged or not safetensors: {error}") from error
+        raise CheckpointError(
+            f"{mapping.path}: truncated, damaged or not safetensors: {error}; download it again"
+        ) from error
     mapping.check()  # the library may have opened another file under this path
     metadata = header.pop("__metadata__", None) or {}
     entries = {name: _entry(mapping, name, facts, data_begin) for name, facts in header.items()}
