@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightstream.adapters.diffusers.skipping import inner_forward
 from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.adapters.hf.ranks import Ranks
 from weightstream.adapters.modules import device_map
@@ -264,6 +265,8 @@ class OffloadBuilder:
                 self._closing,
                 block=block,
                 entries=entries,
+                # a block of another GPU copies its inputs there, which it may not skip
+                inner_forward=inner_forward if self._facts.subset is None else forward_patch.outermost,
             )
         try:
             self._finish(streamer, replanning, on_added)

@@ -88,13 +88,15 @@ def forwards_of(module: nn.Module) -> list[Any]:
 
 
 def is_hooked(module: nn.Module, forward: Any) -> bool:
-    """Whether `forward` is that of the module's class, wrapped by hooks of diffusers or by transformers' code for
-    shards. Such a wrapper can be left out of a copy.
+    """Whether `forward` is that of the module's class, wrapped by hooks of diffusers, perhaps around or inside of our
+    stand-in, or by transformers' code for shards. Such a wrapper can be left out of a copy.
     """
     if tensor_parallel.is_of_shard(forward):
         return True
-    inner = forward
-    while _HOOKS in vars(module) and not isinstance(inner, MethodType) and hasattr(inner, "__wrapped__"):
+    inner, stands_for = forward, getattr(vars(module).get(_AROUND), "stands_for", lambda found: found)
+    while _HOOKS in vars(module) and hasattr(inner, "__wrapped__"):
+        if isinstance(inner, MethodType) and stands_for(inner) is inner:
+            break
         inner = inner.__wrapped__
     kinds = {getattr(kind, "forward", None) for kind in type(module).__mro__}
     return inner is not forward and getattr(inner, "__func__", None) in kinds

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from weightstream.plan.plan import Plan
 from weightstream.runtime.ring.turn import StepTurn
 from weightstream.runtime.streamer import custom_ops, distributed, forward_patch
-from weightstream.runtime.streamer.forward_patch import Run
+from weightstream.runtime.streamer.forward_patch import InnerForward, Run
 from weightstream.runtime.streamer.read_watch import calling_method, reading_module
 from weightstream.runtime.tensors.leaves import Leaf, Role, computed_by_hooks, leaves_of
 from weightstream.runtime.tensors.undo import Undo
@@ -45,9 +45,11 @@ class Attachment:
         run_unit: Run,  # the index of the unit comes first
         entries: Sequence[str] = (),
         device: torch.device | None = None,
+        inner_forward: InnerForward = forward_patch.outermost,
     ) -> None:
         self.model = model
         self._device = device
+        self._inner_forward = inner_forward
         self.entries = set(entries)  # methods besides `forward` that are steps
         self.units = tuple(units)
         self.session = custom_ops.OpSession(streamer)  # by which compiled code finds the streamer
@@ -72,7 +74,11 @@ class Attachment:
             whole = self.units[index].picks is None  # else its known forward reads single rows
             for module in (self.units[index].module, *self.units[index].also):
                 run = _forgetting(module, partial(self._run_unit, index))
-                self._undo.add(forward_patch.surround(module, run, self.session, index, opens_early=whole))
+                self._undo.add(
+                    forward_patch.surround(
+                        module, run, self.session, index, opens_early=whole, inner_forward=self._inner_forward
+                    )
+                )
             if plan.cached & plan.manifest.units[index].aliases().keys():
                 self.hide(index)  # compiled code would read whole stacks
         self._undo.add(forward_patch.surround(self.model, self._run_step, self.session))
@@ -305,7 +311,8 @@ def _wait_for_turn(turn: StepTurn, module: nn.Module, forward: Callable[..., Any
     if turn.is_mine:
         return forward(*args, **kwargs)
     with turn.taken():
-        return module.forward(*args, **kwargs)  # looked up again: the module may be a unit by now
+        # looked up again: the module may be a unit by now
+        return forward_patch.present_forward(module)(*args, **kwargs)
 
 
 def to_device(leaf: Leaf, device: torch.device) -> None:

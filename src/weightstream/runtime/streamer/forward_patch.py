@@ -33,6 +33,7 @@ _PLAIN = "_weightstream_plain"  # where a module keeps the values that some attr
 _AROUND = "_weightstream_around"  # where a module keeps its `Around`
 _AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules keep the attributes that these run with", default=False)
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output
+InnerForward = Callable[[nn.Module, Any], Any]  # (module, forward) -> the forward inside of hooks that read no weights
 
 
 class Around:
@@ -43,8 +44,9 @@ class Around:
     method that calls it. Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is
     looked up at each call, so that one which was changed on the class, or by another `__class__`, is the one that runs.
     `_call_impl` handles two cases that `forward` cannot. Where another forward was assigned to the instance, or the
-    stand-in was deleted, it puts a new stand-in around that. Where a unit has hooks, which may read its weights, it
-    opens the unit before they run; the forward inside opens it again.
+    stand-in was deleted, it puts a new stand-in around that, as the other forward may read weights. If `inner_forward`
+    finds that it reads none and leads to the stand-in, it stays outside, and may skip the unit. Where a unit has hooks,
+    which may read its weights, `_call_impl` opens the unit before they run; the forward inside opens it again.
 
     Compiled code runs none of these functions. At fixed addresses a compiler traces the plain forward between two
     operators, `wait` and `release`, which get the unit as the tensor `unit`.
@@ -56,8 +58,9 @@ class Around:
         self.unit: torch.Tensor | None = None
         self.opens_early = False  # a unit opens before the module's hooks; a step begins at the forward
         self.hidden = False  # compilers run the module eager
+        self.inner_forward: InnerForward = outermost
         self.run: Run = _run_plain
-        self.forward: Any = None  # the stand-in in force, bound to the module
+        self.forward: Any = None  # the instance's forward that is, or leads to, a stand-in bound to the module
         # Stand-in -> the forward that it replaces. Weak, as code that patches a forward at each call drops stand-ins.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._runs: list[Run] = []
@@ -79,8 +82,9 @@ class Around:
         forward = module.__dict__.get("forward")
         if hasattr(forward, OUTER):
             return
-        # otherwise code has put an earlier stand-in back
-        if type(forward) is not types.MethodType or forward not in self._made:
+        # otherwise code has put an earlier stand-in back, or assigned a forward that leads to one
+        inner = self.inner_forward(module, forward)
+        if type(inner) is not types.MethodType or inner not in self._made:
             stand_in = types.MethodType(_forward_for(self, forward), module)
             self._made[stand_in] = forward
             forward = module.__dict__["forward"] = stand_in
@@ -121,6 +125,11 @@ class Around:
 
 def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
+
+
+def outermost(module: nn.Module, forward: Any) -> Any:
+    """The `InnerForward` by which no hook may skip a call."""
+    return forward
 
 
 def _composed(runs: Sequence[Run]) -> Run:
@@ -238,7 +247,13 @@ def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
     module: Any = forward.__self__  # type: ignore[attr-defined]
     is_call = getattr(forward, "__func__", None) is type(module)._call_impl
-    return module if is_call else module.forward  # type: ignore[no-any-return]
+    return module if is_call else present_forward(module)  # type: ignore[no-any-return]
+
+
+def present_forward(module: Any) -> Any:
+    """The module's forward with its present stand-ins, without the hooks outside, which have run and did not skip."""
+    around = _in_force(module)
+    return module.forward if around is None else around.inner_forward(module, module.forward)
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -301,12 +316,18 @@ def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable
 
 
 def surround(
-    module: nn.Module, run: Run, session: custom_ops.OpSession, unit: int | None = None, *, opens_early: bool = True
+    module: nn.Module,
+    run: Run,
+    session: custom_ops.OpSession,
+    unit: int | None = None,
+    *,
+    opens_early: bool = True,
+    inner_forward: InnerForward = outermost,
 ) -> Callable[[], None]:
     """Run `run(forward, args, kwargs)` whenever the module's forward is called; returns a function that undoes it.
 
     `unit`: the index of the module's unit; None: its forward is a step. `opens_early`: the unit opens before the hooks
-    of the module run, which may read its weights.
+    of the module run, which may read its weights. `inner_forward`: the forward inside of those that may skip the call.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(f"{type(module).__name__} is a ScriptModule: its forward cannot be followed")
@@ -319,6 +340,7 @@ def surround(
         around = Around(module, session)
     around.session = session
     around.opens_early = unit is not None and opens_early
+    around.inner_forward = inner_forward
     if unit is None:
         return around.add(run)
     undo, around.unit = around.add(run), session.tensor_of(unit)

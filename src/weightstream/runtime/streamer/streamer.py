@@ -75,10 +75,13 @@ class Streamer(BaseStreamer):
         on_close: Callable[[], None] = lambda: None,
         block: SharedMemory | None = None,
         entries: Sequence[str] = (),
+        inner_forward: forward_patch.InnerForward = forward_patch.outermost,
     ) -> None:
         units = grains[replanning.inputs.grain_of(plan.manifest)]
         self._backend = backend
-        self._modules = Attachment(model, units, self, self._run_step, self._run_unit, entries, backend.device)
+        self._modules = Attachment(
+            model, units, self, self._run_step, self._run_unit, entries, backend.device, inner_forward
+        )
         self._compiled = Compiled(model, blocks)
         self._homes = homes
         self._installed = Installation(
