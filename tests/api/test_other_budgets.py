@@ -87,6 +87,17 @@ def test_a_target_is_reached_with_the_least_budget(seed: int) -> None:
         below = inputs.plan_at(budget)
         assert below is None or below.run_s > limit_s
     assert found.plan.run_s <= limit_s * (1 + 1e-9)
+
+
+@pytest.mark.stress
+def test_a_larger_first_budget_finds_about_the_same_one(seed: int) -> None:
+    print(f"{seed=}")
+    inputs = drawn(seed)
+    first = fastest(inputs)
+    limit_s = 1.5 * first.plan.run_s
+    target = Target.parse(f"{1e3 * limit_s}ms")
+    grain = 1 << (first.plan.device_nbytes.bit_length() - 9)
+    found = reaching(inputs, first, target)
     larger = reaching(inputs, first._replace(budget=5 * first.budget), target)
     assert larger.plan == inputs.plan_at(larger.budget)
     assert larger.plan.run_s <= limit_s * (1 + 1e-9)
