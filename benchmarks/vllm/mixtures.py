@@ -489,26 +489,23 @@ def measured(args: argparse.Namespace, cases: Sequence[tuple[str, str, str]]) ->
             yield row
 
 
+def first_difference(some: Sequence[Any], others: Sequence[Any]) -> int | None:
+    """The first place at which they differ; None: they are equal."""
+    return next((at for at, (one, two) in enumerate(zip(some, others, strict=True)) if one != two), None)
+
+
 def compared(plain: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
-    """Whether the outputs are those of case a, by batch, and where the first difference of the tokens is."""
-    same = {
-        batch: tokens == plain["tokens"][batch] and outputs["scores"][batch] == plain["scores"][batch]
-        for batch, tokens in outputs["tokens"].items()
-    }
-    row: dict[str, Any] = {"same": same}
-    row["first_other_score"] = {
-        batch: next((at for at, (one, two) in enumerate(zip(known, scores, strict=True)) if one != two), None)
-        for batch, known in plain["scores"].items()
-        for scores in [outputs["scores"][batch]]
-    }
-    row["first_other_token"] = {
-        f"{batch}.{index}": next(
-            (at for at, (one, two) in enumerate(zip(text, known, strict=True)) if one != two), None
-        )
-        for batch, texts in outputs["tokens"].items()
-        for index, (text, known) in enumerate(zip(texts, plain["tokens"][batch], strict=True))
-        if text != known
-    }
+    """Whether the outputs are those of case a, by batch, and where the first differences are."""
+    row: dict[str, Any] = {"same": {}, "first_other_score": {}, "first_other_token": {}}
+    for batch, texts in outputs["tokens"].items():
+        known, scores, known_scores = plain["tokens"][batch], outputs["scores"][batch], plain["scores"][batch]
+        row["same"][batch] = texts == known and scores == known_scores
+        row["first_other_score"][batch] = first_difference(scores, known_scores)
+        row["first_other_token"] |= {
+            f"{batch}.{index}": first_difference(*pair)
+            for index, pair in enumerate(zip(texts, known, strict=True))
+            if pair[0] != pair[1]
+        }
     if outputs["layers"]:
         row["same_layers"] = {batch: found == plain["layers"][batch] for batch, found in outputs["layers"].items()}
     return row

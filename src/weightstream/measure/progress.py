@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -98,7 +98,7 @@ class _Steps:
     def __call__(self, **_: object) -> None:
         if time.monotonic() >= self._due_s:
             self._due_s = float("inf")
-            say(_still(self._text), self._progress)
+            say(_still(self._text, LONG_S), self._progress)
 
 
 def lasting(text: str, progress: bool | None = None) -> AbstractContextManager[None]:
@@ -116,16 +116,8 @@ def announced(text: str) -> AbstractContextManager[None]:
 @contextmanager
 def _said_after(*lines: tuple[float, str], progress: bool | None = None) -> Iterator[None]:
     """Write each line once the block has taken its seconds, and none after the end of the block."""
-    is_over, begin_s = Event(), time.monotonic()
-
-    def watch() -> None:
-        for seconds, text in lines:
-            if is_over.wait(max(0.0, begin_s + seconds - time.monotonic())):
-                return
-            say(text, progress)
-
-    thread = Thread(target=watch, name="weightstream-progress", daemon=True)
-    thread.start()
+    is_over = Event()
+    thread = _said_until(is_over.wait, lines, progress)
     try:
         yield
     finally:
@@ -135,19 +127,31 @@ def _said_after(*lines: tuple[float, str], progress: bool | None = None) -> Iter
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:
     """Write a line if work of other threads takes longer than `_NOTICED_S`, and one more after `LONG_S`."""
+    _said_until(
+        lambda timeout_s: not wait([work], timeout_s).not_done,
+        ((_NOTICED_S, text), (LONG_S, _still(text, LONG_S))),
+        progress,
+    )
+
+
+def _said_until(is_over: Callable[[float], bool], lines: Iterable[tuple[float, str]], progress: bool | None) -> Thread:
+    """Start a thread that writes each line once its seconds have passed, until `is_over(timeout_s)`, which waits."""
+    begin_s = time.monotonic()
 
     def watch() -> None:
-        if wait([work], _NOTICED_S).not_done:
+        for seconds, text in lines:
+            if is_over(max(0.0, begin_s + seconds - time.monotonic())):
+                return
             say(text, progress)
-            if wait([work], LONG_S - _NOTICED_S).not_done:
-                say(_still(text), progress)
 
-    Thread(target=watch, name="weightstream-progress", daemon=True).start()
+    thread = Thread(target=watch, name="weightstream-progress", daemon=True)
+    thread.start()
+    return thread
 
 
 def _still_lines(text: str) -> list[tuple[float, str]]:
     return [(seconds, _still(text, seconds)) for seconds in (LONG_S, *_AGAIN_S)]
 
 
-def _still(text: str, seconds: float | None = None) -> str:
-    return f"still {text}, {LONG_S if seconds is None else seconds:.0f} s so far"
+def _still(text: str, seconds: float) -> str:
+    return f"still {text}, {seconds:.0f} s so far"

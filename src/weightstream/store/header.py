@@ -28,6 +28,7 @@ from weightstream.store.mapping import FileMapping
 
 _HEADER_LIMIT = 100_000_000
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+IS_LFS_POINTER = "is a pointer of git-lfs, not the file: run `git lfs pull` in its folder"
 CODED = "weightstream"  # the key in the metadata of the text about compressed tensors
 _FIELDS = frozenset(("dtype", "shape", "bits", "escapes", "crc32"))
 _MOST_CRC32 = 2**32 - 1
@@ -119,7 +120,7 @@ def read_header(mapping: FileMapping) -> Header:
     if not start:
         raise CheckpointError(f"{mapping.path} is empty: download it again")
     if start == _LFS_POINTER:
-        raise CheckpointError(f"{mapping.path} is a pointer of git-lfs, not the file: run `git lfs pull` in its folder")
+        raise CheckpointError(f"{mapping.path} {IS_LFS_POINTER}")
     data_begin = 8 + int.from_bytes(start[:8], "little")
     if data_begin > mapping.nbytes:
         raise CheckpointError(

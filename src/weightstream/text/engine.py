@@ -38,7 +38,7 @@ class TextModel:
         transformers = importlib.import_module("transformers")
         from weightstream.adapters.hf.hub import config_and_class, find, refused_as_checkpoint, weights_named
         from weightstream.store.checkpoint import Checkpoint
-        from weightstream.store.header import is_lfs_pointer
+        from weightstream.store.header import IS_LFS_POINTER, is_lfs_pointer
 
         source = find(name, trust_remote_code)
         Checkpoint.open(
@@ -59,9 +59,7 @@ class TextModel:
                 ) from error
             pointers = [f for f in _TOKENIZER_FILES if (folder / f).is_file() and is_lfs_pointer(folder / f)]
             if pointers:
-                raise CheckpointError(
-                    f"{name}: {pointers[0]} is a pointer of git-lfs, not the file: run `git lfs pull` in its folder"
-                ) from error
+                raise CheckpointError(f"{name}: {pointers[0]} {IS_LFS_POINTER}") from error
             raise CheckpointError(f"{name}: its tokenizer cannot be loaded: {error}") from error
         self.name = name
 
