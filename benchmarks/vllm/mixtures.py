@@ -7,7 +7,9 @@
 Cases: a nothing is offloaded; again the same in another process; x experts in slots: half of their bytes, or 24 GiB for
 all layers of gpt-oss. verify also calls each layer of experts with random input.
 Shapes: qwen3 Qwen3-30B-A3B in bfloat16, qwen3-fp8 in float8 with a scale for each block (both with vLLM's Triton
-kernel), gpt-oss gpt-oss-120b in mxfp4 (Marlin).
+kernel; -deepgemm with DeepGEMM, which leaves small batches to Triton), -channel in float8 with a scale for each channel
+(CUTLASS), -int4 and -awq in 4 bits as GPTQ and AWQ store them, -nvfp4 in NVFP4 (Marlin), gpt-oss gpt-oss-120b in mxfp4
+(Marlin).
 
 Weights are noise, the same in all processes, and made in place: a checkpoint would not fit on the disk. `--routing`
 names the model whose hit rates the ids have, drawn as in experts_shapes.py; `own`: the ids of the routers.
@@ -20,7 +22,7 @@ same_layers  each layer of experts gives the same for random input, by batch; la
 first_other  the first token, and the first log-probability of all sequences, that are others than in case a
 slots_differ calls of case x whose outputs from slots and from whole stacks differ
 
-DeepGEMM is off: its warm-up takes 80 s.
+DeepGEMM is off, except for its shape, where it does not warm up: that would take 80 s.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ _TRIALS, _MANY = 16, 256  # inputs of each layer and batch, and the size of anot
 
 class Mixture(NamedTuple):
     """A shape in one format, the kernel that runs it, and the memory of case x for all layers; `experts_share`: of its
-    experts.
+    experts. `weight_nbytes`: bytes of a weight with its part of the scales.
 
     `num_prompt`: tokens of a prompt. Prompts of one token for Marlin: once an expert has more tokens than fit into one
     block, its bits depend on the block that each token is in, and vLLM fills blocks in any order.
@@ -68,6 +70,7 @@ class Mixture(NamedTuple):
     shape: Shape
     quantization: Mapping[str, Any] | None
     backend: str
+    weight_nbytes: float = 2.0
     budget: int = 0
     experts_share: float = 0.0
     curve: str = "Qwen3-30B-A3B"
@@ -76,6 +79,36 @@ class Mixture(NamedTuple):
 
 MXFP4 = {"quant_method": "mxfp4"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_UNQUANTISED = ["lm_head", "re:.*mlp.gate$"]
+CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": _UNQUANTISED,
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+    "dynamic": {"-:.*mlp\\.gate$": {}},
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AWQ |= {"modules_to_not_convert": ["mlp.gate"]}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*mlp.gate"]}
 TINY = Shape(
     kind="Qwen3Moe",
     num_layers=4,
@@ -87,8 +120,13 @@ TINY = Shape(
 )
 MIXTURES = {
     "qwen3": Mixture(SHAPES["qwen3"], None, "triton", experts_share=0.5),
-    "qwen3-fp8": Mixture(SHAPES["qwen3"], FP8, "triton", experts_share=0.5),
-    "gpt-oss": Mixture(SHAPES["gpt_oss"], MXFP4, "marlin", 24 * GIB, curve="gpt-oss-120b", num_prompt=1),
+    "qwen3-fp8": Mixture(SHAPES["qwen3"], FP8, "triton", 1.001, experts_share=0.5),
+    "qwen3-deepgemm": Mixture(SHAPES["qwen3"], FP8, "deep_gemm", 1.001, experts_share=0.5),
+    "qwen3-channel": Mixture(SHAPES["qwen3"], CHANNEL, "cutlass", 1.003, experts_share=0.5),
+    "qwen3-int4": Mixture(SHAPES["qwen3"], GPTQ, "marlin", 0.516, experts_share=0.5, num_prompt=1),
+    "qwen3-awq": Mixture(SHAPES["qwen3"], AWQ, "marlin", 0.52, experts_share=0.5, num_prompt=1),
+    "qwen3-nvfp4": Mixture(SHAPES["qwen3"], NVFP4, "marlin", 0.563, experts_share=0.5, num_prompt=1),
+    "gpt-oss": Mixture(SHAPES["gpt_oss"], MXFP4, "marlin", budget=24 * GIB, curve="gpt-oss-120b", num_prompt=1),
     "tiny": Mixture(TINY, None, "auto", experts_share=0.5),
 }
 
@@ -136,11 +174,11 @@ def budget_of(name: str, layers: int) -> str:
     mixture = MIXTURES[name]
     if mixture.budget:
         return str(mixture.budget * layers // mixture.shape.num_layers)
-    sizes, itemsize = mixture.shape.sizes, 2 if mixture.quantization is None else 1
+    sizes, nbytes = mixture.shape.sizes, mixture.weight_nbytes
     hidden, heads, head = sizes["hidden_size"], sizes["num_attention_heads"], sizes["head_dim"]
     inner = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
-    stacks = mixture.shape.num_experts * 3 * hidden * inner * itemsize * 1.001
-    attention = 2 * hidden * head * (heads + sizes["num_key_value_heads"]) * itemsize
+    stacks = mixture.shape.num_experts * 3 * hidden * inner * nbytes
+    attention = 2 * hidden * head * (heads + sizes["num_key_value_heads"]) * nbytes
     dense = layers * (attention + 2 * hidden * (mixture.shape.num_experts + 4))
     return str(int(1.02 * (dense + stacks + mixture.experts_share * layers * stacks) + (64 << 20)))
 
@@ -172,6 +210,7 @@ class Filling:
         self._tables: dict[tuple[str, str], torch.Tensor] = {
             ("normal", "cpu"): normal.to(torch.bfloat16),
             ("float8", "cpu"): (48 * normal).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8),
+            ("float8 scales", "cpu"): (32 + even.float() / 4).to(torch.float8_e4m3fn).view(torch.uint8),
             ("bytes", "cpu"): even,
             ("exponents", "cpu"): 117 + even % 5,  # of mxfp4
             ("even", "cpu"): (even.float() / 256).to(torch.bfloat16),
@@ -185,10 +224,15 @@ class Filling:
 
     def __call__(self, index: int, name: str, weight: torch.Tensor) -> None:
         factor, shift, flat = 1.0, 0.0, weight.view(-1)
+        if "g_idx" in name:  # an order of columns, which these formats do not use
+            weight.zero_()
+            return
         if weight.dtype == torch.uint8:
             kind = "exponents" if "scale" in name else "bytes"
+        elif weight.dtype == torch.int32:
+            kind, flat = "bytes", flat.view(torch.uint8)
         elif weight.dtype == torch.float8_e4m3fn:
-            kind, flat = "float8", flat.view(torch.uint8)
+            kind, flat = "float8 scales" if "scale" in name else "float8", flat.view(torch.uint8)
         elif "scale" in name:
             kind, factor, shift = "even", 2**-12, 2**-12
         elif name.endswith(("bias", "sinks")):
@@ -369,10 +413,11 @@ def routed_of(llm: Any) -> list[Any]:
 
 
 def one(args: argparse.Namespace) -> None:
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_DEEP_GEMM": "0"}
+    mixture = MIXTURES[args.shape]
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_USE_DEEP_GEMM": str(int(mixture.backend == "deep_gemm")), "VLLM_DEEP_GEMM_WARMUP": "skip"}
     from vllm import LLM
 
-    mixture = MIXTURES[args.shape]
     layers, start = args.layers or mixture.shape.num_layers, time.time()
     register_noise()
     table = None

@@ -46,6 +46,7 @@ _BY_IDS = _ENTRIES[0]
 _ARGUMENTS = ("x", "topk_weights", "topk_ids")
 _WEIGHTS = ("w13_weight", "w2_weight")
 _SIDES, _FIELDS = ("_w1", "_w2", "_a1", "_a2"), ("scale", "alpha_or_gscale", "zp", "bias")  # of a quantisation
+_CHOOSE, _CHOICES = "_select_experts_impl", ("fallback_experts", "experts")  # of kernels that choose one by the batch
 _SORT = "moe_align_block_size"  # a global name of Marlin's module: the function that sorts tokens by experts
 _ID_TYPES = (torch.int32, torch.int64)
 _SLOT_OF: ContextVar[torch.Tensor | None] = ContextVar(
@@ -61,7 +62,11 @@ class IdsBecomeSlots(Enum):
 
 
 PROVED: Mapping[str, IdsBecomeSlots] = MappingProxyType(  # by the name of the kernel's class: [Note: experts by ids]
-    {"TritonExperts": IdsBecomeSlots.AT_ONCE}
+    {
+        "TritonExperts": IdsBecomeSlots.AT_ONCE,
+        "CutlassExpertsFp8": IdsBecomeSlots.AT_ONCE,
+        "MarlinExperts": IdsBecomeSlots.SORTED,
+    }
 )
 
 
@@ -109,6 +114,11 @@ class _Kernel(NamedTuple):
     stacks: Sequence[torch.Tensor] = ()
     why_whole: str | None = None
 
+    def for_tokens(self, states: Any, weights: Sequence[torch.Tensor]) -> Any:
+        """The kernel that runs for these tokens."""
+        choose = getattr(self.experts, _CHOOSE, None)
+        return self.experts if choose is None else choose(states, *weights)
+
 
 class RoutedPicks:
     """How the kernel of one layer of vLLM's experts reads single rows of its stacks: implements `Picks`."""
@@ -144,23 +154,27 @@ class RoutedPicks:
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """As `Picks.forward`."""
         name, *args = call.args or (None,)
-        ids: Any = (dict(zip(_ARGUMENTS, args, strict=False)) | call.kwargs).get(_ARGUMENTS[-1])
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | call.kwargs
+        states, ids = given.get(_ARGUMENTS[0]), given.get(_ARGUMENTS[-1])
         is_by_ids = name == _BY_IDS and isinstance(ids, torch.Tensor) and ids.dtype in _ID_TYPES
         if not is_by_ids or not rows.has_slots or {id(stack) for stack in self.stacks} != set(rows.stacks):
+            return None
+        experts = self._kernel.for_tokens(states, [getattr(self._module, weight) for weight in _WEIGHTS])
+        if type(experts).__name__ not in PROVED:
             return None
         # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
         num_ids = ids.numel()
         if num_ids <= rows.most:
-            return partial(self._in_slots, call.forward, rows, ids)
+            return partial(self._in_slots, experts, call.forward, rows, ids)
         is_placed = rows.has_places and num_ids <= len(self.stacks[0])
         return partial(self._place, call.forward, rows, ids) if is_placed else None
 
     def _in_slots(
-        self, forward: Callable[..., Any], rows: RowProvider, ids: torch.Tensor, *args: Any, **kwargs: Any
+        self, experts: Any, forward: Callable[..., Any], rows: RowProvider, ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         slots = rows.slots(ids)
-        if PROVED[type(self._kernel.experts).__name__] is IdsBecomeSlots.SORTED:
-            with rows.in_slots(), _slots_after_sorting(self._kernel.experts, rows.slot_of()):
+        if PROVED[type(experts).__name__] is IdsBecomeSlots.SORTED:
+            with rows.in_slots(), _slots_after_sorting(experts, rows.slot_of()):
                 return forward(*args, **kwargs)
         with rows.in_slots():
             return forward(*(slots if arg is ids else arg for arg in args), **_replaced(kwargs, ids, slots))
@@ -213,16 +227,17 @@ def _kernel_of(module: Any) -> _Kernel:
         return _Kernel(why_whole=f"the kernel of {type(method).__name__} routes tokens itself, so it takes no ids")
     if kernel is None:
         return _Kernel(why_whole=f"{type(method).__name__} does not name its kernel")
-    experts = kernel.fused_experts
-    name, num = type(experts).__name__, int(module.local_num_experts)
-    if name not in PROVED:
+    experts, num = kernel.fused_experts, int(module.local_num_experts)
+    name = type(experts).__name__
+    proved = [choice for choice in _choices_of(experts) if type(choice).__name__ in PROVED]
+    if not proved:
         known = " or ".join(sorted(PROVED))
         return _Kernel(why_whole=f"the kernel {name} takes whole stacks; {known} would read single experts")
     if module.expert_map is not None or num != module.global_num_experts:
         return _Kernel(why_whole="with expert parallelism the experts of a layer are spread over ranks")
     if getattr(module.moe_config, "is_lora_enabled", False):
         return _Kernel(why_whole="with LoRA the kernel reads adapters by the ids of experts")
-    if PROVED[name] is IdsBecomeSlots.SORTED and not hasattr(sys.modules[type(experts).__module__], _SORT):
+    if not all(_sorts_as_known(choice) for choice in proved):
         return _Kernel(why_whole=f"this {name} does not sort by {_SORT}")
     weights = [getattr(module, weight) for weight in _WEIGHTS]
     if any(len(weight) != num for weight in weights):  # such as those of shared experts, which each token names
@@ -230,12 +245,28 @@ def _kernel_of(module: Any) -> _Kernel:
     read = weights + _tensors_of(getattr(experts, "quant_config", None))
     per_expert = [tensor for tensor in read if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == num]
     per_expert = list({id(tensor): tensor for tensor in per_expert}.values())
-    own = {id(parameter) for parameter in module.parameters(recurse=False)}
-    held = [*per_expert, *(tensor for tensor in vars(experts).values() if _has_rows(tensor, num))]
-    is_foreign = any(id(tensor) not in own for tensor in held) or {id(t) for t in held} != {id(t) for t in per_expert}
+    own, stacks = ({id(tensor) for tensor in group} for group in (module.parameters(recurse=False), per_expert))
+    kept = [tensor for choice in proved for tensor in vars(choice).values() if _has_different_rows(tensor, num)]
+    is_foreign = not stacks <= own or any(id(tensor) not in stacks for tensor in kept)
     if is_foreign or not all(isinstance(tensor, torch.Tensor) for tensor in read):
         return _Kernel(why_whole=f"{name} holds tensors of its own with a row for each expert")
     return _Kernel(experts, per_expert)
+
+
+def _choices_of(experts: Any) -> list[Any]:
+    """The kernels of which this one chooses by the batch; else itself."""
+    return [getattr(experts, choice) for choice in _CHOICES] if hasattr(experts, _CHOOSE) else [experts]
+
+
+def _sorts_as_known(experts: Any) -> bool:
+    is_sorted = PROVED[type(experts).__name__] is IdsBecomeSlots.SORTED
+    return not is_sorted or hasattr(sys.modules[type(experts).__module__], _SORT)
+
+
+def _has_different_rows(value: Any, num: int) -> bool:
+    """Whether it is a tensor with a row for each expert, not all of which are equal as those of strides are."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num and value.numel() > 0
+    return has_rows and not torch.equal(value, value[:1].expand_as(value))
 
 
 def _has_rows(value: Any, num: int) -> bool:
