@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["one", "verify", "speed"])
     parser.add_argument("--shape", default="qwen3-fp8", choices=list(MIXTURES))
-    parser.add_argument("--shapes", default="qwen3-fp8,gpt-oss")
+    parser.add_argument("--shapes", default="qwen3-fp8,gpt-oss", help="SHAPE/CASE for one case of it")
     parser.add_argument("--case", default="x", choices=["a", "again", "x"])
     parser.add_argument("--cases", default="a,x")
     parser.add_argument("--mode", default="default", choices=["default", "compiled", "eager"])
@@ -559,7 +559,10 @@ def compared(plain: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
 def write(args: argparse.Namespace) -> None:
     """Append the row of each case when it is there."""
     common = environment()
-    cases = [(shape, case, args.mode) for shape in args.shapes.split(",") for case in args.cases.split(",")]
+    cases = list[tuple[str, str, str]]()
+    for named in args.shapes.split(","):
+        shape, _, one_case = named.partition("/")
+        cases += [(shape, case, args.mode) for case in (one_case or args.cases).split(",")]
     for row in measured(args, cases):
         append(args.out, [row], common)
 
