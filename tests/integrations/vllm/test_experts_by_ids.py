@@ -175,3 +175,67 @@ def test_other_kernels_read_whole_layers(
         assert not streamer().plan.cached
     (message,) = {text for text in logged.messages if "reads all experts of 0." in text}
     assert "Experts takes whole stacks; MarlinExperts would read single experts" in message
+
+
+class Choosing:
+    """A kernel that leaves some batches to another, as vLLM's `FallbackExperts`."""
+
+    def __init__(self, few: Any, many: Any, most: int) -> None:
+        self.experts, self.fallback_experts, self._most = many, few, most
+
+    def _select_experts_impl(self, states: torch.Tensor, *_: torch.Tensor) -> Any:
+        return self.fallback_experts if len(states) <= self._most else self.experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fallback_experts, name)
+
+
+class Unproved: ...
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Replaces the kernel of each layer, once the layers' weights are processed."""
+
+    def install(made: Callable[[Any], Any]) -> None:
+        inner, replaced = experts._kernel_of, set[int]()
+
+        def kernel_of(module: Any) -> Any:
+            if id(module) not in replaced:
+                impl = module.quant_method.moe_kernel.impl
+                impl.fused_experts = made(impl.fused_experts)
+                replaced.add(id(module))
+            return inner(module)
+
+        monkeypatch.setattr(experts, "_kernel_of", kernel_of)
+
+    return install
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_kernel_that_chooses_by_the_batch_reads_slots_where_its_choice_does(
+    folder: Folder, plain: Any, ways: list[str], logged: pytest.LogCaptureFixture, kernels: Any, most: int
+) -> None:
+    """Of 2 sequences at a time; the choice for one of them decides the plan."""
+    kernels(lambda plain: Choosing(plain, Unproved(), most))
+    with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
+        assert bool(streamer().plan.cached) == (most > 0)
+        ways.clear()
+        assert scored(llm) == plain(False, 2)
+    assert set(ways) == ({"slots"} if most == 2 else set())
+    assert any("Unproved takes whole stacks" in text for text in logged.messages) == (most == 0)
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["strides", "scales"])
+def test_a_kernel_with_rows_of_its_own_reads_whole_stacks_unless_they_are_equal(
+    folder: Folder, plain: Any, logged: pytest.LogCaptureFixture, kernels: Any, is_same: bool
+) -> None:
+    def with_rows(plain: Any) -> Any:
+        plain.rows = torch.full((NUM_EXPERTS,), 7) if is_same else torch.arange(NUM_EXPERTS)
+        return plain
+
+    kernels(with_rows)
+    with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
+        assert bool(streamer().plan.cached) == is_same
+        assert scored(llm) == plain(False, 2)
+    assert any("holds tensors of its own" in text for text in logged.messages) != is_same

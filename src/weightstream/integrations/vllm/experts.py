@@ -14,11 +14,10 @@ only for kernels that compute each block of tokens of an expert by itself, from 
 whose tokens were compared are listed by the names of their classes, and any other kernel reads whole stacks:
 
 - TritonExperts: one program for each block, which takes the order of experts only as its own number.
-
-MarlinExperts is not listed. It splits sums at places that depend on the order of the blocks, so blocks are sorted by
-experts as always, and each gets its slot after that. The outputs of single layers are equal for 1 and 8 tokens [vLLM
-0.26, H200, gpt-oss in mxfp4]. Tokens of a whole engine were not compared since `_attributes_kept` in plugin.py mended
-the only known cause of a difference. For eight prompts of 32 tokens, vLLM does not repeat its own tokens with Marlin.
+- CutlassExpertsFp8: one product for each expert, cut into tiles by itself.
+- DeepGemmExperts: each row of a block is computed alike, at any place.
+- MarlinExperts splits sums at places that depend on the order of the blocks. So blocks are sorted by experts as always,
+  and each gets its slot after that. For eight prompts of 32 tokens vLLM does not repeat its own tokens with Marlin.
 
 All tensors with a row for each expert have to be parameters of the layer: weights, scales, biases. One that the kernel
 holds besides would be indexed by slots, too.
@@ -46,7 +45,7 @@ _BY_IDS = _ENTRIES[0]
 _ARGUMENTS = ("x", "topk_weights", "topk_ids")
 _WEIGHTS = ("w13_weight", "w2_weight")
 _SIDES, _FIELDS = ("_w1", "_w2", "_a1", "_a2"), ("scale", "alpha_or_gscale", "zp", "bias")  # of a quantisation
-_CHOOSE, _CHOICES = "_select_experts_impl", ("fallback_experts", "experts")  # of kernels that choose one by the batch
+_CHOOSE = "_select_experts_impl"
 _SORT = "moe_align_block_size"  # a global name of Marlin's module: the function that sorts tokens by experts
 _ID_TYPES = (torch.int32, torch.int64)
 _SLOT_OF: ContextVar[torch.Tensor | None] = ContextVar(
@@ -65,6 +64,7 @@ PROVED: Mapping[str, IdsBecomeSlots] = MappingProxyType(  # by the name of the k
     {
         "TritonExperts": IdsBecomeSlots.AT_ONCE,
         "CutlassExpertsFp8": IdsBecomeSlots.AT_ONCE,
+        "DeepGemmExperts": IdsBecomeSlots.AT_ONCE,
         "MarlinExperts": IdsBecomeSlots.SORTED,
     }
 )
@@ -107,17 +107,11 @@ def routed_picks(module: nn.Module, _: nn.Module | None = None) -> RoutedPicks |
 
 
 class _Kernel(NamedTuple):
-    """The kernel of a layer, and the tensors with a row for each expert that it reads; or the reason why it must read
-    whole stacks."""
+    """The tensors with a row for each expert that the kernel of a layer reads; or the reason why it must read whole
+    stacks."""
 
-    experts: Any = None
     stacks: Sequence[torch.Tensor] = ()
     why_whole: str | None = None
-
-    def for_tokens(self, states: Any, weights: Sequence[torch.Tensor]) -> Any:
-        """The kernel that runs for these tokens."""
-        choose = getattr(self.experts, _CHOOSE, None)
-        return self.experts if choose is None else choose(states, *weights)
 
 
 class RoutedPicks:
@@ -154,13 +148,15 @@ class RoutedPicks:
     def forward(self, call: ForwardCall, rows: RowProvider) -> Callable[..., Any] | None:
         """As `Picks.forward`."""
         name, *args = call.args or (None,)
-        given = dict(zip(_ARGUMENTS, args, strict=False)) | call.kwargs
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, args, strict=False)) | call.kwargs
         states, ids = given.get(_ARGUMENTS[0]), given.get(_ARGUMENTS[-1])
-        is_by_ids = name == _BY_IDS and isinstance(ids, torch.Tensor) and ids.dtype in _ID_TYPES
-        if not is_by_ids or not rows.has_slots or {id(stack) for stack in self.stacks} != set(rows.stacks):
+        if name != _BY_IDS or not isinstance(ids, torch.Tensor) or ids.dtype not in _ID_TYPES:
             return None
-        experts = self._kernel.for_tokens(states, [getattr(self._module, weight) for weight in _WEIGHTS])
-        if type(experts).__name__ not in PROVED:
+        if not rows.has_slots or {id(stack) for stack in self.stacks} != set(rows.stacks):
+            return None
+        weights = [getattr(self._module, weight) for weight in _WEIGHTS]
+        experts = _for_tokens(self._module.quant_method.moe_kernel.fused_experts, states, weights)
+        if not _is_proved(experts):
             return None
         # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
         num_ids = ids.numel()
@@ -227,35 +223,47 @@ def _kernel_of(module: Any) -> _Kernel:
         return _Kernel(why_whole=f"the kernel of {type(method).__name__} routes tokens itself, so it takes no ids")
     if kernel is None:
         return _Kernel(why_whole=f"{type(method).__name__} does not name its kernel")
-    experts, num = kernel.fused_experts, int(module.local_num_experts)
-    name = type(experts).__name__
-    proved = [choice for choice in _choices_of(experts) if type(choice).__name__ in PROVED]
-    if not proved:
+    if not all(hasattr(module, weight) for weight in _WEIGHTS):
+        return _Kernel(why_whole=f"the stacks of {type(method).__name__} are not {' and '.join(_WEIGHTS)}")
+    weights = [getattr(module, weight) for weight in _WEIGHTS]
+    experts = _for_tokens(kernel.fused_experts, torch.empty(1, module.hidden_size, device="meta"), weights)
+    name, num = type(experts).__name__, int(module.local_num_experts)
+    if not _is_proved(experts):
         known = " or ".join(sorted(PROVED))
         return _Kernel(why_whole=f"the kernel {name} takes whole stacks; {known} would read single experts")
     if module.expert_map is not None or num != module.global_num_experts:
         return _Kernel(why_whole="with expert parallelism the experts of a layer are spread over ranks")
     if getattr(module.moe_config, "is_lora_enabled", False):
         return _Kernel(why_whole="with LoRA the kernel reads adapters by the ids of experts")
-    if not all(_sorts_as_known(choice) for choice in proved):
+    if not _sorts_as_known(experts):
         return _Kernel(why_whole=f"this {name} does not sort by {_SORT}")
-    weights = [getattr(module, weight) for weight in _WEIGHTS]
     if any(len(weight) != num for weight in weights):  # such as those of shared experts, which each token names
         return _Kernel(why_whole=f"the stacks of {name} have more rows than the layer has routed experts")
     read = weights + _tensors_of(getattr(experts, "quant_config", None))
     per_expert = [tensor for tensor in read if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == num]
     per_expert = list({id(tensor): tensor for tensor in per_expert}.values())
     own, stacks = ({id(tensor) for tensor in group} for group in (module.parameters(recurse=False), per_expert))
-    kept = [tensor for choice in proved for tensor in vars(choice).values() if _has_different_rows(tensor, num)]
-    is_foreign = not stacks <= own or any(id(tensor) not in stacks for tensor in kept)
+    kept = {id(value) for value in _held_by(kernel.fused_experts) if _has_different_rows(value, num)}
+    is_foreign = not stacks <= own or not kept <= stacks
     if is_foreign or not all(isinstance(tensor, torch.Tensor) for tensor in read):
         return _Kernel(why_whole=f"{name} holds tensors of its own with a row for each expert")
-    return _Kernel(experts, per_expert)
+    return _Kernel(per_expert)
 
 
-def _choices_of(experts: Any) -> list[Any]:
-    """The kernels of which this one chooses by the batch; else itself."""
-    return [getattr(experts, choice) for choice in _CHOICES] if hasattr(experts, _CHOOSE) else [experts]
+def _for_tokens(experts: Any, states: Any, weights: Sequence[torch.Tensor]) -> Any:
+    """The kernel that runs for these tokens: some classes have two, and choose by the size of the batch."""
+    choose = getattr(experts, _CHOOSE, None)
+    return experts if choose is None else choose(states, *weights)
+
+
+def _held_by(experts: Any) -> list[Any]:
+    """What a kernel holds, and those of which it chooses."""
+    held = list(vars(experts).values())
+    return held + [value for choice in held if _is_proved(choice) for value in vars(choice).values()]
+
+
+def _is_proved(experts: Any) -> bool:
+    return type(experts).__name__ in PROVED
 
 
 def _sorts_as_known(experts: Any) -> bool:
@@ -267,10 +275,6 @@ def _has_different_rows(value: Any, num: int) -> bool:
     """Whether it is a tensor with a row for each expert, not all of which are equal as those of strides are."""
     has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num and value.numel() > 0
     return has_rows and not torch.equal(value, value[:1].expand_as(value))
-
-
-def _has_rows(value: Any, num: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == num and value.numel() > 0
 
 
 def _tensors_of(config: Any) -> list[Any]:
