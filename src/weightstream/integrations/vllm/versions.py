@@ -7,7 +7,7 @@ from types import MappingProxyType
 import weightstream
 
 # Major and minor version -> where tests/integrations/vllm ran with it.
-TRIED = MappingProxyType({"0.24": "GPU", "0.32": "CPU", "0.33": "CPU"})
+TRIED = MappingProxyType({"0.24": "GPU", "0.26": "GPU", "0.32": "CPU", "0.33": "CPU"})
 
 
 def why_untried(version: str) -> str | None:
