@@ -208,7 +208,8 @@ def vllm(rows: list[Row], folder: Path) -> None:
     axes.bar_label(bars, labels, padding=3, fontsize=7)
     axes.set_xlim(0, 1.25 * max(row["ms"]["p50"] for row in shown))
     axes.set_xlabel("decode step, ms (p50, batch 1), and device memory of the model without KV cache", fontsize=8)
-    _finish(axes, f"vLLM {rows[-1]['vllm']}, compiled and in CUDA graphs, 8B shape, {rows[-1]['gpu']}")
+    versions = " and ".join(sorted({row["vllm"] for row in shown}))
+    _finish(axes, f"vLLM {versions}, compiled and in CUDA graphs, 8B shape, {rows[-1]['gpu']}")
     figure.savefig(folder / "vllm.png", dpi=130)
 
 
