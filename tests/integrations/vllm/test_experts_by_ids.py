@@ -157,6 +157,26 @@ def test_other_mixtures(folder: Folder, ways: list[str], name: str, compiled: bo
             assert set(ways) == {"slots"}
 
 
+def _counted(_: Any) -> tuple[int, int]:
+    found = streamer().stats().experts
+    return found.found, found.fetched
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other processes do not have the slow link")
+def test_each_rank_reads_its_part_of_an_expert(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    settings = {"max_num_seqs": 2, "tensor_parallel_size": 2}
+    with engine(folder("moe"), **settings) as llm:
+        wanted = scored(llm)
+    with engine(folder("moe"), **settings, **asked(device_budget=BUDGET // 2, codec="none", batch=1)) as llm:
+        assert scored(llm) == wanted
+        ranks = llm.collective_rpc(_counted)
+    assert len(ranks) == 2
+    assert all(found > 0 and fetched > NUM_LAYERS * NUM_SLOTS for found, fetched in ranks), ranks
+
+
 def test_ids_that_do_not_become_slots_give_other_tokens(
     folder: Folder, plain: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
