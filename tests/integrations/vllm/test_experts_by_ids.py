@@ -242,13 +242,16 @@ def test_a_kernel_that_chooses_by_the_batch_reads_slots_where_its_choice_does(
     folder: Folder, plain: Any, ways: list[str], logged: pytest.LogCaptureFixture, kernels: Any, most: int
 ) -> None:
     """Of 2 sequences at a time; the choice for one of them decides the plan."""
+    experts._warn_once.cache_clear()
     kernels(lambda plain: Choosing(plain, Unproved(), most))
     with engine(folder("moe"), max_num_seqs=2, **SETTINGS) as llm:
         assert bool(streamer().plan.cached) == (most > 0)
         ways.clear()
         assert scored(llm) == plain(False, 2)
     assert set(ways) == ({"slots"} if most == 2 else set())
-    assert any("Unproved takes whole stacks" in text for text in logged.messages) == (most == 0)
+    said = {text for text in logged.messages if "Unproved takes whole stacks" in text}
+    assert any("would read single experts" in text for text in said) == (most == 0)
+    assert any("steps of 2 tokens read all experts" in text for text in said) == (most == 1)
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["strides", "scales"])

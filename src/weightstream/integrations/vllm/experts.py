@@ -25,12 +25,13 @@ holds besides would be indexed by slots, too.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from torch import nn
 
 from weightstream.runtime.weights.picks import ForwardCall, RowProvider
 
+logger = logging.getLogger("weightstream")
 # the first takes the ids of a router that ran before; the second is called where one kernel also does the routing
 _ENTRIES = ("forward_modular", "forward_monolithic")
 _BY_IDS = _ENTRIES[0]
@@ -157,6 +159,9 @@ class RoutedPicks:
         weights = [getattr(self._module, weight) for weight in _WEIGHTS]
         experts = _for_tokens(self._module.quant_method.moe_kernel.fused_experts, states, weights)
         if not _is_proved(experts):
+            if ids.numel() <= rows.most:
+                name = type(experts).__name__
+                _warn_once(f"weightstream: steps of {len(ids)} tokens read all experts: {name} takes whole stacks")
             return None
         # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
         num_ids = ids.numel()
@@ -180,6 +185,11 @@ class RoutedPicks:
     ) -> Any:
         rows.place(ids)
         return forward(*args, **kwargs)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _replaced(kwargs: Mapping[str, Any], old: torch.Tensor, new: torch.Tensor) -> dict[str, Any]:
