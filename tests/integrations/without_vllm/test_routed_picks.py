@@ -106,7 +106,7 @@ class Routed(nn.Module):
         self.w13_bias = nn.Parameter(torch.empty(NUM_EXPERTS, 2 * WIDTH))
         self.w2_scale = nn.Parameter(torch.empty((NUM_EXPERTS, 2)[: row_nbytes // 4]))
         self.local_num_experts = self.global_num_experts = NUM_EXPERTS
-        self.top_k, self.expert_map = TOP_K, None
+        self.top_k, self.hidden_size, self.expert_map = TOP_K, WIDTH, None
         self.moe_config = SimpleNamespace(is_lora_enabled=False)
         self.kernel = kernel(self)
         self.quant_method = Method(self.kernel)
@@ -236,6 +236,36 @@ def test_blocks_that_get_their_slots_before_they_are_sorted_give_other_bits(monk
     assert not all(torch.equal(run(modules, seed, 2), run(plain, seed, 2)) for seed in range(8))
 
 
+class TwoExperts(_Kernel):
+    """Leaves batches of one token to another kernel, as vLLM's FallbackExperts, and both hold a stride per expert."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.few, self.strides = TritonExperts(module), torch.full((NUM_EXPERTS,), WIDTH)
+        self.few.strides = self.strides
+
+    def _select_experts_impl(self, states: torch.Tensor, *weights: torch.Tensor) -> Any:
+        assert [len(weight) for weight in weights] == [NUM_EXPERTS, NUM_EXPERTS]
+        return self.few if len(states) == 1 else self
+
+    def apply(self, *args: Any) -> torch.Tensor:
+        return self.few.apply(*args)
+
+
+def test_a_kernel_that_chooses_by_the_batch_reads_slots_where_its_choice_does(
+    ways: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    experts._warn_once.cache_clear()
+    plain, modules = ([randomise(Layer(TwoExperts, 8), index) for index in range(NUM_LAYERS)] for _ in range(2))
+    offloaded(modules)
+    for num_tokens, way in ((1, ["slots"]), (3, []), (2, []), (1, ["slots"])):
+        ways.clear()
+        assert torch.equal(run(modules, 1, num_tokens), run(plain, 1, num_tokens))
+        assert ways == way * NUM_LAYERS
+    (warning,) = {text for text in caplog.messages if "takes whole stacks" in text}
+    assert "steps of 2 tokens read all experts: TwoExperts takes" in warning
+
+
 def test_ids_are_read_one_after_another() -> None:
     """As a kernel does, which knows no strides."""
     ids = torch.arange(12, dtype=torch.int32).view(6, 2)[:, 1:]
@@ -270,7 +300,7 @@ def _with_copy(module: Any) -> None:
 
 
 def _with_order(module: Any) -> None:
-    module.kernel.w13_g_idx = torch.zeros(NUM_EXPERTS, 4)
+    module.kernel.w13_g_idx = torch.arange(NUM_EXPERTS * 4).view(NUM_EXPERTS, 4)
 
 
 def _with_config(module: Any) -> None:
@@ -279,6 +309,21 @@ def _with_config(module: Any) -> None:
 
 def _with_another_row(module: Any) -> None:
     module.w13_weight = nn.Parameter(torch.empty(NUM_EXPERTS + 1, 2 * WIDTH, WIDTH))
+
+
+def _renamed(module: Any) -> None:
+    module.w13_qweight = module.w13_weight
+    del module.w13_weight
+
+
+def _choosing_another(module: Any) -> None:
+    module.kernel._select_experts_impl = lambda *_: SimpleNamespace()
+
+
+def _with_choice_that_has_rows(module: Any) -> None:
+    other = TritonExperts(module)
+    other.scales = torch.arange(NUM_EXPERTS)
+    module.kernel.fallback_experts = other
 
 
 REASONS = {
@@ -290,6 +335,9 @@ REASONS = {
     _with_copy: "TritonExperts holds tensors of its own with a row for each expert",
     _with_order: "TritonExperts holds tensors of its own with a row for each expert",
     _with_config: "TritonExperts holds tensors of its own with a row for each expert",
+    _renamed: "the stacks of Method are not w13_weight and w2_weight",
+    _choosing_another: "the kernel SimpleNamespace takes whole stacks",
+    _with_choice_that_has_rows: "TritonExperts holds tensors of its own with a row for each expert",
     _with_another_row: "have more rows than the layer has routed experts",
 }
 
