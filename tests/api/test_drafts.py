@@ -107,6 +107,7 @@ def test_settings_that_contradict_are_refused(folders: dict[str, Path], settings
         weightstream.from_pretrained(folders["target"], device="cpu", progress=False, **settings)
 
 
+@pytest.mark.stress
 def test_a_loaded_model_drafts_by_the_draft_that_was_loaded_with_it(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,7 @@ def test_all_parts(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not any(row["cudnn_attention"] for row in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("more", "widths"), [([], [1, 10]), (["--parts", "plain"], [1]), (["--limit", "0"], [1])])
 def test_a_model_made_on_the_device(
     more: list[str], widths: list[int], bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

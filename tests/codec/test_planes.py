@@ -251,6 +251,7 @@ def products(x: torch.Tensor, parts: Planes, bias: torch.Tensor | None) -> torch
     return found.cpu()
 
 
+@pytest.mark.few(2)
 @all_bits
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype"),  # rows and tiles that fill no program, and several rounds of one
@@ -282,6 +283,7 @@ def test_products_do_not_depend_on_the_outputs_of_a_program(bits: int, monkeypat
     assert torch.equal(found[2], found[1])
 
 
+@pytest.mark.few(2)
 @all_bits
 def test_the_kernel_has_the_draft_of_the_reference(bits: int) -> None:
     """Bit for bit: rows of a unit matrix give columns of the draft."""
@@ -303,7 +305,7 @@ def test_no_rows_of_x() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="only the interpreter's accesses can be watched")
 @all_bits
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("fill", [None, 0, 255, 127])
 @pytest.mark.parametrize("with_escapes", [True, False])
 def test_damaged_parts_are_read_inside(

@@ -182,6 +182,7 @@ def test_rows_of_mxfp4(outputs: int, groups: int, apart: int) -> None:
     assert expected.is_contiguous()
 
 
+@pytest.mark.few(2)
 @with_small_tiles
 @pytest.mark.parametrize(("size", "block", "apart"), thinned(FLOAT8_SIZES, [0, 8]))
 def test_rows_of_float8(size: tuple[int, int], block: tuple[int, int], apart: int) -> None:
@@ -285,6 +286,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launches_from_now(monkeypatch)
 
 
+@pytest.mark.few(2)
 @with_small_tiles
 @pytest.mark.parametrize(("case", "order"), thinned(PAIRS, [1, -1]))
 def test_one_launch_for_two_stacks(case: str, order: int, launches: list[int]) -> None:
@@ -532,6 +534,7 @@ def test_compiled_kernels_read_and_write_whole_vectors_and_spill_nothing(capabil
         assert found["ld.global.v2.b32"] == (STEPS if name == "float8" else 0), name
 
 
+@pytest.mark.stress
 def test_kernels_are_compiled_once_for_all_shapes(tmp_path: Path) -> None:
     counts = without_interpreter(COUNTING, tmp_path)
     assert counts == {"unpack_mxfp4": 1, "unpack_float8": 1, "unpack_int4": 1}

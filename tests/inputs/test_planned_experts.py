@@ -63,7 +63,7 @@ def planned(model: Any, tokens: int, rates: Mapping[str, float]) -> Plan:
     return sketch_of(model, None, config, on).inputs.plan().plan
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tokens", [1, TOKENS])
 def test_a_step_takes_as_long_as_its_matrices_are_unpacked(

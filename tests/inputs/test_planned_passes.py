@@ -44,6 +44,7 @@ def ratios(plan: Plan) -> dict[int, float]:
     return {each.tokens: each.graph_s / plan.passes[0].graph_s for each in plan.passes}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_knows_the_seconds_of_passes(name: str) -> None:
     plan = planned(MODELS[name](), 0.9)

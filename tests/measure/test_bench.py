@@ -227,6 +227,7 @@ def test_everything_fits(folder: Path, tmp_path: Path) -> None:
 # -- comparisons --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stress
 def test_a_difference_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = comparison._resident
 
@@ -346,6 +347,7 @@ def test_a_prompt_step_has_no_cache() -> None:
 # -- the figure ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stress
 def test_the_figure_is_a_picture(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")

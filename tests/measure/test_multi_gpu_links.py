@@ -28,6 +28,7 @@ def no_memory(nbytes: int) -> torch.Tensor:
     raise RuntimeError(f"no {nbytes} bytes")
 
 
+@pytest.mark.stress
 def test_processes_measure_after_the_barrier() -> None:
     barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as pool:

@@ -736,6 +736,7 @@ def linears(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(64, 64, dtype=dtype) for _ in range(4)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("own_profile")
 @pytest.mark.parametrize("settings", [{}, {"codec": "none"}], ids=str)
 def test_a_cpu_measures_no_decoding_that_no_plan_uses(

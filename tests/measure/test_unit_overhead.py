@@ -30,6 +30,7 @@ def test_noise_gives_no_negative_costs() -> None:
     assert found["fill_s"] <= found["overhead_s"]
 
 
+@pytest.mark.stress
 def test_it_works_in_inference_mode() -> None:
     backend = CpuBackend()
     with torch.inference_mode(), unit_overhead.overhead_works(backend, "bfloat16") as works:

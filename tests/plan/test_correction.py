@@ -385,6 +385,7 @@ def test_a_profile_is_doubted_by_the_planned_steps(num_tokens: int, num_doubts: 
         assert len(doubts) == num_doubts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["eager", "step", "compiled"])
 def test_a_plan_stays_if_another_would_be_faster(way: str, opened: Callable[..., weightstream.Streamer]) -> None:
     """Only the prediction follows the measured times."""

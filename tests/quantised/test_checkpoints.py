@@ -53,6 +53,7 @@ def in_files_nbytes(streamer: weightstream.Streamer) -> int:
     return sum(home.group.nbytes for home in streamer._homes.homes.values() if home.file is not None)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", only(CHECKPOINTS, *IN_CI), indirect=True)
 def test_streams_from_the_file(folder: Any, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder(name)

@@ -45,6 +45,7 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
 def test_streams_as_it_is(name: str) -> None:
     plain, model = build(name), build(name)

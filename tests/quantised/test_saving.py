@@ -196,7 +196,7 @@ def offloaded(path: Path, source: str, **settings: Any) -> Any:
 UNPACKED = ("fp8", "mxfp4", *MIXTURES)  # by transformers as it loads them, without kernels; not by weightstream
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("save", OF_TRANSFORMERS)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("before", STATES)

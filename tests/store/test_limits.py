@@ -307,6 +307,7 @@ def test_a_real_group_counts_and_its_page_cache_does_not(tmp_path: Path) -> None
     assert 90 * MIB < with_cache - with_memory < 112 * MIB
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("more", "code"), [(-24 * MIB, 0), (24 * MIB, -9)])
 def test_the_kernel_agrees(tmp_path: Path, more: int, code: int) -> None:
     """With 64 MiB of page cache, nearly all free bytes can be used. With a little more, the kernel kills the

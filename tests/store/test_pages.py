@@ -994,6 +994,7 @@ def test_updates_of_any_kind_reach_the_next_step(
     assert_steps_equal(model, reference, "cpu", range(2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("warm", [0, 1, 3])
 def test_an_alias_from_before_offloading_is_watched(warm: int, pinning: Device, tmp_path: Path) -> None:
     """An alias that was taken before `offload()` writes a single bit before each step."""

@@ -646,6 +646,7 @@ def test_a_reading_started_at_process_exit_fails() -> None:
         staging.start(Pages(), 0, PAGE)
 
 
+@pytest.mark.stress
 def test_an_interpreter_exits_with_work_pending() -> None:
     """A read that never ends, one that is in torch, an abandoned reading, and a buffer that never drains.
 

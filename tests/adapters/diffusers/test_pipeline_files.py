@@ -333,6 +333,7 @@ def in_one_file(state: dict[str, torch.Tensor], last: int) -> dict[str, torch.Te
     return found
 
 
+@pytest.mark.stress
 def test_a_single_file(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """Components that the file lacks are passed as folders. Slices of a joined projection stay in the file."""
     folder = saved("sd3")
@@ -369,6 +370,7 @@ def test_a_coded_component(options: dict[str, Any], tmp_path: Path) -> None:
     pipe.weightstream.remove()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("option", "dtype"), [({}, torch.float32), ({"dtype": "float16"}, torch.float16)])
 def test_a_load_announces_what_it_will_need(
     option: dict[str, str], dtype: torch.dtype, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -577,6 +579,7 @@ def test_options_with_their_only_possible_value(saved: Callable[[str], Path]) ->
     assert torch.equal(pipelines.image(pipe, "flux"), pipelines.image(plain(saved("flux")), "flux"))
 
 
+@pytest.mark.stress
 def test_a_component_that_is_cast_while_the_pipeline_runs(tmp_path: Path) -> None:
     """Also from files, and with the cast in their plan."""
     pipelines.build("upcast").save_pretrained(tmp_path)

@@ -69,6 +69,7 @@ def test_modular_pipelines_have_a_prompt(caplog: pytest.LogCaptureFixture) -> No
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.stress
 def test_a_class_that_is_changed_through_a_component() -> None:
     """Step caches do this, since they have only the pipeline."""
     pipe, plain = pipelines.build("flux"), pipelines.build("flux")
@@ -152,6 +153,7 @@ def test_offloading_twice_names_the_right_call() -> None:
         offloaded(other, "flux")
 
 
+@pytest.mark.stress
 def test_a_second_attempt_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     try:

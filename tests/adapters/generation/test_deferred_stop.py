@@ -207,6 +207,7 @@ def test_a_returned_cache_has_no_extra_token(llama: Any) -> None:
         assert int(ours.get_seq_length()) == int(theirs.get_seq_length())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_long", [False, True])
 def test_no_long_step_is_discarded(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(transformers.AutoModelForCausalLM.from_config(MODELS["llama"]()), seed=11)

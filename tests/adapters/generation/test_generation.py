@@ -502,6 +502,7 @@ def over_lanes(model: Any, num: int) -> Stripes:
     raise AssertionError("no budget plans")
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -554,6 +555,7 @@ class Whole(nn.Module):
         return self.body(x, mask)
 
 
+@pytest.mark.few(1)
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["the model", "a part of it"])
 def test_arguments_of_blocks_are_copied_in_each_graph(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,6 +674,7 @@ def test_a_failed_capture_reports_the_first_error_and_keeps_nothing(llama: Any) 
         gc.enable()
 
 
+@pytest.mark.stress
 def test_only_the_first_text_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` replaces the forward for a text. That does not count as a changed forward of the model."""
     lanes = Lanes()

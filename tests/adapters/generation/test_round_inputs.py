@@ -60,6 +60,7 @@ def prompt(padding: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.nn.functional.pad(words, (padding, 0)), "attention_mask": mask}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "qwen3-moe"])
 def test_passes_get_what_transformers_would_pass(

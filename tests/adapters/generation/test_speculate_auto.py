@@ -237,6 +237,7 @@ def test_of_several_drafts_in_the_settings_the_pace_takes_that_of_transformers(
     assert decoding.speculation.width == 8  # of the plan, not of the settings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draft", ["lookup", "assistant", "other assistant"])
 def test_a_text_with_a_pace_has_the_bits_of_one_token_at_a_time(streamed: Any, draft: str) -> None:
     want = build().generate(repeating(), **options(), **STATIC)
@@ -256,6 +257,7 @@ def test_a_text_with_a_pace_has_the_bits_of_one_token_at_a_time(streamed: Any, d
     assert stats.predicted_tokens_per_s > 1  # a pass is predicted to take a second
 
 
+@pytest.mark.stress
 def test_rounds_without_a_draft_have_passes_of_one_token_and_drafts_begin_again(
     streamed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,6 +306,7 @@ def test_one_token_a_pass_where_drafts_are_not_expected_to_gain(
     assert decoding.speculation.width == 16
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_prompts", [1, 2])
 @pytest.mark.parametrize(
     "more", [{"num_beams": 2}, {"use_cache": False}, {"num_return_sequences": 2, "do_sample": True}]
@@ -354,6 +357,7 @@ def test_passes_of_both_widths_are_replayed(name: str, monkeypatch: pytest.Monke
     assert decoding.replays == cuda.replays > decoding.speculation.passes - 8
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ratio", [1.05, 1.5])
 def test_generate_is_not_slowed_down_by_drafts_of_which_none_is_accepted(

@@ -121,7 +121,7 @@ def test_texts_have_the_bits_of_one_token_at_a_time(name: str, kind: str, sample
     assert "forward" not in vars(model)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grain", [None, "half", "matrix"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_architectures(name: str, grain: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +235,7 @@ def test_rows_run_at_once_where_a_trial_finds_equal_bits(monkeypatch: pytest.Mon
     assert [str(plan) for plan in plans(model).values()] == ["at once"]
 
 
+@pytest.mark.stress
 def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     model = build("llama")
     drafted(model, prompt(), "token", **LOOKUP)
@@ -257,6 +258,7 @@ def test_a_trial_counts_for_its_kernels_only(llama: Any) -> None:
     assert len(plans(model)) == 7
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed_of_weights", [14, 20])
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_equal_bits_of_few_values_are_no_evidence(name: str, seed_of_weights: int) -> None:

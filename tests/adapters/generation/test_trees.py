@@ -286,6 +286,7 @@ def test_captured_equals_eager(draft: str, sampled: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.few(2)
 @drafted
 @pytest.mark.parametrize("name", ["gemma2", "qwen3-moe"])
 def test_an_offloaded_model_has_the_logits_of_a_resident_one(name: str, draft: str) -> None:

@@ -571,7 +571,7 @@ def built(case: Case, folder: Path) -> Path | str:
     return found if isinstance(found, str | Path) else folder
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore")  # transformers warns about settings
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.stress] * (n in SLOW)) for n in CASES])
 def test_as_transformers(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,7 @@ def trained(kind: str, model: Any, out: Path) -> Trained:
     return Trained(log, adapters, getattr(model, "weightstream", None))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["transformers", "sft", "dpo"])
 def test_trainers_do_the_same_over_a_streamed_model(kind: str, folder: Path, tmp_path: Path) -> None:
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)

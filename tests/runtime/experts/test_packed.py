@@ -257,6 +257,7 @@ def test_a_graph_may_change_slots_between_two_prompts(name: str, monkeypatch: py
                 assert not streamer._binding.waves._slots, "what is dropped in a capture may have to wait for copies"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ids", [[-1, 0], [3, -8, 7, 3], [2, 5, 6], [], [8], [-9]], ids=str)
 def test_any_ids_pass_the_slots(ids: list[int]) -> None:
     """As for a tensor: negative ones count from the end, some twice, or none at all."""

@@ -89,7 +89,7 @@ def of_inputs(model: Net, x: torch.Tensor) -> torch.Tensor:
 WAYS = [of_stored, only_stored, in_two_forwards, with_reference, twice, accumulated, dropped, of_inputs]
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 def test_ways_to_train(way: Any, codec: Any) -> None:

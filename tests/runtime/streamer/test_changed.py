@@ -348,7 +348,7 @@ def test_a_changed_model_computes_like_the_plain_one(name: str, moment: str, gra
     assert_alike(pair, way)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.compiles])
 def test_a_changed_compiled_model(name: str, scope: Any) -> None:

@@ -75,6 +75,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("share", [0.4, 0.7])
 @pytest.mark.parametrize("name", LAYERS)

@@ -271,6 +271,7 @@ def logged(streamer: Any, what: str, log: list[tuple[str, int]]) -> Callable[[in
     return call
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["linears", "one input", "keywords and dataclasses"])
 def test_no_copies_of_activations_are_added(name: str) -> None:

@@ -36,6 +36,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[Case]:
     found.remove()
 
 
+@pytest.mark.few(5)
 def test_an_error_at_any_line_leaves_the_model_whole(path: Case, seed: int) -> None:
     cut(path, path.num_cuts, seed)
 

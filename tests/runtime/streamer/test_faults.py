@@ -566,6 +566,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.stress
 def test_a_checkpoint_that_changes_is_an_error_and_not_a_crash(checkpoint: Path) -> None:
     """In a process of its own: reading a page that the file no longer has would kill it."""
     done = subprocess.run(

@@ -16,7 +16,7 @@ __all__ = ["poisoned"]
 recomputes = pytest.mark.parametrize("recompute", ["kept", "recomputed", "reentrant"])
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @recomputes
 @pytest.mark.parametrize("codec", ["none", "compressed"])
 @pytest.mark.parametrize("share", [0.25, 0.5])

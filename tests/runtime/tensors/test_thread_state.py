@@ -88,7 +88,7 @@ def test_a_cut_of_captured_generation_leaves_the_thread_unchanged(monkeypatch: p
     cut_as_blocks_end(lambda: act, seed, share=0.25)  # after a cut less is captured
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some visits are in finalizers
 @pytest.mark.usefixtures("nothing_foreseen")  # it searches all modules of the process, which is slow with a tracer
 @pytest.mark.parametrize("prepare", [offloading, first_step, fixed_step, reading, removing, striped_removal])
