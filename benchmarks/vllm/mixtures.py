@@ -6,9 +6,9 @@
 
 Cases: a nothing is offloaded; again the same in another process; x experts in slots: half of their bytes, or 24 GiB for
 all layers of gpt-oss. verify also calls each layer of experts with random input.
-Shapes: qwen3 Qwen3-30B-A3B in bfloat16 (Triton's kernel), and in other formats: -fp8 and -deepgemm float8 with a scale for
-each block (Triton, DeepGEMM), -channel float8 with a scale for each channel (CUTLASS), -int4, -awq and -nvfp4 4 bits as
-GPTQ, AWQ and NVFP4 store them (Marlin); gpt-oss gpt-oss-120b in mxfp4 (Marlin).
+Shapes: qwen3 Qwen3-30B-A3B in bfloat16 (Triton's kernel), and in other formats: -fp8 and -deepgemm float8 with a scale
+for each block (Triton, DeepGEMM), -channel float8 with a scale for each channel (CUTLASS), -int4, -awq and -nvfp4 4
+bits as GPTQ, AWQ and NVFP4 store them (Marlin); gpt-oss gpt-oss-120b in mxfp4 (Marlin).
 
 Weights are noise, the same in all processes, and made in place: a checkpoint would not fit on the disk. `--routing`
 names the model whose hit rates the ids have, drawn as in experts_shapes.py; `own`: the ids of the routers.
