@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import slow_link
 import torch
 from engines import NUM_TOKENS, PROMPTS, asked, engine, scored, streamer
 
-from weightstream.inputs import builder
 from weightstream.integrations.vllm import experts
 from weightstream.integrations.vllm.experts import IdsBecomeSlots
 from weightstream.plan.plan import Plan
@@ -28,27 +27,7 @@ BUDGET = 13_700_000  # bytes: attention, whole stacks of one layer, and 5 slots 
 
 @pytest.fixture(autouse=True)
 def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link as slow for these sizes as a real one for real ones. On a CPU also a plan as for a GPU, vLLM's kernel for
-    CPUs, which takes ids, and its operator, which compiled code for CPUs inlines."""
-    inner, is_cpu = builder.machine_of, not torch.cuda.is_available()
-
-    def machine_of(*args: Any, **kwargs: Any) -> Any:
-        machine = inner(*args, **kwargs)
-        machine = replace(machine, profile=replace(machine.profile, link_bytes_per_s=1e8))
-        return replace(machine, on_cpu=False, total_nbytes=machine.host_total_nbytes) if is_cpu else machine
-
-    monkeypatch.setattr(builder, "machine_of", machine_of)
-    if not is_cpu:
-        return
-    from vllm.model_executor.layers.fused_moe.runner import moe_runner
-
-    def select_forward(self: Any) -> Any:
-        name = "moe_forward" if self._shared_experts is None else "moe_forward_shared"
-        return getattr(torch.ops.vllm, name)
-
-    monkeypatch.setattr(moe_runner.MoERunner, "_select_forward", select_forward)
-    kinds = ("CPUUnquantizedExperts", "X86CPUUnquantizedExperts")
-    monkeypatch.setattr(experts, "PROVED", MappingProxyType(dict.fromkeys(kinds, IdsBecomeSlots.AT_ONCE)))
+    slow_link.install(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -162,15 +141,16 @@ def _counted(_: Any) -> tuple[int, int]:
     return found.found, found.fetched
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="other processes do not have the slow link")
 def test_each_rank_reads_its_part_of_an_expert(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    settings = {"max_num_seqs": 2, "tensor_parallel_size": 2}
+    settings: dict[str, Any] = {"max_num_seqs": 2, "tensor_parallel_size": 2}
     with engine(folder("moe"), **settings) as llm:
         wanted = scored(llm)
-    with engine(folder("moe"), **settings, **asked(device_budget=BUDGET // 2, codec="none", batch=1)) as llm:
+    settings |= asked(device_budget=BUDGET // 2, codec="none", batch=1) | {"worker_extension_cls": "ranks.Extension"}
+    with engine(folder("moe"), **settings) as llm:
         assert scored(llm) == wanted
         ranks = llm.collective_rpc(_counted)
     assert len(ranks) == 2
