@@ -354,7 +354,7 @@ def test_version() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify"), ("plan", "--sweep")])
 def test_help_loads_no_torch(command: str, option: str) -> None:
-    code = "import sys, weightstream.__main__"
+    code = "from weightstream.__main__ import main; main()"
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code, command, "--help"], capture_output=True, text=True
     )
