@@ -33,6 +33,7 @@ from weightstream.cli.terminal import (
     Width,
     add_budget,
     check_figure,
+    check_writable,
     drawn,
     figure,
     grid,
@@ -112,6 +113,7 @@ def plan(
     """
     if plot is not None:
         check_figure(plot)
+    check_writable("--save", save)
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
     output = Output(sweep=sweep, plot=plot, save=save, as_json=as_json)
     is_pipeline = pipelines.is_diffusers(model)
