@@ -13,7 +13,7 @@ import typer
 
 from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli.messages import shows_bars
-from weightstream.cli.plan_output import Output, faster_note, machine_line
+from weightstream.cli.plan_output import Output, faster_note, machine_line, sweep_rows
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
@@ -104,8 +104,8 @@ def plan_pipeline(
     if output.plot is not None:
         _draw(model, plans, output.plot)
     if output.as_json:
-        others = {"sweep": [{"budget": at.budget} | at.plan.numbers() for at in plans]} if plans else {}
-        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **own.plan.numbers(), **others}))
+        rows = {"sweep": sweep_rows(plans)} if plans else {}
+        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **own.plan.numbers(), **rows}))
     elif output.sweep:
         _show_sweep(own, plans)
         print_labelled(faster_note(own, plans))
