@@ -21,6 +21,7 @@ from repeats import only
 from weightstream.cli import app
 from weightstream.errors import CheckpointError
 from weightstream.measure import profile as profiles
+from weightstream.plan import multi_device
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 
@@ -526,6 +527,24 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
     assert refused.exit_code == 2
     assert "--sweep: only for one GPU" in refused.stderr
     assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2
+
+
+@pytest.mark.usefixtures("few_plans")
+def test_weights_that_fit_compute_as_long_on_several_gpus(folder: Path, machine: Path) -> None:
+    """All on the first GPU, or two of the four blocks on the other: then the states of a token move there and back."""
+
+    def planned(budget: str, *flags: object) -> dict[str, Any]:
+        arguments = ["--profile", machine, "--codec", "none", "--device-budget", budget, "--json", *flags]
+        return facts(CliRunner().invoke(app, ["plan", str(folder), *map(str, arguments)]))
+
+    one, fits, halves = planned("64MiB"), planned("64MiB", "--gpus", 2), planned("12MiB", "--gpus", 2)
+    assert [len(each["devices"]) for each in (fits, halves)] == [1, 2]
+    assert fits["step_nbytes"] == halves["step_nbytes"] == 0
+    hops_s = 2 * 2 * (multi_device.HOP_S + 2 * SHAPE["hidden_size"] / MACHINE.link_bytes_per_s)
+    assert fits["graph_s"] == pytest.approx(one["graph_s"], rel=1e-9)
+    assert halves["graph_s"] == pytest.approx(one["graph_s"] + hops_s, rel=1e-9)
+    for several in (fits, halves):
+        assert several["step_s"] == pytest.approx(one["step_s"], rel=1e-9), "the host launches as much"
 
 
 @pytest.mark.usefixtures("few_plans")
