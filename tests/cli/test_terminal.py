@@ -64,3 +64,9 @@ def test_a_served_model_is_named_as_its_link(tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to("model")
     assert _name_of(str(tmp_path / "mine")) == "mine"
     assert _name_of("owner/name") == "owner/name"
+
+
+def test_the_cpu_has_two_names() -> None:
+    assert terminal.is_on_cpu("cpu")
+    assert terminal.is_on_cpu("cpu:0")
+    assert not terminal.is_on_cpu("cuda:1")

@@ -118,9 +118,9 @@ def require(package: str, extra: str, what: str) -> Any:
 
 def is_on_cpu(device: str | None) -> bool:
     """Whether a model computes on the CPU with this --device."""
-    from weightstream.runtime.devices import cuda
+    from weightstream.runtime.devices.opening import device_of
 
-    return (device or ("cuda" if cuda.is_available() else "cpu")) == "cpu"
+    return device_of(device).type == "cpu"
 
 
 def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

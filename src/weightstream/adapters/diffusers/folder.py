@@ -22,6 +22,7 @@ from torch import nn
 from weightstream.adapters.diffusers import private
 from weightstream.adapters.hf.hub import DESCRIBING, PIPELINE, local_path
 from weightstream.errors import CheckpointError, ConfigError
+from weightstream.plan.units import some
 from weightstream.store.checkpoint import Checkpoint, within
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
@@ -176,7 +177,7 @@ def required(folder: Path, variant: str | None) -> Path:
     if (file := weights_file(folder, variant)) is not None:
         return file
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
-    remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
+    remedy = f"; it has {some(others)}: pass variant=, or save it as safetensors" if others else ""
     raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")
 
 
