@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,7 @@ from weightstream.cli.terminal import (
     takes_model,
 )
 from weightstream.errors import ConfigError, OffloadError
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import announced, lasting
 from weightstream.plan.plan import Plan
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.trace import Trace, total
@@ -161,11 +162,12 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    is_here = os.path.exists(os.path.expanduser(model))
-    with announced("loading the tokenizer" if is_here else f"downloading {model} from the Hub, if its cache lacks it"):
+    with lasting("loading libraries"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
 
+    is_here = os.path.exists(os.path.expanduser(model))
+    with announced("loading the tokenizer") if is_here else nullcontext():  # a download has lines of its own
         return TextModel(model, loading["trust_remote_code"])
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from weightstream.adapters.diffusers import private
 from weightstream.adapters.hf.hub import DESCRIBING, PIPELINE, local_path
 from weightstream.errors import CheckpointError, ConfigError
+from weightstream.measure.progress import downloading
 from weightstream.plan.units import some
 from weightstream.store.checkpoint import Checkpoint, within
 
@@ -39,14 +40,18 @@ _ELSEWHERE = MappingProxyType(
 _Pipeline: Any = diffusers.DiffusionPipeline
 
 
-def folder_of(name: str | Path, variant: str | None, **hub: Any) -> Path:
-    """The folder of a pipeline, downloaded from the Hub if `name` is not a path. Raises `CheckpointError`."""
+def folder_of(name: str | Path, variant: str | None, progress: bool | None = None, **hub: Any) -> Path:
+    """The folder of a pipeline, downloaded from the Hub if `name` is not a path; `progress` as for `hub.local_path`.
+
+    Raises `CheckpointError`.
+    """
     if (path := Path(name).expanduser()).is_dir():
         return path
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise CheckpointError(f"{name}: no such file or folder")
     try:
-        path = Path(_Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub))
+        with downloading(str(name), progress):
+            path = Path(_Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{name!r} is not a local folder, and its download from the Hub failed: {error}; "

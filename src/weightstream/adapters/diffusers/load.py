@@ -131,7 +131,7 @@ def load_pipeline(
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository is complete")
-        folder = folder_of(path_or_repo_id, variant, **hub)
+        folder = folder_of(path_or_repo_id, variant, progress, **hub)
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
         checkpoints = open_checkpoints(folder, specs, variant)

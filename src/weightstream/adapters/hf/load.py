@@ -142,7 +142,7 @@ def load_pretrained(
     if (quantization := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", quantization, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    source = find(path_or_repo_id, trust_remote_code, **hub)
+    source = find(path_or_repo_id, trust_remote_code, progress=progress, **hub)
     path = source.path
     if path.is_dir() and names_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
