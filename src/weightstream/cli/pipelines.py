@@ -21,7 +21,7 @@ from weightstream.cli.terminal import (
     figure,
     grid,
     numbers_of,
-    prediction_lines,
+    prediction_text,
     print_labelled,
     print_message,
     print_table,
@@ -341,7 +341,7 @@ def _report(
     planned = session.planned
     lines = {"image": ", ".join(map(str, files))}
     if planned is not None:
-        lines |= prediction_lines(planned.seconds, taken_s, _seconds, is_rough=planned.is_rough)
+        lines["predicted"] = prediction_text(planned.seconds, taken_s, _seconds, is_rough=planned.is_rough)
     else:
         lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
@@ -424,7 +424,7 @@ def show_pipeline_bench(
     lines = {}
     if planned is not None:
         measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-        lines = prediction_lines(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
+        lines["predicted"] = prediction_text(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
     verdict = {None: "not compared", True: "yes, all images are bit for bit the same", False: "NO: images differ"}
