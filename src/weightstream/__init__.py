@@ -1,6 +1,7 @@
 """Run a PyTorch model bigger than the GPU: weights stream through a small ring of device memory, bit for bit."""
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weightstream.errors import (
@@ -13,8 +14,6 @@ from weightstream.errors import (
     UnsupportedError,
     WeightstreamError,
 )
-from weightstream.plan.plan import Plan
-from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 from weightstream.settings.log import prefix_last_resort
 
 if TYPE_CHECKING:
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
     )
     from weightstream.api.pipelines import offload_pipeline, pipeline_from_pretrained
     from weightstream.api.plan_model import plan_model
+    from weightstream.plan.plan import Plan
     from weightstream.runtime.streamer.stats import Stats
     from weightstream.runtime.streamer.streamer import Streamer
+    from weightstream.settings.config import ConfigWarning, OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 __version__ = "0.1.0"
 prefix_last_resort()
@@ -71,22 +72,37 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # what needs torch waits for its first use: `weightstream --help` is immediate
-    if name in ("Stats", "Streamer"):
-        return getattr(import_module(f"weightstream.runtime.streamer.{name.lower()}"), name)
-    if name == "Stripes":
-        return import_module("weightstream.api.multi_gpu").Stripes
-    if name == "generate":
-        return import_module("weightstream.adapters.generation.generation").generate
-    if name in ("offload_pipeline", "pipeline_from_pretrained"):
-        return getattr(import_module("weightstream.api.pipelines"), name)
-    if name == "plan_model":
-        return import_module("weightstream.api.plan_model").plan_model
-    if name in ("from_pretrained", "offload"):
-        return getattr(import_module("weightstream.api.offload"), name)
-    if name in __all__:
-        return getattr(import_module("weightstream.api.offloaders"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_MODULES = MappingProxyType(  # of names that load at their first use: the command line starts within milliseconds
+    {
+        "BaseOffloader": "api.offloaders",
+        "ConfigWarning": "settings.config",
+        "NoopOffloader": "api.offloaders",
+        "OffloadConfig": "settings.config",
+        "Plan": "plan.plan",
+        "PrefetchOffloadConfig": "settings.config",
+        "PrefetchOffloader": "api.offloaders",
+        "Stats": "runtime.streamer.stats",
+        "Streamer": "runtime.streamer.streamer",
+        "Stripes": "api.multi_gpu",
+        "UVAOffloadConfig": "settings.config",
+        "UVAOffloader": "api.offloaders",
+        "create_offloader": "api.offloaders",
+        "from_pretrained": "api.offload",
+        "generate": "adapters.generation.generation",
+        "get_offloader": "api.offloaders",
+        "offload": "api.offload",
+        "offload_pipeline": "api.pipelines",
+        "pipeline_from_pretrained": "api.pipelines",
+        "plan_model": "api.plan_model",
+        "set_offloader": "api.offloaders",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"weightstream.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:  # what completion shows: else what is imported here, and nothing that waits

@@ -107,7 +107,6 @@ def test_shows_text_then_summary(folder: Path) -> None:
     assert summary[0] == f"   prompt: {PROMPT}"
     assert text.split() == [f"w{i}" for i in plain_tokens(folder, [5, 9, 23]) if i > 2]
     labels = [line.partition(":")[0].strip() for line in summary if line[:10].endswith(":")]
-    labels = [label for label in labels if label != "advice"]  # shown on a busy machine
     assert labels == ["prompt", "plan", "speed", "streamed", "predicted", "identical"]
     assert summary[-1] == "identical: yes"
     assert max(map(len, summary)) <= 100
@@ -354,7 +353,7 @@ def test_version() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("command", "option"), [("run", "--device-budget"), ("pack", "--verify"), ("plan", "--sweep")])
 def test_help_loads_no_torch(command: str, option: str) -> None:
-    code = "import sys, weightstream.__main__"
+    code = "from weightstream.__main__ import main; main()"
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", code, command, "--help"], capture_output=True, text=True
     )

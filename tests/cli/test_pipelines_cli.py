@@ -65,13 +65,15 @@ def pixels(path: Path) -> bytes:
 
 
 def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightstream.cli.pipelines._BUDGETS", 3)  # of a sweep: each is a search
-    result = weightstream("plan", folder, "--device-budget", BUDGET, *CALL, "--sweep", "--save", tmp_path / "plan.json")
+    monkeypatch.setattr("weightstream.cli.pipelines._BUDGETS", 2)  # of a sweep: each is a search
+    flags = ("--device-budget", BUDGET, *CALL, "--sweep")
+    result = weightstream("plan", folder, *flags, "--save", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
     for text in ("text_encoder_2", "3 x forward", "1 x decode", "predicted:", "seconds per call over budget", "▶"):
         assert text in result.stdout
-    found = answered("plan", folder, "--device-budget", BUDGET, *CALL)
+    found = answered("plan", folder, *flags)
     assert found["device_nbytes"] <= 800 << 10 < found["nbytes"]
+    assert {row["budget"] for row in found["sweep"]} == {found["nbytes"] // 2, 800 << 10, found["nbytes"]}
     assert [turn["num"] for turn in found["turns"]] == [1, 1, 3, 1]
     assert found["seconds"] >= found["bound_s"] > 0
     assert json.loads((tmp_path / "plan.json").read_text())["copied_nbytes"] == found["copied_nbytes"]

@@ -21,6 +21,7 @@ from repeats import only
 from weightstream.cli import app
 from weightstream.errors import CheckpointError
 from weightstream.measure import profile as profiles
+from weightstream.plan import multi_device
 from weightstream.plan.manifest import Profile
 from weightstream.plan.plan import Plan
 
@@ -122,7 +123,7 @@ def test_the_rows_of_a_sweep_are_plans_and_the_chosen_budget_is_marked(
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     rows = [row for row in cells if len(row) == 8]
-    plans = [*swept["sweep"], swept]
+    plans = swept["sweep"]
     assert {row[4] for row in rows} == {f"{1e3 * p['run_s']:,.1f}" for p in plans}
     assert [row[0] for row in rows if "▶" in row[0]] == ["▶ 8.00"]
     assert "budget MiB" in text
@@ -145,7 +146,7 @@ def test_a_sweep_is_a_line_per_budget_at_any_width(
     text = shown_of(plan("--device-budget", "8MiB", "--sweep"))
     assert max(map(len, text.splitlines())) <= width
     lines = text.partition("step time over budget")[2].splitlines()
-    assert sum(line.startswith("│") for line in lines) == len(swept["sweep"]) + 1
+    assert sum(line.startswith("│") for line in lines) == len(swept["sweep"])
     heads = zip(*(line.strip("┃").split("┃") for line in lines if line.startswith("┃")), strict=True)
     shown = {" ".join(" ".join(head).split()).replace(" /", "/") for head in heads}
     assert {"budget MiB", "resident", "ring", "compressed", "step ms", "tokens/s", "limit", ""} - shown == lost
@@ -369,6 +370,7 @@ def test_more_memory_is_never_slower_in_a_sweep(swept: dict[str, Any]) -> None:
     plans = swept["sweep"]
     assert len(plans) > 10
     assert all(p["device_nbytes"] <= p["budget"] for p in plans)
+    assert [p["budget"] for p in plans].count(8 << 20) == 1, "the chosen budget has a row"
     times = [p["run_s"] for p in plans]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
@@ -525,6 +527,24 @@ def test_over_several_gpus(folder: Path, machine: Path) -> None:
     assert refused.exit_code == 2
     assert "--sweep: only for one GPU" in refused.stderr
     assert planned("--device-budget", "1KiB", "--gpus", 2).exit_code == 2
+
+
+@pytest.mark.usefixtures("few_plans")
+def test_weights_that_fit_compute_as_long_on_several_gpus(folder: Path, machine: Path) -> None:
+    """All on the first GPU, or two of the four blocks on the other: then the states of a token move there and back."""
+
+    def planned(budget: str, *flags: object) -> dict[str, Any]:
+        arguments = ["--profile", machine, "--codec", "none", "--device-budget", budget, "--json", *flags]
+        return facts(CliRunner().invoke(app, ["plan", str(folder), *map(str, arguments)]))
+
+    one, fits, halves = planned("64MiB"), planned("64MiB", "--gpus", 2), planned("12MiB", "--gpus", 2)
+    assert [len(each["devices"]) for each in (fits, halves)] == [1, 2]
+    assert fits["step_nbytes"] == halves["step_nbytes"] == 0
+    hops_s = 2 * 2 * (multi_device.HOP_S + 2 * SHAPE["hidden_size"] / MACHINE.link_bytes_per_s)
+    assert fits["graph_s"] == pytest.approx(one["graph_s"], rel=1e-9)
+    assert halves["graph_s"] == pytest.approx(one["graph_s"] + hops_s, rel=1e-9)
+    for several in (fits, halves):
+        assert several["step_s"] == pytest.approx(one["step_s"], rel=1e-9), "the host launches as much"
 
 
 @pytest.mark.usefixtures("few_plans")

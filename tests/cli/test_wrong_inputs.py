@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from models import TEXT
 from weightstream.adapters.steps.decode_steps import DecodeSteps
 from weightstream.cli import app
+from weightstream.measure import checks
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -104,13 +106,11 @@ def used_port() -> Iterator[int]:
         (("run", "{model}", "--config", "{tmp}"), "Is a directory"),
         (("run", "{model}", "--draft", "{tmp}/none", "--device", "cpu"), "no such file or folder"),
         (("run", "{model}", "--temperature", "1", "--seed", str(10**30)), "--seed"),
-        (("trace", "{model}", "--out", "/sys/x.json"), "--out /sys/x.json"),
         (("plan", "{model}", "--profile", "{tmp}/bad.jsonl"), "not a profile: Invalid JSON"),
         (("bench", "{model}", "--plot", "{tmp}/none/x.png"), "--plot"),
         (("pack", "{model}", "{model}/inside"), "name a folder outside of it"),
         (("pack", "{model}", "{tmp}/out", "--codec", "gzip"), "'gzip'"),
         (("serve", "{model}", "--port", "{port}"), "--port"),
-        (("doctor", "--save", "/sys/x"), "--save /sys/x"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], said: str, model: Path, tmp_path: Path, used_port: int) -> None:
@@ -119,6 +119,25 @@ def test_wrong_arguments(arguments: tuple[str, ...], said: str, model: Path, tmp
     error = refused(*(argument.format_map(places) for argument in arguments))
     assert said in error
     assert "errors.pydantic.dev" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("doctor", "--save", "/sys/x"), "--save /sys/x"),
+        (("plan", "{tmp}/no-model", "--save", "{tmp}/none/x.json"), "--save {tmp}/none/x.json"),
+        (("pack", "nobody/nothing", "/sys/none/x"), "/sys/none/x cannot be written"),
+        (("pack", "nobody/nothing", "{tmp}"), "{tmp} exists"),
+        (("trace", "{tmp}/no-model", "--out", "/sys/x.json"), "--out /sys/x.json"),
+    ],
+)
+def test_places_that_cannot_be_written_come_before_the_work(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "examine", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert said.format(tmp=tmp_path) in refused(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from torch import nn
 
 import weightstream
+from weightstream.errors import CheckpointError
 from weightstream.measure import progress
 from weightstream.plan.planner_inputs import PlannerInputs
 from weightstream.runtime.weights.homes import Homes
@@ -120,10 +121,11 @@ def test_no_line_comes_after_the_end(shown: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_long_work_is_reported_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LONG_S", 0.01)
-    monkeypatch.setattr(progress, "_AGAIN_S", (0.02, 1.0, 1000.0))
+    monkeypatch.setattr(progress, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(progress, "_EACH_S", 0.6)
     with progress.lasting(TEXT):
-        time.sleep(1.2)
-    assert capsys.readouterr().err.splitlines() == [f"{STILL}, {seconds} s so far" for seconds in (0, 0, 1)]
+        time.sleep(1.5)
+    assert capsys.readouterr().err.splitlines() == [f"{STILL}, {seconds} s so far" for seconds in (0, 0, 1, 1)]
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -190,6 +192,47 @@ def test_long_phases_of_an_offload_are_reported(
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     weightstream.offload(model, device="cpu", device_budget="48KiB").remove()
     assert capsys.readouterr().err.splitlines().count(f"weightstream: still {said}, 0 s so far") == 1
+
+
+def model_files(name: str, shown: bool | None) -> None:
+    from weightstream.adapters.hf.hub import find
+
+    find(name, False, progress=shown)
+
+
+def pipeline_files(name: str, shown: bool | None) -> None:
+    from weightstream.adapters.diffusers.folder import folder_of
+
+    folder_of(name, None, shown)
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("download", [model_files, pipeline_files])
+@pytest.mark.parametrize(("is_terminal", "shown", "num"), [(False, None, 2), (True, None, 1), (False, False, 0)])
+def test_long_downloads_are_reported(
+    download: Callable[[str, bool | None], None],
+    is_terminal: bool,
+    shown: bool | None,
+    num: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a terminal, bars of the Hub's library follow the first line."""
+
+    def slow(*_: object, **__: object) -> None:
+        time.sleep(0.1)
+        raise OSError("the network is gone")
+
+    diffusers = pytest.importorskip("diffusers")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", slow)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", slow)
+    monkeypatch.setattr(progress, "_AWAITED_S", 0.01)
+    monkeypatch.setattr(progress, "_is_terminal", lambda: is_terminal)
+    with pytest.raises(CheckpointError, match="the network is gone"):
+        download("org/model", shown)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("weightstream: ")]
+    text = "downloading org/model from the Hub, if its cache lacks it"
+    assert said == [f"weightstream: {text}", f"weightstream: still {text}, 0 s so far"][:num]
 
 
 FIRST = """

@@ -18,7 +18,7 @@ from weightstream.plan.check import prove
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec, Workload
 from weightstream.plan.plan import ACTS, Plan
 from weightstream.plan.speculation import PassSeconds
-from weightstream.plan.units import exact, human, milliseconds, per_second, rate, rough_seconds, roughly
+from weightstream.plan.units import exact, human, milliseconds, per_second, rate, rough_seconds, roughly, some
 
 MIB = 1 << 20
 
@@ -372,3 +372,8 @@ def test_another_order_acts_differently_if_anything_opens() -> None:
     assert not plan.acts_as(replace(plan, manifest=replace(plan.manifest, order=turned)))
     resident = Plan.build(plan.manifest, frozenset(plan.manifest.aliases), 0)
     assert resident.acts_as(replace(resident, manifest=replace(plan.manifest, order=turned)))
+
+
+@pytest.mark.parametrize(("num", "text"), [(0, ""), (1, "a"), (3, "a, b, c"), (4, "a, b, c and 1 more")])
+def test_the_first_of_many_names(num: int, text: str) -> None:
+    assert some("abcdefg"[:num], 3) == text

@@ -25,7 +25,7 @@ from weightstream.settings.config import OffloadConfig
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.header import dtype_name
 from weightstream.store.mapping import Memory
-from weightstream.store.pack import Shard, choose, copy_beside, growing, lay_out, write_pack
+from weightstream.store.pack import Shard, check_place, choose, copy_beside, growing, lay_out, write_pack
 
 _SMALL_NBYTES = 4096  # smaller tensors that belong to quantised weights do not go into a unit's file
 _Key = tuple[int, tuple[int, ...]]
@@ -66,11 +66,14 @@ def pack(
     """
     options = _PackOptions(OffloadConfig(codec=codec).codec, verify, advance)  # type: ignore[arg-type]  # pydantic checks it
     check_source(path_or_repo_id)
+    out = _place(out.expanduser())
+    check_place(out)  # now, not after minutes of download
     if names_pipeline(path_or_repo_id):
         from weightstream.adapters.diffusers.folder import folder_of, specs_of  # needs diffusers
 
         folder = folder_of(path_or_repo_id, variant)
-        with growing(_place(out.expanduser(), folder)) as grown:
+        _check_outside(out, folder)
+        with growing(out) as grown:
             return list(_pipeline(folder, specs_of(folder), grown, options, variant))
     if variant is not None:
         raise ConfigError(f"{path_or_repo_id} is not a diffusers pipeline: leave out variant")
@@ -83,7 +86,8 @@ def pack(
             "pack that"
         )
     may_write = options.may_write(folder)
-    with growing(_place(out.expanduser(), folder)) as grown:
+    _check_outside(out, folder)
+    with growing(out) as grown:
         with lasting(f"loading {path_or_repo_id}"):
             loaded = load_pretrained(
                 source,
@@ -185,15 +189,19 @@ def _packed(loaded: LoadedModel, folder: Path, options: _PackOptions, stem: str 
     return shards
 
 
-def _place(out: Path, folder: Path) -> Path:
+def _place(out: Path) -> Path:
     """The folder of the pack; raises `ConfigError` if a pack there would overwrite something else."""
     if out.is_symlink():
         raise ConfigError(f"{out} is a link to {out.readlink()}: name the folder itself")
-    if out.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
     if Path.cwd().is_relative_to(out.resolve()):
         raise ConfigError(f"{out} is or contains the current working directory: name a new folder")
     return out.resolve()
+
+
+def _check_outside(out: Path, folder: Path) -> None:
+    """Raise `ConfigError` if the pack would be in the model's folder."""
+    if out.is_relative_to(folder.resolve()):
+        raise ConfigError(f"{out} is in the model's folder {folder}: name a folder outside of it")
 
 
 def _device(dtypes: Collection[str]) -> torch.device:

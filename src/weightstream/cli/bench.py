@@ -36,7 +36,7 @@ from weightstream.cli.terminal import (
     figure,
     grid,
     is_on_cpu,
-    prediction_lines,
+    prediction_text,
     print_labelled,
     print_table,
     require,
@@ -164,9 +164,9 @@ def show_bench(plan: AnyPlan, row: dict[str, Any]) -> None:
     print_systems(row["systems"])
     measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
     all_weights = f"all {human(row['nbytes'])} of weights take {milliseconds(row['whole_floor_s'])}"
-    lines = plan.predictions() | (
-        prediction_lines(row["predicted_s"], measured, is_rough=row["is_rough"]) if row["predicted_s"] else {}
-    )
+    lines = plan.predictions()
+    if row["predicted_s"]:
+        lines["predicted"] = prediction_text(row["predicted_s"], measured, is_rough=row["is_rough"])
     if plan.step_s != row["predicted_s"]:
         lines["predicted"] += f"; {milliseconds(plan.step_s)} from times measured since"
     if row["experts"]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from weightstream.cli.terminal import AsJson, Device, print_folded, screen, write_file
+from weightstream.cli.terminal import AsJson, Device, check_writable, print_folded, screen, write_file
 from weightstream.measure.progress import lasting
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def doctor(
     Speeds are measured the first time, in a second or two, and kept until the driver, torch or the
     device changes. Exits with 1 if something is broken.
     """
+    check_writable("--save", save)
     with lasting("loading libraries"):
         from weightstream.measure.checks import examine
         from weightstream.measure.profile import to_json

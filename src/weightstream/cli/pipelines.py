@@ -13,7 +13,7 @@ import typer
 
 from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli.messages import shows_bars
-from weightstream.cli.plan_output import Output, faster_note, machine_line
+from weightstream.cli.plan_output import Output, faster_note, machine_line, sweep_rows
 from weightstream.cli.terminal import (
     Loading,
     add_budget,
@@ -21,7 +21,7 @@ from weightstream.cli.terminal import (
     figure,
     grid,
     numbers_of,
-    prediction_lines,
+    prediction_text,
     print_labelled,
     print_message,
     print_table,
@@ -104,8 +104,8 @@ def plan_pipeline(
     if output.plot is not None:
         _draw(model, plans, output.plot)
     if output.as_json:
-        others = {"sweep": [{"budget": at.budget} | at.plan.numbers() for at in plans]} if plans else {}
-        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **own.plan.numbers(), **others}))
+        rows = {"sweep": sweep_rows(plans)} if plans else {}
+        typer.echo(json.dumps({"model": model, "nbytes": sketch.nbytes, **own.plan.numbers(), **rows}))
     elif output.sweep:
         _show_sweep(own, plans)
         print_labelled(faster_note(own, plans))
@@ -341,7 +341,7 @@ def _report(
     planned = session.planned
     lines = {"image": ", ".join(map(str, files))}
     if planned is not None:
-        lines |= prediction_lines(planned.seconds, taken_s, _seconds, is_rough=planned.is_rough)
+        lines["predicted"] = prediction_text(planned.seconds, taken_s, _seconds, is_rough=planned.is_rough)
     else:
         lines["took"] = _seconds(taken_s)
     model_nbytes = sum(part.model_nbytes for part in stats.components.values())
@@ -424,7 +424,7 @@ def show_pipeline_bench(
     lines = {}
     if planned is not None:
         measured = next(system["p50_s"] for system in row["systems"] if system["name"] == "offloaded")
-        lines = prediction_lines(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
+        lines["predicted"] = prediction_text(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
     verdict = {None: "not compared", True: "yes, all images are bit for bit the same", False: "NO: images differ"}

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, reaching, swept
 from weightstream.cli import pipelines
-from weightstream.cli.plan_output import Output, faster_note, machine_line
+from weightstream.cli.plan_output import Output, faster_note, machine_line, sweep_rows
 from weightstream.cli.terminal import (
     AsJson,
     DraftOption,
@@ -33,6 +33,7 @@ from weightstream.cli.terminal import (
     Width,
     add_budget,
     check_figure,
+    check_writable,
     drawn,
     figure,
     grid,
@@ -112,6 +113,7 @@ def plan(
     """
     if plot is not None:
         check_figure(plot)
+    check_writable("--save", save)
     loading["config"] = _with_training(loading["config"], train=train, rank=rank, checkpoints=checkpoints)
     output = Output(sweep=sweep, plot=plot, save=save, as_json=as_json)
     is_pipeline = pipelines.is_diffusers(model)
@@ -216,8 +218,7 @@ def _on_one(
     if output.as_json:
         facts: dict[str, Any] = {"model": model, **shards, **json_facts(inputs, planned)}
         if plans:
-            others = (at for at in plans if at.budget != _budget(planned))
-            facts["sweep"] = [at.plan.numbers() | {"budget": at.budget} for at in others]
+            facts["sweep"] = sweep_rows(plans)
         if mode != "off":
             facts["speculation"] = _expected(planned)._asdict()
         if drafted is not None:

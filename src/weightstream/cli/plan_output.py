@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightstream.api.other_budgets import AtBudget, P
 from weightstream.cli.messages import is_quiet
@@ -55,6 +55,11 @@ def machine_line(planned: Plan | PipelinePlan, where: MachineChoice) -> str:
     if planned.on_cpu:
         return f'{text}; no GPU here: try --gpu "RTX 4090"'
     return text if planned.is_measured else f"{text}: `weightstream doctor` measures this machine"
+
+
+def sweep_rows(plans: Sequence[AtBudget[P]]) -> list[dict[str, Any]]:
+    """The rows of a sweep for `--json`, also that of the chosen budget: the budget, and the numbers of its plan."""
+    return [at.plan.numbers() | {"budget": at.budget} for at in plans]
 
 
 def faster_note(own: AtBudget[P], plans: Sequence[AtBudget[P]]) -> dict[str, str]:

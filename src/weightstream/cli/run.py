@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,14 +36,14 @@ from weightstream.cli.terminal import (
     check_writable,
     expert_line,
     numbers_of,
-    prediction_lines,
+    prediction_text,
     print_labelled,
     require,
     speculation_line,
     takes_model,
 )
 from weightstream.errors import ConfigError, OffloadError
-from weightstream.measure.progress import announced
+from weightstream.measure.progress import announced, lasting
 from weightstream.plan.plan import Plan
 from weightstream.plan.units import human, milliseconds, per_second
 from weightstream.runtime.trace import Trace, total
@@ -161,11 +162,12 @@ def run(
 
 def opened(model: str, loading: Loading, what: str) -> TextModel:
     """A model whose tokenizer is loaded, for the command `what`."""
-    is_here = os.path.exists(os.path.expanduser(model))
-    with announced("loading the tokenizer" if is_here else f"downloading {model} from the Hub, if its cache lacks it"):
+    with lasting("loading libraries"):
         require("transformers", "transformers", what)
         from weightstream.text.engine import TextModel
 
+    is_here = os.path.exists(os.path.expanduser(model))
+    with lasting("loading the tokenizer") if is_here else nullcontext():  # a download has lines of its own
         return TextModel(model, loading["trust_remote_code"])
 
 
@@ -289,7 +291,7 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
         lines["experts"] = expert_line(report["experts"])
     measured_s, predicted_s = stats["step_s"], report["predicted_s"]
     if measured_s is not None and predicted_s:
-        lines |= prediction_lines(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
+        lines["predicted"] = prediction_text(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
@@ -382,7 +384,7 @@ def _show_trace(model: TextModel, recorded: Trace, out: Path) -> None:
         "plan": model.streamer.plan.summary(),
         "prompt": f"1 step of {milliseconds(steps[0].seconds)}",
         "decode": f"{len(steps) - 1} steps of {milliseconds(decoded_s)} each (median)",
-        **prediction_lines(model.streamer.plan.step_s, decoded_s, is_rough=model.streamer.plan.is_rough),
+        "predicted": prediction_text(model.streamer.plan.step_s, decoded_s, is_rough=model.streamer.plan.is_rough),
         "compute": f"{milliseconds(ran_s - waited_s)}, and {milliseconds(waited_s)} of waiting for copies",
     }
     if fills:

@@ -104,7 +104,7 @@ class Loading(TypedDict):
 _READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
 _FIRST = ("device_budget", "device")  # the most frequent ones
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
-_FACTOR = 2  # a prediction that is off by more suggests that the machine has changed since it was measured
+_FACTOR = 2  # from which a miss is no percentage
 
 
 def require(package: str, extra: str, what: str) -> Any:
@@ -118,9 +118,9 @@ def require(package: str, extra: str, what: str) -> Any:
 
 def is_on_cpu(device: str | None) -> bool:
     """Whether a model computes on the CPU with this --device."""
-    from weightstream.runtime.devices import cuda
+    from weightstream.runtime.devices.opening import device_of
 
-    return (device or ("cuda" if cuda.is_available() else "cpu")) == "cpu"
+    return device_of(device).type == "cpu"
 
 
 def takes_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -246,24 +246,21 @@ def print_labelled(lines: Mapping[str, str], *, err: bool = False) -> None:
         print_folded(Text.assemble((f"{label:>{_LABEL}}:", "bold"), " "), value, err=err)
 
 
-def prediction_lines(
+def prediction_text(
     predicted_s: float,
     measured_s: float,
     text: Callable[[float], str] = milliseconds,
     *,
     is_rough: bool = False,
     step: object = None,
-) -> dict[str, str]:
-    """Labelled lines that compare a prediction, for `step` if it is known, with the measurement."""
+) -> str:
+    """A prediction, for `step` if it is known, compared with the measurement."""
     ratio = measured_s / predicted_s
     is_far = not 1 / _FACTOR <= ratio <= _FACTOR
     off = f"{max(ratio, 1 / ratio):.1f} times" if is_far else f"{abs(ratio - 1):.0%}".replace("%", " %")
-    verdict = "as predicted" if off == "0 %" else f"{off} {'slower' if ratio > 1 else 'faster'} than predicted"
+    verdict = "as predicted" if off == "0 %" else f"{off} {'slower' if ratio > 1 else 'faster'}"
     planned = (rough_seconds if is_rough else text)(predicted_s) + (f" ({step})" if step else "")
-    lines = {"predicted": f"{planned}, measured {text(measured_s)}: {verdict}"}
-    if is_far:
-        lines["advice"] = "measure again with `weightstream doctor --measure`"
-    return lines
+    return f"{planned}, measured {text(measured_s)}: {verdict}"
 
 
 def numbers_of(stats: Stats) -> dict[str, Any]:

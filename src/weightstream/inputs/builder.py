@@ -27,7 +27,7 @@ from weightstream.measure.progress import lasting
 from weightstream.plan.plan import Plan
 from weightstream.plan.planner import Machine
 from weightstream.plan.planner_inputs import PlannerInputs
-from weightstream.plan.units import human
+from weightstream.plan.units import human, some
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend
 from weightstream.runtime.devices.opening import pinned
@@ -342,7 +342,7 @@ def _weights(model: nn.Module, elsewhere: frozenset[int]) -> dict[str, alias_gro
         logger.warning(
             "the memory of %s is also used by tensors or arrays outside of the model: writes through these are not "
             "seen from now on. Write to the model's own tensors, or drop the others before offload()",
-            ", ".join(held) if len(held) <= _NAMED else f"{', '.join(held[:_NAMED])} and {len(held) - _NAMED} more",
+            some(held, _NAMED),
         )
     return by_alias
 

@@ -55,7 +55,15 @@ class DeviceSplit(NamedTuple):
         """The layers of the model that one device holds."""
         blocks = tuple(block for block, owner in self.lane_of.items() if owner == lane)
         share = len(blocks) / len(self.lane_of)
-        return LayerSubset(blocks=blocks, grains=GRAINS, model=model, cache_share=share, observe=self.observe)
+        elsewhere: dict[nn.Module | None, bool] = {block: owner != lane for block, owner in self.lane_of.items()}
+        return LayerSubset(
+            blocks=blocks,
+            grains=GRAINS,
+            model=model,
+            cache_share=share,
+            elsewhere=elsewhere | {None: lane != 0},
+            observe=self.observe,
+        )
 
     @property
     def used(self) -> list[int]:

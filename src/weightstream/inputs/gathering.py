@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,6 +73,7 @@ class LayerSubset:
         in_graphs: steps are CUDA graphs, in which the host launches no kernel.
         model: the model that the layers are part of, whose steps are planned for; None: an engine runs them.
         cache_share: the share of the model's cache that belongs to the layers.
+        elsewhere: whether another device computes a block; None: what is in no block.
         observe: returns the work of the model's step; shared by all devices, so that the step is traced once.
         picks_of: how a module reads single rows of its stacks.
     """
@@ -83,6 +84,7 @@ class LayerSubset:
     in_graphs: bool = False
     model: nn.Module | None = None
     cache_share: float = 1.0
+    elsewhere: Mapping[nn.Module | None, bool] = field(default_factory=dict)
     observe: Observe = observe
     picks_of: PicksOf = picks_of
 
@@ -400,12 +402,13 @@ class Gatherer:
         aliases = self._alias_of_tensor()
         # a CUDA graph can only contain copies of pinned memory
         is_text |= work.captured is not None and inputs.config.pin_memory
+        elsewhere = {} if self.subset is None else self.subset.elsewhere
         manifests, demands = [], []
         for units, grain in zip(self.grains, inputs.grains, strict=True):
-            captured = {} if work.captured is None else _by_unit(work.captured, units)
+            captured = {} if work.captured is None else _by_unit(work.captured, units, elsewhere)
             demand = Demand(
                 workload=workload,
-                work=_by_unit(work, units),
+                work=_by_unit(work, units, elsewhere),
                 captured=captured,
                 activation_nbytes=work.activation_nbytes,
                 cache_nbytes=work.cache_nbytes,
@@ -587,9 +590,11 @@ def _generates(model: nn.Module) -> bool:
     return bool(getattr(model, "can_generate", bool)())
 
 
-def _by_unit(work: Footprint, units: Sequence[UnitModule]) -> dict[str, tuple[Op, ...]]:
-    """The operators of each unit, by its name."""
-    return {unit.name: ops for unit, ops in zip(units, work.work(units), strict=True)}
+def _by_unit(
+    work: Footprint, units: Sequence[UnitModule], elsewhere: Mapping[nn.Module | None, bool] = MappingProxyType({})
+) -> dict[str, tuple[Op, ...]]:
+    """The operators of each unit, by its name; `elsewhere` as for `Footprint.work`."""
+    return {unit.name: ops for unit, ops in zip(units, work.work(units, elsewhere), strict=True)}
 
 
 def _engine_demand(grain: Manifest, config: OffloadConfig) -> Demand:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import chain, count
 from threading import Event, Thread
 from typing import Any
 
 logger = logging.getLogger("weightstream.progress")  # the command line writes it to stderr, also into a pipe
 
 LONG_S = 5.0  # a phase that takes longer gets one more line
-_AGAIN_S = (20.0, 60.0, 180.0, 600.0)  # and another one each time
+_AGAIN_S, _EACH_S = 20.0, 60.0  # another one then, and one each minute
 _NOTICED_S = 0.7  # a phase that takes less gets no line
 _AWAITED_S = 1.5  # nor does a start that takes less
 
@@ -104,17 +105,23 @@ class _Steps:
 def lasting(text: str, progress: bool | None = None) -> AbstractContextManager[None]:
     """Write a line if the block takes longer than `LONG_S`, and more later. A thread waits meanwhile: do not measure
     inside."""
-    return _said_after(*_still_lines(text), progress=progress)
+    return _said_after(_still_lines(text), progress)
 
 
 def announced(text: str) -> AbstractContextManager[None]:
     """Write a line if the block takes long enough to be noticed on a terminal, one more after `LONG_S`, and more
     later."""
-    return _said_after((_AWAITED_S, text), *_still_lines(text))
+    return _said_after(chain([(_AWAITED_S, text)], _still_lines(text)))
+
+
+def downloading(name: str, progress: bool | None = None) -> AbstractContextManager[None]:
+    """The lines of `announced` for a download from the Hub; on a terminal the first only, as bars follow it there."""
+    text = f"downloading {name} from the Hub, if its cache lacks it"
+    return _said_after(chain([(_AWAITED_S, text)], () if _is_terminal() else _still_lines(text)), progress)
 
 
 @contextmanager
-def _said_after(*lines: tuple[float, str], progress: bool | None = None) -> Iterator[None]:
+def _said_after(lines: Iterable[tuple[float, str]], progress: bool | None = None) -> Iterator[None]:
     """Write each line once the block has taken its seconds, and none after the end of the block."""
     is_over = Event()
     thread = _said_until(is_over.wait, lines, progress)
@@ -149,8 +156,8 @@ def _said_until(is_over: Callable[[float], bool], lines: Iterable[tuple[float, s
     return thread
 
 
-def _still_lines(text: str) -> list[tuple[float, str]]:
-    return [(seconds, _still(text, seconds)) for seconds in (LONG_S, *_AGAIN_S)]
+def _still_lines(text: str) -> Iterator[tuple[float, str]]:
+    return ((seconds, _still(text, seconds)) for seconds in chain((LONG_S, _AGAIN_S), count(_EACH_S, _EACH_S)))
 
 
 def _still(text: str, seconds: float) -> str:

@@ -83,6 +83,12 @@ def times_s(plan: Plan, profile: Profile, *, captured: bool = False) -> list[Sec
     return [Seconds(max(0.0, unit.device_s + more), 0.0) for unit, more in zip(times, captured_s, strict=True)]
 
 
+def afters_s(times: Sequence[Seconds], profile: Profile) -> list[float]:
+    """Seconds of the ops that run after the release of each unit, out of its seconds."""
+    shares = zip(times, profile.after_share, strict=False)
+    return [unit.device_s * share for unit, share in shares] or [0.0] * len(times)
+
+
 def copy_s(plan: Plan, profile: Profile) -> float:
     """Seconds that the link is busy in a step."""
     return sum(profile.copy_s(plan.unit_nbytes[u]) for fills in plan.after for u in fills)
@@ -147,8 +153,7 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
     more = more if len(more) == num else (Seconds(0.0, 0.0),) * num
     times = [*unit_times, Seconds(0.0, 0.0)]  # the last entry stands for the time before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
-    after = [s * share for s, share in zip(computes, profile.after_share, strict=False)] or [0.0] * len(units)
-    after.append(0.0)
+    after = [*afters_s(unit_times, profile), 0.0]
     copies = [profile.copy_s(nbytes) for nbytes in plan.unit_nbytes]
     reads = [nbytes / profile.disk_bytes_per_s for nbytes in plan.unit_disk_nbytes] if plan.disk else [0.0] * len(units)
     filled = [0.0] * len(computes)

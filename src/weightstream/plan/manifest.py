@@ -485,6 +485,7 @@ class Op:
         flops: floating-point operations.
         nbytes: bytes that it reads and writes.
         after: it runs after the release of the unit, before the next unit opens.
+        elsewhere: another device runs it, between units of this one.
         device_s: measured seconds on the device, which replace the estimate; 0.0: not measured.
         picked: the share of the matrices of a stack that it copies; 0.0: it copies none.
         unpacks: the kernel that unpacks the matrices that it picks, whose rate then limits it; its `nbytes` are those
@@ -497,6 +498,7 @@ class Op:
     flops: float = 0.0
     nbytes: int = 0
     after: bool = False
+    elsewhere: bool = False
     device_s: float = 0.0
     picked: float = 0.0
     unpacks: str = ""
@@ -555,6 +557,7 @@ def mean(calls: Sequence[Sequence[Op]]) -> tuple[Op, ...]:
             flops=sum(op.flops for op in ops) / len(calls),
             nbytes=sum(op.nbytes for op in ops) // len(calls),
             after=any(op.after for op in ops),
+            elsewhere=any(op.elsewhere for op in ops),
             device_s=sum(op.device_s for op in ops) / len(calls) if all(op.device_s for op in ops) else 0.0,
             unpacks=ops[0].unpacks if len({op.unpacks for op in ops}) == 1 else "",
             stacked=all(op.stacked for op in ops),

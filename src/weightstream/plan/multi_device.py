@@ -66,11 +66,10 @@ class Lane:
     def of(cls, plan: Plan, planner: Planner) -> Lane:
         """The lane of a plan.
 
-        The planner's ops `after` a unit run until the next unit of this device, so other devices have turns in between:
-        they are left out.
+        Ops that other devices run between two units of this one count there, and are left out.
         """
         work, captured = (
-            {name: tuple(op for op in ops if not op.after) for name, ops in every.items()}
+            {name: tuple(op for op in ops if not op.elsewhere) for name, ops in every.items()}
             for every in (planner.demand.work, planner.demand.captured)
         )
         planner = replace(planner, demand=replace(planner.demand, work=work, captured=captured))
@@ -189,7 +188,7 @@ def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = Fals
             launched += state.hosts[unit]
             ended = max(state.opened(unit), now) + state.computes[unit]
             state.free = max(ended, launched)
-            disk_free = state.fill(fills, state.free, disk_free)
+            disk_free = state.fill(fills, state.free - state.afters[unit], disk_free)
             now = state.free
         now += hops[block[0]]
     return max(now - started, launched / _STEPS) + sum(lane.read_s for lane in lanes)
@@ -204,6 +203,7 @@ class _State:
         self.decodes = [profile.decode_s(u, unit) for u, unit in enumerate(units)]
         self.computes = [max(0.0, s - decode_s) for (s, _), decode_s in zip(times, self.decodes, strict=True)]
         self.hosts = [host_s for _, host_s in times]
+        self.afters = cost.afters_s(times, profile)
         self.free = self._link_free = 0.0
         self._filled = [0.0] * len(units)
 

@@ -1,6 +1,9 @@
-"""Amounts as text for people: bytes, rates and seconds."""
+"""Amounts and names as text for people: bytes, rates and seconds, and the first of many names."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
 
 from pydantic import ByteSize
 
@@ -56,3 +59,9 @@ def short(number: float) -> str:
 def rate(number: float) -> str:
     """A number per second with at least three digits, however small: `0.0123`, `4.56`, `1,234`."""
     return f"{number:.3g}" if number < 1 else short(number) if number < 1000 else f"{number:,.0f}"
+
+
+def some(names: Collection[str], most: int = 4) -> str:
+    """The first `most` names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(islice(names, most)) + more

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightstream.errors import CheckpointError, StoreError
+from weightstream.plan.units import some
 from weightstream.store.file_slice import FileSlice
 from weightstream.store.header import REMEDY, TensorEntry, read_header, read_json, torch_dtype
 from weightstream.store.lazy import DecodedMemory, LazyMemory
@@ -185,7 +186,7 @@ def _weights_of(folder: Path) -> str:
     if found:
         raise CheckpointError(
             f"{folder}: {len(found)} safetensors files and no model.safetensors.index.json to join them: "
-            f"{', '.join(found[:4])}, …; pass the path of one file"
+            f"{some(found)}; pass the path of one file"
         )
     if adapters:
         raise CheckpointError(

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,14 +199,24 @@ def lay_out(
     return shards
 
 
+def check_place(out: Path) -> None:
+    """Raise `ConfigError` if `out` exists, `StoreError` if no folder can be made there. Makes no folder that stays."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists: name a new folder")
+    existing = next(folder for folder in out.parents if folder.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}.", dir=existing))
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written: {error.strerror}; name another folder") from error
+
+
 @contextlib.contextmanager
 def growing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes the pack `out` at the end; removes the leftovers of killed runs first.
 
-    Raises `ConfigError` if `out` exists, `StoreError` if files cannot be written.
+    Raises as `check_place` does, and `StoreError` if files cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists: name another folder, or remove it")
+    check_place(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(out)

@@ -183,6 +183,17 @@ def test_order_and_work_of_units() -> None:
     assert found.work([]) == ()
 
 
+@pytest.mark.parametrize("is_outside_away", [False, True])
+def test_ops_of_other_devices_are_marked(is_outside_away: bool) -> None:
+    """Of one device's units, a and b: c runs elsewhere, and perhaps the model's own computations."""
+    model = Reordered()
+    units = [UnitModule(name=name, module=getattr(model, name)) for name in "ab"]
+    found = watched(model, torch.randn(4, 8)).work(units, {None: is_outside_away, model.c: True, model.a: False})
+    own = {(op.rate, op.after): op.elsewhere for ops in found for op in ops if not (op.after and op.rate == "single")}
+    assert own == {("single", False): False, ("none", True): is_outside_away}
+    assert [op.elsewhere for ops in found for op in ops if op.after and op.rate == "single"] == [True]
+
+
 def test_an_op_counts_for_the_innermost_unit() -> None:
     model = Reordered()
     outer = UnitModule(name="", module=model, scope=Scope.OWN, enclosing=True)

@@ -22,6 +22,8 @@ from torch import nn
 from weightstream.adapters.diffusers import private
 from weightstream.adapters.hf.hub import DESCRIBING, PIPELINE, local_path
 from weightstream.errors import CheckpointError, ConfigError
+from weightstream.measure.progress import downloading
+from weightstream.plan.units import some
 from weightstream.store.checkpoint import Checkpoint, within
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
@@ -38,14 +40,18 @@ _ELSEWHERE = MappingProxyType(
 _Pipeline: Any = diffusers.DiffusionPipeline
 
 
-def folder_of(name: str | Path, variant: str | None, **hub: Any) -> Path:
-    """The folder of a pipeline, downloaded from the Hub if `name` is not a path. Raises `CheckpointError`."""
+def folder_of(name: str | Path, variant: str | None, progress: bool | None = None, **hub: Any) -> Path:
+    """The folder of a pipeline, downloaded from the Hub if `name` is not a path; `progress` as for `hub.local_path`.
+
+    Raises `CheckpointError`.
+    """
     if (path := Path(name).expanduser()).is_dir():
         return path
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
         raise CheckpointError(f"{name}: no such file or folder")
     try:
-        path = Path(_Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub))
+        with downloading(str(name), progress):
+            path = Path(_Pipeline.download(str(name), variant=variant, use_safetensors=True, **hub))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{name!r} is not a local folder, and its download from the Hub failed: {error}; "
@@ -176,7 +182,7 @@ def required(folder: Path, variant: str | None) -> Path:
     if (file := weights_file(folder, variant)) is not None:
         return file
     others = [name for name in _names_in(folder) if name.endswith((".safetensors", ".bin", ".index.json"))]
-    remedy = f"; it has {', '.join(others[:6])}: pass variant=, or save it as safetensors" if others else ""
+    remedy = f"; it has {some(others)}: pass variant=, or save it as safetensors" if others else ""
     raise CheckpointError(f"{folder}: no {_STEMS[0]}.safetensors and no model.safetensors{remedy}")
 
 

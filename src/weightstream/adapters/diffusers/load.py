@@ -45,6 +45,7 @@ from weightstream.adapters.hf.hub import (
 )
 from weightstream.adapters.hf.load import LoadedModel, load_pretrained
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
+from weightstream.plan.units import some
 from weightstream.store.checkpoint import Checkpoint
 from weightstream.store.folder import OffloadFolder
 from weightstream.store.mapping import Memory
@@ -130,7 +131,7 @@ def load_pipeline(
             return _single_file(path, base, options, hub | kwargs)
         if base is not None:
             raise ConfigError("base goes with a single file; a folder or repository is complete")
-        folder = folder_of(path_or_repo_id, variant, **hub)
+        folder = folder_of(path_or_repo_id, variant, progress, **hub)
         check_keywords(folder, kwargs)
         check_variant(folder, specs := specs_of(folder), variant)
         checkpoints = open_checkpoints(folder, specs, variant)
@@ -395,8 +396,7 @@ class _Load:
     def finish(self, model: Any) -> None:
         """Check that each weight has a value, and let it view a file. Raises `CheckpointError`."""
         if missing := [name for name, param in model.named_parameters() if param.is_meta]:
-            named = ", ".join(missing[:4])
-            raise CheckpointError(f"{self._file}: {len(missing)} tensors got no value, such as {named}")
+            raise CheckpointError(f"{self._file}: {len(missing)} tensors got no value, such as {some(missing)}")
         for module in model.modules():
             if isinstance(model, transformers.PreTrainedModel) or getattr(model, "hf_quantizer", None):
                 self._homing.take_all(module)

@@ -27,6 +27,7 @@ from torch import nn
 
 from weightstream.adapters.hf import private, surplus, tensor_parallel
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError, WeightstreamError
+from weightstream.measure.progress import downloading
 from weightstream.store.checkpoint import SUFFIXES, Checkpoint
 from weightstream.store.header import read_header, torch_dtype
 
@@ -78,19 +79,31 @@ class WeightFiles(NamedTuple):
 
 
 def local_path(
-    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
+    name: str | Path,
+    remote_code: bool,
+    *,
+    files: Collection[str] = _FILES,
+    subfolder: str = "",
+    progress: bool | None = None,
+    **hub: Any,
 ) -> LocalFiles:
     """The files of a checkpoint, downloaded from the hub where `name` is no path.
 
     Only files whose names match one of the patterns in `files` are downloaded. Without a network the snapshot in the
-    hub's cache is used, if there is one. Raises `CheckpointError`.
+    hub's cache is used, if there is one. Unless `progress` is False, lines say that a long download lasts. Raises
+    `CheckpointError`.
     """
-    path = _got(name, remote_code, files, subfolder, hub).path
+    path = _got(name, remote_code, files, subfolder, progress, hub).path
     return LocalFiles(path, path if path.is_dir() else path.parent)
 
 
 def _got(
-    name: str | Path, remote_code: bool, files: Collection[str], subfolder: str, hub: Mapping[str, Any]
+    name: str | Path,
+    remote_code: bool,
+    files: Collection[str],
+    subfolder: str,
+    progress: bool | None,
+    hub: Mapping[str, Any],
 ) -> _Download:
     """The path of `local_path`."""
     path = Path(name).expanduser()
@@ -104,7 +117,8 @@ def _got(
         patterns = {"allow_patterns": [f"{subfolder}/{pattern}" for pattern in wanted]}
     is_cached = False
     try:
-        found = Path(huggingface_hub.snapshot_download(name, **patterns, **hub))
+        with downloading(str(name), progress):
+            found = Path(huggingface_hub.snapshot_download(name, **patterns, **hub))
     except _HUB_ERRORS as error:
         if (cached := _cached(name, subfolder, error, hub)) is None:
             raise CheckpointError(
@@ -168,7 +182,13 @@ class ModelSource:
 
 
 def find(
-    name: str | Path, remote_code: bool, *, files: Collection[str] = _FILES, subfolder: str = "", **hub: Any
+    name: str | Path,
+    remote_code: bool,
+    *,
+    files: Collection[str] = _FILES,
+    subfolder: str = "",
+    progress: bool | None = None,
+    **hub: Any,
 ) -> ModelSource:
     """The source of a model. If transformers would load an adapter from its folder, the source has that, too.
 
@@ -176,7 +196,7 @@ def find(
 
     Arguments as of `local_path`. Raises `CheckpointError`.
     """
-    path, is_cached = _got(name, remote_code, files, subfolder, hub)
+    path, is_cached = _got(name, remote_code, files, subfolder, progress, hub)
     folder, local = path if path.is_dir() else path.parent, Path(name).expanduser()
     passed = {} if local.exists() else {key: hub[key] for key in hub if key != "force_download"}  # that is done now
     passed |= {"subfolder": subfolder} if subfolder else {}
@@ -208,7 +228,7 @@ def find(
         return replace(found, adapter=folder)
     if not base:
         raise CheckpointError(f"{folder} is an adapter, and adapter_config.json does not name the model of it")
-    path, inner = local_path(base, remote_code, files=files, subfolder=subfolder, **hub)
+    path, inner = local_path(base, remote_code, files=files, subfolder=subfolder, progress=progress, **hub)
     return replace(found, base=base, path=path, folder=inner, adapter=folder)
 
 

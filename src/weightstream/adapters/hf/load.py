@@ -18,7 +18,7 @@ import inspect
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ from weightstream.adapters.hf.hub import (
 )
 from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.errors import CheckpointError, ConfigError, UnsupportedError
-from weightstream.plan.units import human
+from weightstream.plan.units import human, some
 from weightstream.settings.config import OffloadConfig, no_such_option
 from weightstream.store import malloc
 from weightstream.store.checkpoint import Checkpoint
@@ -142,7 +142,7 @@ def load_pretrained(
     if (quantization := kwargs.get("quantization_config")) is not None:
         refuse_quantised("quantization_config", quantization, _ON_THE_FLY)
     hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-    source = find(path_or_repo_id, trust_remote_code, **hub)
+    source = find(path_or_repo_id, trust_remote_code, progress=progress, **hub)
     path = source.path
     if path.is_dir() and names_pipeline(path):
         raise CheckpointError(f"{path} is a pipeline of diffusers: weightstream.pipeline_from_pretrained loads it")
@@ -258,11 +258,6 @@ def _refuse_unknown(cls: Any, given: Mapping[str, Any]) -> None:
 
 
 _INNERMOST: ContextVar[_Load | None] = ContextVar("innermost load of this thread", default=None)
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of these names."""
-    return f"{', '.join(names[:4])}{' …' * (len(names) > 4)}"
 
 
 class _ReadEarly(Exception):
@@ -426,8 +421,8 @@ class _Load:
         method, experts = private_quantised.only_linear(model), private_quantised.plain_experts(model)
         if method is not None and experts:
             _LOGGER.warning(
-                "%s: transformers quantises linear layers only with %s: %s%s stay as they are",
-                *(self._where, method, experts[0], f" and {len(experts) - 1} more" * (len(experts) > 1)),
+                "%s: transformers quantises linear layers only with %s: %s stay as they are",
+                *(self._where, method, some(experts, 1)),
             )
         return model
 
@@ -507,7 +502,7 @@ class _Load:
         self._refuse_zeros()
         named = [*model.named_parameters(), *model.named_buffers()]
         if empty := [name for name, tensor in named if tensor.is_meta]:
-            raise CheckpointError(f"{self._where}: {len(empty)} tensors got no value, such as {', '.join(empty[:4])}")
+            raise CheckpointError(f"{self._where}: {len(empty)} tensors got no value, such as {some(empty)}")
         info = reading.info
         if info is None:  # the class reads its files itself
             return model
@@ -531,15 +526,15 @@ class _Load:
         if layers := surplus.layers(model.state_dict(), info.unexpected_keys):
             _LOGGER.warning("%s: %s", self._where, layers)
         elif info.unexpected_keys and (self._allow_missing or not info.missing_keys) and not self._is_kept:
-            unused = _some(sorted(info.unexpected_keys))
+            unused = some(sorted(info.unexpected_keys))
             _LOGGER.warning(
                 "%s: weights that %s does not have are left out: %s", self._where, self._cls.__name__, unused
             )
         if info.mismatched_keys:
-            random = _some(sorted(key for key, *_ in info.mismatched_keys))
+            random = some(sorted(key for key, *_ in info.mismatched_keys))
             _LOGGER.warning("%s: weights of other shapes are left out, and have random values: %s", self._where, random)
         if missing := sorted(info.missing_keys):
-            names = _some(missing)
+            names = some(missing)
             text = f"{self._where}: the checkpoint lacks {len(missing)} weights of {self._cls.__name__}: {names}"
             if not self._allow_missing:
                 prefix = self._cls.base_model_prefix

@@ -31,6 +31,7 @@ from weightstream.adapters.hf import private_quantised
 from weightstream.adapters.hf.lazy_dequant import UnpackingForward
 from weightstream.adapters.hf.packed_formats import PackedStack, packed_leaves, packed_stacks
 from weightstream.adapters.hf.packed_matrices import PackedLayer, PackedMatrices, packed_matrices
+from weightstream.plan.units import some
 from weightstream.runtime.devices import cuda
 from weightstream.runtime.weights.picks import ForwardCall, Picks, RowProvider
 
@@ -342,8 +343,7 @@ def why_whole(model: nn.Module, picks_of: PicksOf = picks_of) -> str | None:
     if not found:
         return None
     reason, names = max(found.items(), key=lambda item: len(item[1]))
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"each step reads all experts of {names[0]}{more}: {reason}"
+    return f"each step reads all experts of {some(names, 1)}: {reason}"
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +92,17 @@ class Footprint:
         """The units in the order in which they ran, once for each call."""
         return tuple(call.unit for call in self._unit_calls(units))
 
-    def work(self, units: Sequence[UnitModule]) -> tuple[tuple[Op, ...], ...]:
+    def work(
+        self, units: Sequence[UnitModule], elsewhere: Mapping[nn.Module | None, bool] = MappingProxyType({})
+    ) -> tuple[tuple[Op, ...], ...]:
         """The ops of each unit in one call of it; for several calls their mean, op by op.
 
         An op counts for the innermost unit around it. An op outside every unit counts for the previous one
-        (`after=True`); before the first unit, for the last, as steps are cyclic.
+        (`after=True`); before the first unit, for the last, as steps are cyclic. `elsewhere` says of modules whether
+        another device runs them; the innermost one around an op counts, and None if there is none.
         """
         by_unit: list[list[list[Op]]] = [[] for _ in units]
-        for call in self._unit_calls(units):
+        for call in self._unit_calls(units, elsewhere):
             by_unit[call.unit].append(call.ops)
         return tuple(map(mean, by_unit))
 
@@ -119,25 +123,30 @@ class Footprint:
                 outside[id(read.tensor)] = read.tensor
         return list(outside.values())
 
-    def _unit_calls(self, units: Sequence[UnitModule]) -> list[_UnitCall]:
+    def _unit_calls(
+        self, units: Sequence[UnitModule], elsewhere: Mapping[nn.Module | None, bool] = MappingProxyType({})
+    ) -> list[_UnitCall]:
         index = {id(module): i for i, unit in enumerate(units) for module in (unit.module, *unit.also)}
         unit_calls: list[_UnitCall] = []
         around: list[int] = []  # call -> the index of the innermost unit's call around it
+        away: list[bool] = []  # call -> whether another device runs it
+        is_outside_away = elsewhere.get(None, False)
         for call in self.calls:
+            away.append(elsewhere.get(call.module, away[call.caller] if call.caller >= 0 else is_outside_away))
             around.append(around[call.caller] if call.caller >= 0 else -1)
             if id(call.module) in index:
                 around[-1] = len(unit_calls)
                 unit_calls.append(_UnitCall(index[id(call.module)], []))
         opened = list(accumulate((id(call.module) in index for call in self.calls), initial=0))
-        early = []
+        early: list[Op] = []
         for launch in self.ops if unit_calls else ():
             position = around[launch.call] if launch.call >= 0 else -1
             if position >= 0:
                 unit_calls[position].ops.append(launch.op)
-            elif opened[launch.num_calls]:
-                unit_calls[opened[launch.num_calls] - 1].ops.append(replace(launch.op, after=True))
-            else:
-                early.append(replace(launch.op, after=True))
+                continue
+            is_away = away[launch.call] if launch.call >= 0 else is_outside_away
+            op = replace(launch.op, after=True, elsewhere=is_away)
+            (unit_calls[opened[launch.num_calls] - 1].ops if opened[launch.num_calls] else early).append(op)
         for last in unit_calls[-1:]:
             last.ops.extend(early)
         return unit_calls

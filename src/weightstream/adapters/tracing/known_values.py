@@ -44,7 +44,7 @@ class KnownValues:
         unknown."""
         if func is torch.ops.aten.index.Tensor:
             return self._indexed(func, args)
-        is_copy = func is torch.ops.aten._to_copy.default and _is_on_cpu(kwargs) and args[0].is_meta
+        is_copy = func is torch.ops.aten._to_copy.default and _names_cpu(kwargs) and args[0].is_meta
         if not is_copy and not any(tag in func.tags for tag in _ASKS):
             return UNKNOWN
         try:
@@ -131,6 +131,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     ]
 
 
-def _is_on_cpu(kwargs: dict[str, Any]) -> bool:
+def _names_cpu(kwargs: dict[str, Any]) -> bool:
+    """Whether the output of an operator with these keywords is on the CPU."""
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "cpu"

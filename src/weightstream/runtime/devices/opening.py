@@ -63,13 +63,18 @@ def _loading() -> Iterator[None]:
                 gc.unfreeze()
 
 
-def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
-    """The backend of a device by name; by default the current CUDA GPU, or the CPU if there is no GPU."""
+def device_of(device: torch.device | str | None) -> torch.device:
+    """A device by name; by default the current CUDA GPU, or the CPU if there is no GPU."""
     try:
-        device = torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
+        return torch.device(device if device is not None else "cuda" if cuda.is_available() else "cpu")
     except RuntimeError as error:
         # torch's own text lists device types that are not supported here
         raise ConfigError(f"device {device!r}: give cuda, cuda:1 or cpu") from error
+
+
+def backend_of(device: torch.device | str | None, config: OffloadConfig) -> Backend:
+    """The backend of a device, as for `device_of`."""
+    device = device_of(device)
     if device.type == "cpu":
         return CpuBackend()
     if device.type == "cuda":

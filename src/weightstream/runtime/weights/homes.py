@@ -19,6 +19,7 @@ import torch
 from weightstream.codec.format import Layout
 from weightstream.errors import StoreError
 from weightstream.plan.plan import Plan
+from weightstream.plan.units import some
 from weightstream.runtime.devices.backend import Backend, Copy
 from weightstream.runtime.tensors.guarded import Access
 from weightstream.runtime.weights.alias_groups import Group, Member
@@ -219,7 +220,7 @@ class Homes:
                 unplaceable.append(alias)
         if unplaceable:
             raise StoreError(
-                f"{len(unplaceable)} weights cannot be on disk, such as {', '.join(unplaceable[:4])}: no file holds "
+                f"{len(unplaceable)} weights cannot be on disk, such as {some(unplaceable)}: no file holds "
                 "them as they are now, as they were updated or never were in one. Raise host_budget, or name an "
                 "offload_folder"
             )
