@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from weightstream.runtime.streamer.forward_patch import Inner
-
 # Each of these either calls the forward that it replaced or returns values that it computes from arguments and former
 # outputs: its `new_forward` reads no weight of the module. Not in the list: hooks that compute with weights themselves
 # (TextKVCacheBlockHook), that pass the module to a function of the user (FasterCache, AttentionProcessorSkipHook), or
@@ -33,22 +31,16 @@ SKIPPING = frozenset(
 )
 
 
-def inner_forward(module: nn.Module, forward: Any) -> Inner:
+def inner_forward(module: nn.Module, forward: Any) -> Any:
     """The forward inside the outermost hooks around `forward`, as far as these are known to read no weights."""
-    registry, put = vars(module).get("_diffusers_hook"), None
+    registry = vars(module).get("_diffusers_hook")
     if registry is None:
-        return Inner(forward)
+        return forward
     for name, functions in zip(reversed(registry._hook_order), reversed(registry._fn_refs), strict=True):
         # A hook that was removed from between two others still runs, as does a forward that was assigned over them.
         is_of_hook = isinstance(forward, partial) and vars(forward).get("__wrapped__") is functions.original_forward
         kind = type(registry.hooks[name])
         if not is_of_hook or (kind.__module__, kind.__qualname__) not in SKIPPING:
             break
-        put = partial(_put, forward, functions)
         forward = functions.original_forward
-    return Inner(forward, put)
-
-
-def _put(outer: Any, functions: Any, forward: Any) -> None:
-    """Have a hook, by which a module has the forward `outer`, call `forward` unless it skips."""
-    functions.original_forward = vars(outer)["__wrapped__"] = forward
+    return forward

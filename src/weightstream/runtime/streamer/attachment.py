@@ -158,8 +158,7 @@ class Attachment:
         ends this."""
         undo = Undo()
         for module in {id(m): m for m in (self.model, *self._unit_modules())}.values():
-            inner = self._inner_forward if module is not self.model else forward_patch.outermost
-            undo.add(forward_patch.hold(module, partial(_wait_for_turn, turn, module), self.session, inner))
+            undo.add(forward_patch.hold(module, partial(_wait_for_turn, turn, module), self.session))
 
         def end() -> None:
             undo()

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,16 +33,7 @@ _PLAIN = "_weightstream_plain"  # where a module keeps the values that some attr
 _AROUND = "_weightstream_around"  # where a module keeps its `Around`
 _AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules keep the attributes that these run with", default=False)
 Run = Callable[..., Any]  # (forward, args, kwargs) -> output
-
-
-class Inner(NamedTuple):
-    """A forward inside of hooks that read no weights. `put` puts another in its place; None: it has no such hooks."""
-
-    forward: Any
-    put: Callable[[Any], None] | None = None
-
-
-InnerForward = Callable[[nn.Module, Any], Inner]  # (module, forward) -> the one inside
+InnerForward = Callable[[nn.Module, Any], Any]  # (module, forward) -> the forward inside of hooks that read no weights
 
 
 class Around:
@@ -53,21 +44,21 @@ class Around:
     method that calls it. Not hooks: PyTorch's fused paths, and so the bits, change with hooks. The plain forward is
     looked up at each call, so that one which was changed on the class, or by another `__class__`, is the one that runs.
     `_call_impl` handles two cases that `forward` cannot. Where another forward was assigned to the instance, or the
-    stand-in was deleted, it puts a new stand-in around that, as the other forward may read weights. Hooks that read
-    none, which `inner_forward` knows, stay outside of the stand-in, and may skip the unit. Where a unit has hooks,
+    stand-in was deleted, it puts a new stand-in around that, as the other forward may read weights. If `inner_forward`
+    finds that it reads none and leads to the stand-in, it stays outside, and may skip the unit. Where a unit has hooks,
     which may read its weights, `_call_impl` opens the unit before they run; the forward inside opens it again.
 
     Compiled code runs none of these functions. At fixed addresses a compiler traces the plain forward between two
     operators, `wait` and `release`, which get the unit as the tensor `unit`.
     """
 
-    def __init__(self, module: nn.Module, session: custom_ops.OpSession, inner_forward: InnerForward) -> None:
+    def __init__(self, module: nn.Module, session: custom_ops.OpSession) -> None:
         self.module: Any = module  # None: the module is plain again
         self.session = session
         self.unit: torch.Tensor | None = None
         self.opens_early = False  # a unit opens before the module's hooks; a step begins at the forward
         self.hidden = False  # compilers run the module eager
-        self.inner_forward = inner_forward
+        self.inner_forward: InnerForward = outermost
         self.run: Run = _run_plain
         self.forward: Any = None  # the instance's forward that is, or leads to, a stand-in bound to the module
         # Stand-in -> the forward that it replaces. Weak, as code that patches a forward at each call drops stand-ins.
@@ -84,7 +75,7 @@ class Around:
 
     def stands_for(self, forward: Any) -> Any:
         """The forward that `forward` replaces if it is one of our stand-ins, else `forward` itself."""
-        return self._made[forward] if self._has_made(forward) else forward
+        return self._made.get(forward, forward) if type(forward) is types.MethodType else forward
 
     def stand_in(self, module: nn.Module) -> None:
         """Stand in for the forward that the instance has now."""
@@ -92,19 +83,12 @@ class Around:
         if hasattr(forward, OUTER):
             return
         # otherwise code has put an earlier stand-in back, or assigned a forward that leads to one
-        inner, put = self.inner_forward(module, forward)
-        if not self._has_made(inner):
-            own_forward = None if put is not None and inner == _forward_of(module) else inner
-            stand_in = types.MethodType(_forward_for(self, own_forward), module)
-            self._made[stand_in] = own_forward
-            if put is None:
-                forward = module.__dict__["forward"] = stand_in
-            else:
-                put(stand_in)
+        inner = self.inner_forward(module, forward)
+        if type(inner) is not types.MethodType or inner not in self._made:
+            stand_in = types.MethodType(_forward_for(self, forward), module)
+            self._made[stand_in] = forward
+            forward = module.__dict__["forward"] = stand_in
         self.forward = forward
-
-    def _has_made(self, forward: Any) -> bool:
-        return type(forward) is types.MethodType and forward in self._made
 
     def add(self, run: Run) -> Callable[[], None]:
         """Wrap the forward in `run`, outside of the functions so far; returns a function that undoes it."""
@@ -124,10 +108,6 @@ class Around:
         """Make the module plain again; attributes that were assigned meanwhile stay."""
         module = self.module
         if module is not None and module.__dict__.get(_AROUND) is self:
-            inner, put = self.inner_forward(module, module.__dict__.get("forward"))
-            if put is not None and self._has_made(inner):
-                own_forward = self._made[inner]
-                put(_forward_of(module) if own_forward is None else own_forward)
             plain = plain_attributes(module.__dict__)
             for name in ("_call_impl", "forward"):
                 if name in plain:
@@ -147,9 +127,9 @@ def _run_plain(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return forward(*args, **kwargs)
 
 
-def outermost(module: nn.Module, forward: Any) -> Inner:
+def outermost(module: nn.Module, forward: Any) -> Any:
     """The `InnerForward` by which no hook may skip a call."""
-    return Inner(forward)
+    return forward
 
 
 def _composed(runs: Sequence[Run]) -> Run:
@@ -243,7 +223,7 @@ def _forward_for(home: Around, own_forward: Callable[..., Any] | None) -> Callab
             custom_ops.release(around.session, around.unit, output)
         return output
 
-    model = _forward_of(home.module) if own_forward is None else own_forward
+    model = home.module.forward
     functools.update_wrapper(forward, model)
     with suppress(ValueError):  # a builtin has none
         signature = inspect.signature(model)
@@ -273,7 +253,7 @@ def anew(forward: Callable[..., Any]) -> Callable[..., Any]:
 def present_forward(module: Any) -> Any:
     """The module's forward with its present stand-ins, without the hooks outside, which have run and did not skip."""
     around = _in_force(module)
-    return module.forward if around is None else around.inner_forward(module, module.forward).forward
+    return module.forward if around is None else around.inner_forward(module, module.forward)
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -328,12 +308,10 @@ def _in_force(module: nn.Module) -> Around | None:
     return around if type(around) is Around and around.module is module else None
 
 
-def hold(
-    module: nn.Module, run: Run, session: custom_ops.OpSession, inner_forward: InnerForward = outermost
-) -> Callable[[], None]:
+def hold(module: nn.Module, run: Run, session: custom_ops.OpSession) -> Callable[[], None]:
     """Wrap calls of the module in `run`, as `surround` does, but leave its session and its unit as they are."""
     if (around := _in_force(module)) is None:
-        return surround(module, run, session, inner_forward=inner_forward)
+        return surround(module, run, session)
     return around.add(run)
 
 
@@ -359,7 +337,7 @@ def surround(
             attributes["forward"] = attributes.pop(_AROUND)
             if attributes["forward"] is None:
                 del attributes["forward"]
-        around = Around(module, session, inner_forward)
+        around = Around(module, session)
     around.session = session
     around.opens_early = unit is not None and opens_early
     around.inner_forward = inner_forward
