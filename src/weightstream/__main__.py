@@ -2,6 +2,7 @@
 
 import os
 import signal
+from threading import current_thread, main_thread
 from types import FrameType
 
 _INTERRUPTED = 128 + signal.SIGINT  # as when Ctrl-C ends a command that runs
@@ -9,7 +10,8 @@ _INTERRUPTED = 128 + signal.SIGINT  # as when Ctrl-C ends a command that runs
 
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback even while its modules load."""
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    # a job in the background ignores it, and another thread cannot change it
+    is_default = current_thread() is main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, _leave)
     from typer.main import get_command

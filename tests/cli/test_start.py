@@ -57,3 +57,21 @@ def test_an_interrupted_start_is_quiet(how: str, module: str) -> None:
 def test_a_job_that_ignores_interrupts_starts() -> None:
     ended = interrupted("script", "weightstream.settings.config", "SIG_IGN")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"weightstream {__version__}\n", "")
+
+
+def test_a_thread_may_run_the_command() -> None:
+    """It cannot change how signals are handled."""
+    code = """
+import runpy, sys, threading
+sys.argv[1:] = ["--version"]
+thread = threading.Thread(target=lambda: runpy.run_module("weightstream", run_name="__main__"))
+thread.start()
+thread.join()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert ended.stdout == f"weightstream {__version__}\n", ended.stderr

@@ -40,6 +40,13 @@ def test_a_pipe_is_not_opened_before_there_is_something_to_write(
     assert not opened
 
 
+def test_a_link_to_a_file_that_is_to_be_written_stays(tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to(target := tmp_path / "target")
+    terminal.check_writable("--save", link)
+    assert link.is_symlink()
+    assert not target.exists()
+
+
 @pytest.mark.parametrize(("columns", "width"), [(None, 100), ("60", 60), ("250", 100), ("3", 40), ("many", 100)])
 def test_the_width_of_a_pipe_follows_columns(columns: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -58,7 +58,7 @@ def test_a_line_goes_to_the_log_or_to_stderr(
     assert capsys.readouterr().err == wanted
 
 
-def test_a_phase_of_steps_is_reported_once_more(
+def test_a_phase_of_steps_is_reported_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The steps look at the clock; no thread does."""
@@ -66,13 +66,13 @@ def test_a_phase_of_steps_is_reported_once_more(
     monkeypatch.setattr(progress, "LONG_S", 5.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.reporting(TEXT) as advance:
-        for second, lines in ((104.9, 1), (105.1, 2), (106.0, 2), (120.0, 2)):
+        for second, lines in ((104.9, 1), (105.1, 2), (106.0, 2), (121.0, 3), (130.0, 3), (300.0, 4)):
             now[0] = second
             advance()
             said += capsys.readouterr().err
             assert said.count("\n") == lines
             assert set(threading.enumerate()) == threads
-    assert said.splitlines() == [f"weightstream: {TEXT}", f"{STILL}, 5 s so far"]
+    assert said.splitlines() == [f"weightstream: {TEXT}", *(f"{STILL}, {s} s so far" for s in (5, 20, 180))]
 
 
 @pytest.mark.usefixtures("_at_once")

@@ -305,6 +305,7 @@ def check_writable(flag: str, path: Path | None) -> None:
     """Raise `ConfigError` now, not after minutes, if the file that a flag names cannot be written."""
     if path is None or path.is_fifo():  # the reader of a pipe would see its end
         return
+    path = path.resolve()  # what would be removed is the file, and no link to it
     existed = path.exists()
     write_file(flag, path, "", append=True)
     if not existed:

@@ -47,7 +47,7 @@ def reporting(
     text: str, progress: bool | None = None, total: int | None = None, *, is_announced: bool = False
 ) -> Iterator[Callable[..., object]]:
     """Show a bar while the block runs if stderr is a terminal and `progress` is not False. Else write a line, unless
-    the phase `is_announced` already, and one more after `LONG_S`.
+    the phase `is_announced` already, and more while it lasts.
 
     Yields a function that advances the bar by one of `total`; its keyword `description` replaces the text. The bar is
     refreshed by this function only: a refresh thread would disturb what is measured.
@@ -89,17 +89,20 @@ def _bar(**options: Any) -> Any:
 
 
 class _Steps:
-    """Called at each step of a phase; writes one line once the phase takes long."""
+    """Called at each step of a phase; writes the lines that say that it lasts."""
 
     def __init__(self, text: str, progress: bool | None) -> None:
-        self._text = text
         self._progress = progress
-        self._due_s = time.monotonic() + LONG_S
+        self._begin_s = time.monotonic()
+        self._lines = _still_lines(text)
+        self._next = next(self._lines)
 
     def __call__(self, **_: object) -> None:
-        if time.monotonic() >= self._due_s:
-            self._due_s = float("inf")
-            say(_still(self._text, LONG_S), self._progress)
+        last, seconds = None, time.monotonic() - self._begin_s
+        while seconds >= self._next[0]:
+            last, self._next = self._next[1], next(self._lines)
+        if last is not None:
+            say(last, self._progress)
 
 
 def lasting(text: str, progress: bool | None = None) -> AbstractContextManager[None]:
@@ -117,7 +120,7 @@ def announced(text: str) -> AbstractContextManager[None]:
 def downloading(name: str, progress: bool | None = None) -> AbstractContextManager[None]:
     """The lines of `announced` for a download from the Hub; on a terminal the first only, as bars follow it there."""
     text = f"downloading {name} from the Hub, if its cache lacks it"
-    return _said_after(chain([(_AWAITED_S, text)], () if _is_terminal() else _still_lines(text)), progress)
+    return _said_after(chain([(_AWAITED_S, text)], () if bars(progress) is not False else _still_lines(text)), progress)
 
 
 @contextmanager
@@ -133,12 +136,9 @@ def _said_after(lines: Iterable[tuple[float, str]], progress: bool | None = None
 
 
 def announce(work: Future[Any], text: str, progress: bool | None = None) -> None:
-    """Write a line if work of other threads takes longer than `_NOTICED_S`, and one more after `LONG_S`."""
-    _said_until(
-        lambda timeout_s: not wait([work], timeout_s).not_done,
-        ((_NOTICED_S, text), (LONG_S, _still(text, LONG_S))),
-        progress,
-    )
+    """Write a line if work of other threads takes longer than `_NOTICED_S`, and more later."""
+    lines = chain([(_NOTICED_S, text)], _still_lines(text))
+    _said_until(lambda timeout_s: not wait([work], timeout_s).not_done, lines, progress)
 
 
 def _said_until(is_over: Callable[[float], bool], lines: Iterable[tuple[float, str]], progress: bool | None) -> Thread:

@@ -201,10 +201,10 @@ def lay_out(
 
 def check_place(out: Path) -> None:
     """Raise `ConfigError` if `out` exists, `StoreError` if no folder can be made there. Makes no folder that stays."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists: name a new folder")
-    existing = next(folder for folder in out.parents if folder.exists())
     try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"{out} exists: name a new folder")
+        existing = next(folder for folder in out.parents if folder.exists())
         os.rmdir(tempfile.mkdtemp(prefix=f".{out.name}.", dir=existing))
     except OSError as error:
         raise StoreError(f"{out} cannot be written: {error.strerror}; name another folder") from error

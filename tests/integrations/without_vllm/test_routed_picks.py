@@ -263,7 +263,7 @@ def test_a_kernel_that_chooses_by_the_batch_reads_slots_where_its_choice_does(
         assert torch.equal(run(modules, 1, num_tokens), run(plain, 1, num_tokens))
         assert ways == way * NUM_LAYERS
     (warning,) = {text for text in caplog.messages if "takes whole stacks" in text}
-    assert "steps of 2 tokens read all experts: TwoExperts takes" in warning
+    assert "some batches read all experts: their kernel TwoExperts takes" in warning
 
 
 def test_ids_are_read_one_after_another() -> None:

@@ -158,10 +158,10 @@ class RoutedPicks:
             return None
         weights = [getattr(self._module, weight) for weight in _WEIGHTS]
         experts = _for_tokens(self._module.quant_method.moe_kernel.fused_experts, states, weights)
-        if not _is_proved(experts):
+        if not _is_proved(experts) or not _sorts_as_known(experts):
             if ids.numel() <= rows.most:
                 name = type(experts).__name__
-                _warn_once(f"weightstream: steps of {len(ids)} tokens read all experts: {name} takes whole stacks")
+                _warn_once(f"weightstream: some batches read all experts: their kernel {name} takes whole stacks")
             return None
         # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
         num_ids = ids.numel()
@@ -253,8 +253,8 @@ def _kernel_of(module: Any) -> _Kernel:
     per_expert = [tensor for tensor in read if isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) == num]
     per_expert = list({id(tensor): tensor for tensor in per_expert}.values())
     own, stacks = ({id(tensor) for tensor in group} for group in (module.parameters(recurse=False), per_expert))
-    kept = {id(value) for value in _held_by(kernel.fused_experts) if _has_different_rows(value, num)}
-    is_foreign = not stacks <= own or not kept <= stacks
+    held = (value for value in _held_by(kernel.fused_experts) if id(value) not in stacks)
+    is_foreign = not stacks <= own or any(_has_different_rows(value, num) for value in held)
     if is_foreign or not all(isinstance(tensor, torch.Tensor) for tensor in read):
         return _Kernel(why_whole=f"{name} holds tensors of its own with a row for each expert")
     return _Kernel(per_expert)
