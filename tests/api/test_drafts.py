@@ -60,6 +60,7 @@ def test_a_small_draft_is_worth_its_bytes(folders: dict[str, Path]) -> None:
     assert "tokens/s are expected with the draft" in found.reason
 
 
+@pytest.mark.stress
 def test_a_draft_that_takes_most_of_the_budget_is_left_out_with_both_figures(folders: dict[str, Path]) -> None:
     budget = nbytes(folders["target"]) * 95 // 100 + 64 * KIB
     found = drafted(folders, "large", budget)

@@ -53,6 +53,7 @@ def fastest(inputs: PlannerInputs) -> AtBudget[Plan]:
     return AtBudget(budget, plan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_no_plan_of_a_sweep_is_slower_than_one_for_less_memory(is_known: bool, seed: int) -> None:
     seed = RISING if is_known else seed

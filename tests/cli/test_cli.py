@@ -136,6 +136,7 @@ def test_on_several_devices(folder: Path, tmp_path: Path) -> None:
     assert row["equal"] is True
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_progress_is_logged_if_stderr_is_not_a_terminal(
     folder: Path, flags: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -218,6 +218,7 @@ def test_messages_about_pinning(pins: bool, read_only: bool, marks: list[str], m
     assert ("memlock" in found[0].remedy) is not pins
 
 
+@pytest.mark.stress
 def test_links_are_measured_one_by_one_and_together() -> None:
     backends = [bench.private_backend(torch.device("cpu")) for _ in range(2)]
     try:

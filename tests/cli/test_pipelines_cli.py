@@ -64,6 +64,7 @@ def pixels(path: Path) -> bytes:
         return made.tobytes()
 
 
+@pytest.mark.stress
 def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.cli.pipelines._BUDGETS", 2)  # of a sweep: each is a search
     flags = ("--device-budget", BUDGET, *CALL, "--sweep")
@@ -81,6 +82,7 @@ def test_a_plan_shows_every_component(folder: Path, tmp_path: Path, monkeypatch:
     assert more["seconds"] > 5 * found["seconds"] - found["turns"][0]["seconds"]
 
 
+@pytest.mark.stress
 def test_a_pipeline_on_a_gpu_by_name_and_its_least_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightstream.api.other_budgets._BITS", 2)  # few budgets: each is a search
     monkeypatch.setattr("weightstream.api.other_budgets._BISECTIONS", 1)

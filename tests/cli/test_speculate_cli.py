@@ -93,6 +93,7 @@ def test_plan_compares_the_plans_with_and_without_a_draft(folder: Path, draft: P
     assert forced["budget"] < 700 << 10
 
 
+@pytest.mark.stress
 def test_run_generates_the_plain_tokens_and_reports_passes(folder: Path, draft: Path) -> None:
     flags = ("--device", "cpu", "--device-budget", "1MiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
     plain = call_json("run", folder, *flags)

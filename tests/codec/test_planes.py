@@ -401,6 +401,7 @@ def test_compiled_kernels_read_whole_vectors(bits: int, tmp_path: Path) -> None:
     assert shuffles == 6
 
 
+@pytest.mark.stress
 def test_kernels_are_compiled_once_for_all_shapes(tmp_path: Path) -> None:
     """The product for three numbers of outputs of a program."""
     assert without_interpreter(COUNTING, tmp_path) == {"join_rows": 1, "multiply_draft": 3}

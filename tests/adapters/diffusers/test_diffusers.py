@@ -399,6 +399,7 @@ def with_lora(pipe: Any, state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [*images, pipelines.image(pipe, "flux")]
 
 
+@pytest.mark.stress
 def test_adapters_that_are_loaded_later(device: str) -> None:
     pytest.importorskip("peft")
     plain = pipelines.build("flux", device)

@@ -90,6 +90,7 @@ def drafted(model: Any, ids: torch.Tensor, bits: Any, num: int = NUM, **more: An
 LOOKUP = {"prompt_lookup_num_tokens": WIDTH - 1}
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["edit", "code"])

@@ -386,6 +386,7 @@ def test_generate_is_not_slowed_down_by_drafts_of_which_none_is_accepted(
     assert now[0] <= (num - 1) / 0.97
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 def test_samples_are_drawn_as_without_a_draft(streamed: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, more = build(), {} if kind == "lookup" else {"assistant_model": build()}

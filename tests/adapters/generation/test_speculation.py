@@ -510,6 +510,7 @@ def test_a_layer_of_the_checkpoint_that_predicts_a_further_token(mtp_folder: Pat
         assert decoding.speculation.tokens_per_pass > (1.2 if how else 1.9)
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_draft_of_a_block_at_once(how: dict[str, Any]) -> None:
@@ -537,6 +538,7 @@ def test_drafts_that_use_modules_of_the_model_compute_where_it_does() -> None:
 # -- ends of a text, and what the caller sees --------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_ends_at_its_end_of_text(llama: Any, text: list[int], kind: str) -> None:
     draft = draft_for(kind, llama)

@@ -387,6 +387,7 @@ class Waits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(1)
 @drafted
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "repetition_penalty": 1.1}], ids=["greedy", "sampled"])
 def test_the_host_waits_once_a_round(draft: str, more: dict[str, Any]) -> None:

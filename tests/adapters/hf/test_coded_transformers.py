@@ -266,6 +266,7 @@ def test_reads_and_saves_of_a_compressed_pack_are_plain(folder: Any, tmp_path: P
     assert_equal_for_a_while(model, reference, "llama tied")
 
 
+@pytest.mark.stress
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["plain", "compressed"])
 def test_a_small_host_budget_leaves_compressed_weights_in_the_file(kind: str, folder: Any, tmp_path: Path) -> None:

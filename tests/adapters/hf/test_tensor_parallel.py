@@ -169,6 +169,7 @@ def test_one_process_makes_the_plan_of_all(folder: Path, done: Callable[[str], A
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 1), ("llama", 16), ("qwen2", 1), ("mixtral", 1)])
 def test_the_all_reduces_of_a_step_are_predicted(name: str, tokens: int, folder: Path) -> None:
     """Their number and sizes equal those of a step. Which modules make one depends on the version of transformers."""

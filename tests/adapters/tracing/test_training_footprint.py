@@ -70,7 +70,7 @@ def followed(model: nn.Module, train: TrainConfig = TRAIN, *, whole: bool = Fals
     return run_on_copy(model, partial(training._trained, model, train, series, values, torch.bfloat16), values)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checkpoints", [True, False])
 @pytest.mark.parametrize("build", [llama, gemma, flux])
 def test_a_step_of_few_blocks_gives_that_of_all(build: Any, checkpoints: bool) -> None:

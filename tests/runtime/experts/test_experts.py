@@ -726,6 +726,7 @@ def test_without_a_valid_trial_nothing_is_grouped(
     assert True not in adapter._EQUAL.values()
 
 
+@pytest.mark.stress
 def test_compiled_code_reads_rows_from_slots() -> None:
     """Experts with a cache run eager inside of it: compiled, they would copy whole stacks in each step."""
     model, plain = (built(num_hidden_layers=2) for _ in range(2))

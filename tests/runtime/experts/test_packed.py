@@ -90,6 +90,7 @@ def test_only_picked_rows_are_unpacked(name: str, monkeypatch: pytest.MonkeyPatc
     assert set(unpacked) == {2}, "a token names two experts"
 
 
+@pytest.mark.stress
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.few(1)
 @formats
@@ -299,6 +300,7 @@ def test_an_update_of_a_leaf_reaches_the_slots(name: str, part: int) -> None:
         assert_equal(model, plain, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ODD)
 def test_rows_of_scales_that_are_no_whole_words(name: str) -> None:
     """They have slots as all others, in steps and prompts, before and after an update, and without offloading."""
@@ -316,7 +318,7 @@ def test_rows_of_scales_that_are_no_whole_words(name: str) -> None:
     assert_equal(model, plain, 3, 40)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @formats
 @pytest.mark.parametrize("num_slots", [3, 8])
 def test_whole_stacks_overwrite_slots(name: str, num_slots: int) -> None:
