@@ -104,7 +104,7 @@ class Loading(TypedDict):
 _READ_AS: MappingProxyType[Any, Any] = MappingProxyType({frozenset[str]: list[str], int | str | None: str})
 _FIRST = ("device_budget", "device")  # the most frequent ones
 _COLUMNS, _FEWEST, _LABEL, _BAR = 100, 40, 9, 8
-_FACTOR = 2  # from which a miss is no percentage
+_FACTOR = 2  # predictions that are off by more are compared by a factor, others in percent
 
 
 def require(package: str, extra: str, what: str) -> Any:

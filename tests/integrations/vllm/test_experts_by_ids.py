@@ -13,11 +13,10 @@ import slow_link
 import torch
 from engines import NUM_TOKENS, PROMPTS, asked, engine, scored, streamer
 
+from gpu_plans import poison_plans
 from weightstream.integrations.vllm import experts
 from weightstream.integrations.vllm.experts import IdsBecomeSlots
-from weightstream.plan.plan import Plan
 from weightstream.runtime.experts.rows import Rows
-from weightstream.runtime.weights.decompression import PlanMemory
 
 Folder = Callable[[str], Path]
 
@@ -62,15 +61,7 @@ def plain(folder: Folder) -> Callable[..., list[list[Any]]]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of plans that begins as NaN."""
-    inner = PlanMemory.allocate
-
-    def allocate(plan: Plan, backend: Any) -> PlanMemory:
-        found = inner(plan, backend)
-        for part in found:
-            part.fill_(255)
-        return found
-
-    monkeypatch.setattr(PlanMemory, "allocate", allocate)
+    poison_plans(monkeypatch.setattr)
 
 
 @pytest.fixture

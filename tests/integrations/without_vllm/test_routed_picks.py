@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from gpu_plans import plan_for_a_slow_link, poison_plans
 from models import floats, randomise
 from weightstream.api.offloaders import BudgetOffloader
-from weightstream.inputs import builder
 from weightstream.integrations.vllm import experts
 from weightstream.integrations.vllm.experts import enter_by_forward, routed_picks
 from weightstream.runtime.experts.rows import Rows
-from weightstream.runtime.weights.decompression import PlanMemory
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, NUM_SLOTS = 4, 8, 2, 64, 4
-POISON = 255  # NaN, in each dtype
 
 
 def moe_align_block_size(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,21 +142,8 @@ def run(modules: list[nn.Module], seed: int, num_tokens: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan as for a GPU with a slow link, and memory that begins as NaN."""
-    machine_of, allocate = builder.machine_of, PlanMemory.allocate
-
-    def machine(*args: Any, **kwargs: Any) -> Any:
-        found = machine_of(*args, **kwargs)
-        slow = replace(found.profile, link_bytes_per_s=1e6)
-        return replace(found, profile=slow, on_cpu=False, total_nbytes=found.host_total_nbytes)
-
-    def poisoned(*args: Any) -> PlanMemory:
-        found = allocate(*args)
-        for part in found:
-            part.fill_(POISON)
-        return found
-
-    monkeypatch.setattr(builder, "machine_of", machine)
-    monkeypatch.setattr(PlanMemory, "allocate", poisoned)
+    plan_for_a_slow_link(monkeypatch.setattr, 1e6)
+    poison_plans(monkeypatch.setattr)
 
 
 @pytest.fixture

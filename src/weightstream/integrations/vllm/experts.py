@@ -156,15 +156,13 @@ class RoutedPicks:
             return None
         if not rows.has_slots or {id(stack) for stack in self.stacks} != set(rows.stacks):
             return None
-        weights = [getattr(self._module, weight) for weight in _WEIGHTS]
-        experts = _for_tokens(self._module.quant_method.moe_kernel.fused_experts, states, weights)
+        experts, num_ids = _kernel_for(self._module, states), ids.numel()
         if not _is_proved(experts) or not _sorts_as_known(experts):
-            if ids.numel() <= rows.most:
-                name = type(experts).__name__
-                _warn_once(f"weightstream: some batches read all experts: their kernel {name} takes whole stacks")
+            if num_ids <= rows.most:
+                kind = type(experts).__name__
+                _warn_once(f"weightstream: some batches read all experts: their kernel {kind} takes whole stacks")
             return None
         # by the number of ids alone: a graph is captured after a step of the same size, which compiles its kernels
-        num_ids = ids.numel()
         if num_ids <= rows.most:
             return partial(self._in_slots, experts, call.forward, rows, ids)
         is_placed = rows.has_places and num_ids <= len(self.stacks[0])
@@ -235,8 +233,7 @@ def _kernel_of(module: Any) -> _Kernel:
         return _Kernel(why_whole=f"{type(method).__name__} does not name its kernel")
     if not all(hasattr(module, weight) for weight in _WEIGHTS):
         return _Kernel(why_whole=f"the stacks of {type(method).__name__} are not {' and '.join(_WEIGHTS)}")
-    weights = [getattr(module, weight) for weight in _WEIGHTS]
-    experts = _for_tokens(kernel.fused_experts, torch.empty(1, module.hidden_size, device="meta"), weights)
+    experts = _kernel_for(module, torch.empty(1, module.hidden_size, device="meta"))
     name, num = type(experts).__name__, int(module.local_num_experts)
     if not _is_proved(experts):
         known = " or ".join(sorted(PROVED))
@@ -247,6 +244,7 @@ def _kernel_of(module: Any) -> _Kernel:
         return _Kernel(why_whole="with LoRA the kernel reads adapters by the ids of experts")
     if not _sorts_as_known(experts):
         return _Kernel(why_whole=f"this {name} does not sort by {_SORT}")
+    weights = [getattr(module, weight) for weight in _WEIGHTS]
     if any(len(weight) != num for weight in weights):  # such as those of shared experts, which each token names
         return _Kernel(why_whole=f"the stacks of {name} have more rows than the layer has routed experts")
     read = weights + _tensors_of(getattr(experts, "quant_config", None))
@@ -260,10 +258,11 @@ def _kernel_of(module: Any) -> _Kernel:
     return _Kernel(per_expert)
 
 
-def _for_tokens(experts: Any, states: Any, weights: Sequence[torch.Tensor]) -> Any:
+def _kernel_for(module: Any, states: Any) -> Any:
     """The kernel that runs for these tokens: some classes have two, and choose by the size of the batch."""
+    experts = module.quant_method.moe_kernel.fused_experts
     choose = getattr(experts, _CHOOSE, None)
-    return experts if choose is None else choose(states, *weights)
+    return experts if choose is None else choose(states, *(getattr(module, weight) for weight in _WEIGHTS))
 
 
 def _held_by(experts: Any) -> list[Any]:
