@@ -47,7 +47,7 @@ from weightstream.runtime.streamer.stats import Stats, over_devices
 from weightstream.runtime.streamer.streamer import Streamer
 from weightstream.runtime.tensors.leaves import leaves
 from weightstream.runtime.tensors.pytree import moved
-from weightstream.runtime.tensors.thread_state import restored
+from weightstream.runtime.tensors.thread_state import restored, restored_block
 from weightstream.runtime.tensors.undo import Undo
 from weightstream.runtime.trace import Trace
 from weightstream.settings.config import OffloadConfig
@@ -161,9 +161,13 @@ class Stripes(StreamerGroup):
     @contextmanager
     def _turn(self) -> Iterator[None]:
         with self._gate.turn.taken() as is_first:
-            if is_first and self._gate.is_cut:
-                self._gate.reset()  # a step was interrupted; the streamers heal themselves
-            yield
+            if not is_first:
+                yield
+                return
+            with restored_block(self.device):
+                if self._gate.is_cut:
+                    self._gate.reset()  # a step was interrupted; the streamers heal themselves
+                yield
 
     def _forget_sent(self) -> None:
         """Drop the copies of blocks' inputs.

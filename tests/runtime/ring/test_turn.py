@@ -6,6 +6,7 @@ import copy
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -325,6 +326,45 @@ def test_a_turn_without_a_thread_is_free_again() -> None:
     turn.run(lambda is_first: is_first)
     turn._lock.acquire()
     assert turn.run(lambda is_first: is_first)
+    assert not turn._lock.locked()
+
+
+class _Holder:
+    """What a turn can belong to."""
+
+
+def test_a_turn_of_an_object_ends_once() -> None:
+    turn, holder, other = StepTurn(), _Holder(), _Holder()
+    assert turn.begin(ref := weakref.ref(holder), lambda: None)
+    assert turn.is_mine
+    turn.finish(weakref.ref(other))  # does not have it
+    assert turn.is_mine
+    turn.finish(ref)
+    turn.finish(ref)
+    assert not turn.is_mine
+    assert turn.run(lambda is_first: is_first)
+
+
+@pytest.mark.parametrize("asks", ["the same thread", "another thread", "a waiting thread"])
+def test_a_turn_whose_object_is_freed_is_free_again(asks: str) -> None:
+    """As after an interrupt that cut short the end of a backward pass."""
+    turn, holders, found = StepTurn(), [_Holder()], list[bool]()
+    assert turn.begin(weakref.ref(holders[0]), lambda: None)
+    if asks == "a waiting thread":
+        thread = threading.Thread(target=lambda: found.append(turn.run(lambda is_first: is_first)))
+        thread.start()
+        while not turn._waiting:
+            time.sleep(1e-3)
+    holders.clear()
+    if asks == "another thread":
+        thread = threading.Thread(target=lambda: found.append(turn.run(lambda is_first: is_first)))
+        thread.start()
+    if asks == "the same thread":
+        assert not turn.is_mine
+        found.append(turn.run(lambda is_first: is_first))
+    else:
+        thread.join(timeout=10)
+    assert found == [True]
     assert not turn._lock.locked()
 
 

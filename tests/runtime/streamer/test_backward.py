@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,6 +134,33 @@ def test_an_error_in_a_pass(recompute: Recompute) -> None:
             assert all(map(torch.equal, model.parameters(), before))
             model.zero_grad()
             assert_equal(in_thread(lambda: trained(model, 1)), in_thread(lambda: trained(plain, 1)))
+
+
+def test_a_failed_pass_whose_end_is_cut_short_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a second interrupt, where Python ignores errors: the next step is right, in this thread and others."""
+    plain, model = net(), net()
+    with offloaded(model) as streamer:
+        for is_elsewhere in (False, True, False):
+            num_cut: list[str] = []
+
+            def cut(name: str, *_: Any, num_cut: list[str] = num_cut) -> None:
+                num_cut.append(name)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                for name in ("_close_current", "_fail"):
+                    patch.setattr(Backward, name, partial(cut, name))
+                patch.setattr("sys.unraisablehook", lambda error: None)  # pytest's keeps the error, and its frames
+                with pytest.raises(KeyboardInterrupt) as raised:
+                    square(model, inputs(0, model)).backward()
+                raised.value.__traceback__ = None  # frees the graph task
+                del raised
+            assert num_cut == ["_close_current", "_fail"]
+            assert streamer._gate.mode is StepState.BACKWARD
+            model.zero_grad()
+            steps = partial(trained, model, 1), partial(trained, plain, 1)
+            assert_equal(*(in_thread(step) if is_elsewhere else step() for step in steps))
+            assert streamer._gate.mode is StepState.IDLE
 
 
 def in_thread(work: Callable[[], Any]) -> Any:

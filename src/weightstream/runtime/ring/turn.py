@@ -15,11 +15,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weightstream.runtime.devices.collector import uncollected
 
@@ -49,10 +50,12 @@ class StepTurn:
     """Gives the turn to one step at a time; of two threads, to the one that came first.
 
     `threads` are the threads of the step that has the turn; none between steps. The set object never changes.
+    `holder`: the object that has the turn where no call has it. It has it until `finish`, or until it is freed.
     """
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
+        self.holder: weakref.ref[Any] | None = None
         self._lock = threading.Lock()  # held for a whole step; any thread may release it
         self._joining = threading.RLock()
         self._owner = 0  # the thread that took it last
@@ -61,6 +64,7 @@ class StepTurn:
     @property
     def is_mine(self) -> bool:
         """Whether the calling thread belongs to the step that has the turn."""
+        self._finish_lost()
         return get_ident() in self.threads and self._lock.locked()
 
     def run(self, work: Callable[[bool], _Result], progress: Callable[[], int | None] | None = None) -> _Result:
@@ -99,8 +103,8 @@ class StepTurn:
             finally:
                 self.threads.clear()
 
-    def begin(self, progress: Callable[[], int | None]) -> bool:
-        """Take the turn until `finish`, which any thread may call, or join the step that has it.
+    def begin(self, holder: weakref.ref[Any], progress: Callable[[], int | None]) -> bool:
+        """Have the turn belong to an object until `finish`, or join the step that has it.
 
         Returns whether the turn was taken. `progress`: as for `run`. The caller is in no step.
         """
@@ -114,13 +118,22 @@ class StepTurn:
         finally:
             self._waiting.discard(me)
         self._lock.acquire()
+        self.holder = holder  # first: after an interrupt, a turn that neither an object nor a thread has is free
         self._begin()
         return True
 
-    def finish(self) -> None:
-        """End what `begin` began, in any thread."""
-        self.threads.clear()
-        self._lock.release()
+    def finish(self, holder: weakref.ref[Any]) -> None:
+        """End what `begin` began, in any thread; nothing if the object does not have the turn."""
+        with self._joining:  # of two threads that find it lost, one releases the lock
+            if self.holder is holder:
+                self.threads.clear()
+                self.holder = None
+                self._lock.release()
+
+    def _finish_lost(self) -> None:
+        holder = self.holder
+        if holder is not None and holder() is None:
+            self.finish(holder)
 
     def end(self, close: Callable[[], None], *, has_failed: bool = False) -> None:
         """Call `close`, after which no thread joins, once all threads that joined have left.
@@ -151,19 +164,22 @@ class StepTurn:
         me = get_ident()
         if self._owner == me and self._waiting:
             self._give_way(me)
+        self._finish_lost()
         if not self._lock.locked():
             return False
         self._waiting.add(me)
         pause_s, seen, since_s, num_lost = _POLL_S[0], None, time.monotonic(), 0
-        # A call that cannot join blocks in the lock. The thread that had the turn last polls: its release may be lost.
-        while self._lock.locked() and (progress is not None or self._owner == me):
+        # A call that cannot join blocks in the lock, but where the release may be lost: by the thread that had the turn
+        # last, or by an object.
+        while self._lock.locked() and (progress is not None or self._owner == me or self.holder is not None):
             now_s, found = time.monotonic(), None if progress is None else progress()
             if found != seen:
                 seen, since_s = found, now_s
             may_join = found is not None and (now_s - since_s > _STALLED_S or self._is_waiting())
             if may_join and self._has_joined(me, progress):
                 return True
-            num_lost = 0 if self.threads else num_lost + 1
+            self._finish_lost()
+            num_lost = 0 if self.threads or self.holder is not None else num_lost + 1
             if num_lost > _LOST_LOOKS:
                 self._lock.release()
                 break

@@ -26,7 +26,9 @@ On an accelerator a backward pass runs in a thread of autograd, and the thread t
 the turn during a pass, but the pass itself: it takes it at its first node, and gives it back when its graph task has
 ended, in whatever thread that is. Threads belong to the pass if they run one of its graph tasks. A task inside of it,
 as a reentrant checkpoint has, belongs to it if it reads what was computed in the pass. Any other thread waits. A task
-that fails calls nothing at its end, but it frees the function that it would have called.
+that fails calls nothing at its end, but it frees the function that it would have called. That function is given to
+autograd before the pass takes the turn, and has the turn as long as it lives: so an interrupt at any line of the pass,
+or of its end, leaves no turn behind.
 """
 
 from __future__ import annotations
@@ -159,19 +161,28 @@ class _Saving:
 
 
 class _End:
-    """Called when a graph task has ended; if the task fails, it is freed without a call."""
+    """Calls `end(False)` when a graph task has ended. If the task or that call fails, it is freed: `end(True)`."""
+
+    _end: Callable[[bool], None] | None = None  # of the class: an interrupt may come before an object has one
 
     def __init__(self, end: Callable[[bool], None]) -> None:
-        self._end: Callable[[bool], None] | None = end
+        self._end = end
 
     def __call__(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end(False)
+        if self._end is not None:
+            self._end(False)
+            self._end = None
 
     def __del__(self) -> None:
         if self._end is not None:
             self._end(True)
+
+
+def _at_end(end: Callable[[bool], None]) -> weakref.ref[_End]:
+    """Have autograd call `end(has_failed)` after the graph task that this thread runs."""
+    queued = _End(end)
+    _engine.queue_callback(queued)
+    return weakref.ref(queued)
 
 
 class _Watches:
@@ -201,11 +212,11 @@ class _Watches:
 
 
 class _Pass:
-    """A backward pass under way. `is_inner`: it runs inside of a forward, which has the turn."""
+    """A backward pass. Inside of a forward, which has the turn, it is an inner one."""
 
-    def __init__(self, task: int, *, is_inner: bool) -> None:
+    def __init__(self, task: int) -> None:
         self.tasks = {task}
-        self.is_inner = is_inner
+        self.end: weakref.ref[_End] | None = None
         self.guest: int | None = None  # a thread that joined the forward
 
 
@@ -229,7 +240,7 @@ class Backward:
         self._close = close
         self._heal = heal
         self._heal_if_cut = heal_if_cut
-        self._pass: _Pass | None = None
+        self._begun: _Pass | None = None  # the last that began, until its end
         self._current: int | None = None  # the unit that is open for nodes
         self._opened_task = NO_TASK  # the graph task that it is open for
         self._opened_binding: object = None
@@ -241,6 +252,15 @@ class Backward:
     def is_recomputing(self) -> bool:
         """Whether a forward is computed again inside of a pass."""
         return self._depth > 0
+
+    @property
+    def _pass(self) -> _Pass | None:
+        """The pass under way. One whose end was cut short, as by a second interrupt, is not."""
+        begun = self._begun
+        return begun if begun is not None and begun.end is not None and begun.end() is not None else None
+
+    def _is_inner(self, of: _Pass) -> bool:
+        return self._gate.turn.holder is not of.end
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 
@@ -296,8 +316,8 @@ class Backward:
     def _watches_of_task(self) -> _Watches:
         task = graph_task()
         if task not in self._watches:
+            _at_end(partial(self._end_watches, task))
             self._watches[task] = _Watches()
-            _engine.queue_callback(_End(partial(self._end_watches, task)))
         return self._watches[task]
 
     def _end_watches(self, task: int, has_failed: bool) -> None:
@@ -386,28 +406,26 @@ class Backward:
             under_way.tasks.add(task)
             self._gate.turn.threads.add(me)
             return
-        if me in self._gate.threads:
-            if under_way is not None:
-                raise OffloadError(
-                    "two backward passes at once over the streamed weights of one model, in one thread: call them one "
-                    "after the other"
-                )
-            self._begin(_Pass(task, is_inner=True))
-            return
-        if self._gate.turn.is_mine:  # it would wait for itself
+        is_inner = me in self._gate.threads
+        if is_inner and under_way is not None:
+            raise OffloadError(
+                "two backward passes at once over the streamed weights of one model, in one thread: call them one "
+                "after the other"
+            )
+        if not is_inner and self._gate.turn.is_mine:  # it would wait for itself
             raise OffloadError(
                 f"a backward pass cannot run here: the streamer is {self._gate.mode.value}, and this thread is inside "
                 "of its step(), or computes with another model that shares its device memory"
             )
-        is_owner = self._gate.turn.begin(self._progress)
-        begun = _Pass(task, is_inner=not is_owner)
-        if not is_owner:
-            begun.guest = me
+        begun = _Pass(task)
+        begun.end = _at_end(partial(self._end, begun))
         try:
-            if is_owner:
+            if not is_inner and self._gate.turn.begin(begun.end, self._progress):
                 self._heal_if_cut()
                 self._wake()
-            self._begin(begun)
+            elif not is_inner:
+                begun.guest = me
+            self._begun, self._current, self._depth = begun, None, 0
         except BaseException:
             self._fail(begun)
             raise
@@ -423,48 +441,44 @@ class Backward:
             self._gate.change(StepState.BACKWARD)
             self._learning.begin_backward()
 
-    def _begin(self, begun: _Pass) -> None:
-        self._pass, self._current, self._depth = begun, None, 0
-        _engine.queue_callback(_End(partial(self._end, begun)))
-
     def _end(self, ended: _Pass, has_failed: bool) -> None:
         """The graph task of the pass has ended, in any thread."""
-        if self._pass is not ended:
-            return
         if has_failed:
             self._fail(ended)
             return
         try:
             with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
                 self._close_current()
-                if not ended.is_inner:
+                if not self._is_inner(ended):
                     self._installed.binding.rest()
                     self._gate.end_forward()
                     self._learning.end_backward()
+            self._begun = None
+            self._leave(ended)
         except BaseException:
             self._fail(ended)
             raise
-        self._pass = None
-        self._leave(ended)
 
     def _fail(self, failed: _Pass) -> None:
-        """The pass was cut short: its units close, and the turn is free again."""
-        unit, self._pass, self._current, self._depth = self._current, None, None, 0
+        """The pass was cut short: its units close, and the turn is free again. Does nothing for one that has ended."""
+        unit = None
+        if self._begun is failed:
+            unit, self._begun, self._current, self._depth = self._current, None, None, 0
         try:
-            if failed.is_inner and unit is not None:
-                with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-                    self._close(unit)
-            if not failed.is_inner:
+            if not self._is_inner(failed):
                 self._learning.end_backward(has_failed=True)
                 self._heal()
+            elif unit is not None:
+                with self._gate.lock, torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+                    self._close(unit)
         finally:
             self._leave(failed)
 
     def _leave(self, ended: _Pass) -> None:
-        if not ended.is_inner:
-            self._gate.turn.finish()
-        elif ended.guest is not None:
+        if ended.guest is not None:
             self._gate.turn.threads.discard(ended.guest)
+        if ended.end is not None:
+            self._gate.turn.finish(ended.end)
 
 
 class Followed:
