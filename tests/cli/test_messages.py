@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from weightstream.cli import app
+from weightstream.cli import Commands, app, chat
 from weightstream.cli.messages import with_messages
+from weightstream.errors import UnsupportedError
 from weightstream.measure import profile, progress
 from weightstream.runtime.devices.cpu import CPU_PROFILE
 
@@ -56,6 +60,46 @@ def test_flags_choose_what_stderr_shows(
     assert [line.partition(" a ")[2] or line for line in result.stderr.splitlines()] == expected
     assert [(each.level, each.propagate, list(each.handlers)) for each in loggers] == before
     assert "TQDM_DISABLE" not in os.environ
+
+
+def cut_in_a_library() -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise UnsupportedError("the model's code does not load") from None
+
+
+def cut_at_a_prompt() -> None:
+    """An error after Ctrl-C has left a line of a chat."""
+    lines = chat._typed()
+    assert next(lines) == "w1"
+    with pytest.raises(StopIteration):
+        next(lines)
+    raise UnsupportedError("unrelated")
+
+
+@pytest.mark.parametrize(("work", "status"), [(cut_in_a_library, 130), (cut_at_a_prompt, 2)])
+def test_an_interrupt_is_one_whatever_libraries_make_of_it(
+    work: Callable[[], None], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: Iterator[str] = iter(["w1", "", "end"])
+
+    def ask(_: str) -> str:
+        line = next(typed)
+        if not line:
+            signal.raise_signal(signal.SIGINT)
+        if line == "end":
+            raise EOFError
+        return line
+
+    monkeypatch.setattr(builtins, "input", ask)
+    working = typer.Typer(cls=Commands)
+    working.command()(with_messages(work))
+    working.callback()(lambda: None)
+    handler = signal.getsignal(signal.SIGINT)
+    result = CliRunner().invoke(working, [work.__name__.replace("_", "-")])
+    assert result.exit_code == status, result.output
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_long_start_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +161,7 @@ class Refusing:
 
 
 sys.meta_path.insert(0, Refusing())
-from weightstream.cli import app
+from weightstream.cli import Commands, app, chat
 
 for line in sys.stdin.read().splitlines():
     shown = io.StringIO()

@@ -44,7 +44,9 @@ class Lines:
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_SOURCE) else None
+        code = frame.f_code
+        # Python ignores errors in a `__del__`
+        return self._line if code.co_filename.startswith(_SOURCE) and code.co_name != "__del__" else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":

@@ -85,6 +85,7 @@ def _typed() -> Iterator[str]:
     import readline  # noqa: F401  so that `input` takes arrow keys
 
     typer.echo("/help lists commands, /exit or Ctrl-D ends", err=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C does not end the command
     while True:
         try:
             yield input("> ")

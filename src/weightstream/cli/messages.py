@@ -6,11 +6,14 @@ import functools
 import inspect
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import Parameter
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -90,6 +93,30 @@ def messages(level: int) -> Iterator[None]:
             each.propagate = propagates
 
 
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` for any error after Ctrl-C: modules that load may turn one into the other."""
+    # a job in the background ignores it, and another thread cannot change it
+    if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the flags -q and -v. It says at once that it loads libraries. Only -v shows tracebacks."""
     signature = inspect.signature(command, eval_str=True)
@@ -105,7 +132,8 @@ def with_messages(command: Callable[..., None]) -> Callable[..., None]:
             if "torch" not in sys.modules:  # the import takes a second, or half a minute on a busy machine
                 say("loading libraries")
             try:
-                command(*args, **values)
+                with _interrupts_kept():
+                    command(*args, **values)
             except (WeightstreamError, typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
                 raise
             except Exception as error:  # of a library, or a defect

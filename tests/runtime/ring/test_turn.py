@@ -335,7 +335,8 @@ class _Holder:
 
 def test_a_turn_of_an_object_ends_once() -> None:
     turn, holder, other = StepTurn(), _Holder(), _Holder()
-    assert turn.begin(ref := weakref.ref(holder), lambda: None)
+    ref = weakref.ref(holder)
+    assert turn.begin(ref, lambda: None)
     assert turn.is_mine
     turn.finish(weakref.ref(other))  # does not have it
     assert turn.is_mine
