@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.diffusers.skipping import inner_forward
+from weightstream.adapters.diffusers.skipping import enabled_anew, inner_forward
 from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.adapters.hf.ranks import Ranks
 from weightstream.adapters.modules import device_map
@@ -253,7 +253,11 @@ class OffloadBuilder:
             self.known,
             self._inputs_with_passes,
         )
-        with lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress):
+        is_whole = self._facts.subset is None
+        with (
+            lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress),
+            enabled_anew(self.model) if is_whole else nullcontext(),
+        ):
             streamer = Streamer(
                 self.model,
                 self.gatherer.grains,
@@ -266,7 +270,7 @@ class OffloadBuilder:
                 block=block,
                 entries=entries,
                 # a block of another GPU copies its inputs there, which it may not skip
-                inner_forward=inner_forward if self._facts.subset is None else forward_patch.outermost,
+                inner_forward=inner_forward if is_whole else forward_patch.outermost,
             )
         try:
             self._finish(streamer, replanning, on_added)

@@ -373,6 +373,30 @@ def test_a_cache_that_comes_later_moves_less(cache: str) -> None:
     assert moved[3] == moved[0]
 
 
+@pytest.mark.parametrize("cache", only(CACHES, "first block"))
+def test_a_cache_that_was_there_before_moves_less(cache: str) -> None:
+    """As one that comes later, also once it is disabled, and enabled again; and it stays when the offload ends."""
+    plain, pipe, moved = pipelines.build("flux"), pipelines.build("flux"), list[int]()
+    for each in (plain, pipe):
+        each.transformer.enable_cache(cache_config(cache))
+    weightstream.offload_pipeline(
+        pipe, device="cpu", device_budget=int(0.35 * nbytes(pipe)), example_inputs=pipelines.arguments("flux")
+    )
+    for change in (None, "disable_cache", "enable_cache"):
+        for each in (plain, pipe) if change else ():
+            getattr(each.transformer, change)(*[cache_config(cache)] * (change == "enable_cache"))
+        want = pipelines.image(plain, "flux", num_inference_steps=6)
+        for _ in range(2):
+            before = pipe.weightstream.stats().components["transformer"]
+            assert torch.equal(pipelines.image(pipe, "flux", num_inference_steps=6), want)
+        after = pipe.weightstream.stats().components["transformer"]
+        assert after.unplanned_fills == before.unplanned_fills
+        moved.append(after.filled_nbytes - before.filled_nbytes)
+    assert moved[0] == moved[2] < 0.8 * moved[1]
+    pipe.weightstream.remove()
+    assert torch.equal(pipelines.image(pipe, "flux", num_inference_steps=6), want)
+
+
 def lora(pipe: Any) -> dict[str, torch.Tensor]:
     """Random weights of an adapter for the transformer's attention."""
     from peft import LoraConfig

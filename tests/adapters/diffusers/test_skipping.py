@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import textwrap
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 import weightstream
-from weightstream.adapters.diffusers.skipping import SKIPPING, inner_forward
+from weightstream.adapters.diffusers.skipping import SKIPPING, enabled_anew, inner_forward
 from weightstream.adapters.tracing import global_state, meta_copy
 from weightstream.runtime.streamer import forward_patch
 
+diffusers: Any = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("diffusers.hooks.hooks")
 layer_skip = pytest.importorskip("diffusers.hooks.layer_skip")
 
@@ -55,6 +57,29 @@ def test_hooks_that_may_skip_read_no_weights(place: tuple[str, str]) -> None:
     assert len(used) == len(calls) <= 1
     assert all(ast.unparse(call.func) == "_is_parameter_sharded" for call in calls)
     assert "self.fn_ref.original_forward(*args, **kwargs)" in ast.unparse(tree)
+
+
+class Cached(nn.Sequential, diffusers.models.cache_utils.CacheMixin):  # type: ignore[misc]
+    """Blocks that skip by a cache, if it is enabled."""
+
+
+@pytest.mark.parametrize("other", ["none", "block", "model"])
+def test_a_cache_is_enabled_anew_unless_there_are_other_hooks(other: str) -> None:
+    model = Cached(*net())
+    config = diffusers.TaylorSeerCacheConfig(cache_identifiers=[r"\d+"])
+    model.enable_cache(config)
+    if other != "none":
+        read(model[3] if other == "block" else model)
+    before = model[3]._diffusers_hook.hooks["taylorseer_cache"]
+    with suppress(ValueError), enabled_anew(model):
+        assert model.is_cache_enabled is (other != "none")
+        raise ValueError("as from a plan that does not attach")
+    assert model._cache_config is config
+    assert (model[3]._diffusers_hook.hooks["taylorseer_cache"] is before) is (other != "none")
+    model.disable_cache()
+    with enabled_anew(model):
+        pass
+    assert not model.is_cache_enabled
 
 
 def test_the_forward_inside_of_hooks() -> None:

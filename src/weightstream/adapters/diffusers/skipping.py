@@ -5,6 +5,8 @@ Does not import diffusers: a module that has its hooks has imported it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,27 @@ SKIPPING = frozenset(
         ("diffusers.hooks.layer_skip", "FeedForwardSkipHook"),
     }
 )
+
+_OF_MODELS = frozenset({("diffusers.hooks.sea_cache", "SeaCacheRootHook")})  # hooks of the same caches on whole models
+
+
+@contextmanager
+def enabled_anew(model: nn.Module) -> Iterator[None]:
+    """Enable a cache that the model has again after the block, so that its hooks are outside of what the block puts
+    around modules. A model that has other hooks as well, whose order would change, stays as it is."""
+    config: Any = getattr(model, "_cache_config", None)
+    registries = (vars(module).get("_diffusers_hook") for module in model.modules())
+    kinds = {type(hook) for registry in registries if registry is not None for hook in registry.hooks.values()}
+    is_known = {(kind.__module__, kind.__qualname__) for kind in kinds} <= SKIPPING | _OF_MODELS
+    if config is None or not kinds or not is_known:
+        yield
+        return
+    cached: Any = model
+    cached.disable_cache()
+    try:
+        yield
+    finally:
+        cached.enable_cache(config)
 
 
 def inner_forward(module: nn.Module, forward: Any) -> Any:
