@@ -190,7 +190,8 @@ class OffloadConfig(_Settings):
     uva: UVAOffloadConfig = UVAOffloadConfig()
     prefetch: PrefetchOffloadConfig = PrefetchOffloadConfig()
     device_budget: _OverZero = _setting(
-        None, "Device memory for weights, such as 8GiB or 80%. Default: all that is free."
+        None,
+        "Device memory for weights and what they stream through, such as 8GiB or 80%. Default: all that is free.",
     )
     host_budget: _Budget = _setting(
         None, "Host memory for weights, such as 30GiB or 50%. Default: 80 % of what is available."
@@ -202,7 +203,8 @@ class OffloadConfig(_Settings):
     tokens: _Positive = _setting(1, "New tokens per sequence in a step. Default: 1.")
     train: _Train = None
     offload_folder: Path | None = _setting(
-        None, "Folder for converted or decoded weights. Default: a temporary folder."
+        None,
+        "Folder for converted or decoded weights, and for those beyond --host-budget. Default: a temporary folder.",
     )
     pin_memory: _Switch = True
     use_uva: _Switch = True
