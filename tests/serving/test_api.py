@@ -110,7 +110,7 @@ def test_chat_streams_the_same_text(client: Any, model: TextModel) -> None:
     assert (last.choices, last.usage.completion_tokens) == ([], len(answer.ids))
     found = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
     assert [each.logprob for each in found] == [each.logprob for each in answer.logprobs]
-    assert [top.token for top in found[0].top_logprobs] == [token for token, _ in answer.logprobs[0].top]
+    assert [top.token for top in found[0].top_logprobs] == [token.text for token, _ in answer.logprobs[0].top]
     whole = client.chat.completions.create(model=NAME, messages=USER, **options)
     assert whole.choices[0].message.content == answer.text
     assert [each.logprob for each in whole.choices[0].logprobs.content] == [each.logprob for each in found]
@@ -123,6 +123,8 @@ def test_completions_continue_text_and_tokens(client: Any, model: TextModel, pro
     (choice,) = found.choices
     assert (choice.text, choice.finish_reason) == (answer.text, answer.finish)
     assert choice.logprobs.token_logprobs == [each.logprob for each in answer.logprobs]
+    begins = zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True)
+    assert all(choice.text.startswith(token, begin) for token, begin in begins)
     stop = answer.text.split()[2]
     options = {"max_tokens": NUM_TOKENS, "temperature": 0, "stop": stop}
     pieces = client.completions.create(model=NAME, prompt=prompt, stream=True, **options)

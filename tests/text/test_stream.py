@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from weightstream.text.stream import Answer, Detokenizer, LogprobRecorder, StopStrings
+from weightstream.serving.replies import ChatReply, CompletionReply
+from weightstream.text.stream import Answer, Detokenizer, LogprobRecorder, StopStrings, TokenLogprobs, token_text
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -22,6 +25,44 @@ def bytewise() -> object:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def sentencepiece() -> object:
+    """A tokenizer as of SentencePiece: spaces begin words, and letters that it does not know are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"naive x"]
+    of = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(of, [], unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence(list(steps))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+@pytest.mark.parametrize("kind", [bytewise, sentencepiece])
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: Callable[[], Any]) -> None:
+    """Also of half characters. OpenAI's offsets are those of whole characters."""
+    words, text = kind(), "naïve x🙂\ufffd x"
+    ids = words(text)["input_ids"]
+    tokens = [token_text(words, token, is_first=index == 0) for index, token in enumerate(ids)]
+    assert b"".join(token.utf8 or b"?" for token in tokens) == text.encode()
+    logprobs = [TokenLogprobs(token, 0.0, ((token, 0.0),)) for token in tokens]
+    answer = Answer(words)
+    answer.logprobs = logprobs
+    reply = CompletionReply(model="m", has_logprobs=True).whole(answer, 1)["choices"][0]["logprobs"]
+    begins = [text[begin : begin + 1] for begin in reply["text_offset"]]
+    assert begins == [*"naï", "ï", *"ve x", *4 * "🙂", *3 * "\ufffd", *" x"]
+    entries = ChatReply(model="m", has_logprobs=True).whole(answer, 1)["choices"][0]["logprobs"]["content"]
+    assert [bytes(entry["bytes"]) for entry in entries] == [token.utf8 for token in tokens]
+
+
+def test_the_bytes_of_half_a_character_may_be_hidden() -> None:
+    """By a tokenizer whose names of tokens are not known."""
+    words = bytewise()
+    words.convert_ids_to_tokens = lambda token: "◌"  # type: ignore[attr-defined]
+    assert token_text(words, words("🙂")["input_ids"][0]) == ("\ufffd", None)
+    assert token_text(words, words("a")["input_ids"][0]) == ("a", b"a")
 
 
 @pytest.mark.parametrize("text", ["naïve – 大きい 🙂🙂 x", "\n\n  w\u0301 ", "🏳️‍🌈 ffi"])
@@ -115,9 +156,9 @@ def test_logprobs_are_those_of_the_pass_that_chose_the_token() -> None:
     recorder(ids_of(7, 8, 9), later)
     assert recorder(ids_of(7, 8), accepted) is accepted
     found, expected = recorder.take(2, 17), accepted[0].log_softmax(-1)
-    assert (found.token, found.logprob) == ("w17", expected[17].item())
+    assert (found.token, found.logprob) == ((" w17", b" w17"), expected[17].item())
     best = int(accepted.argmax())
-    assert found.top == ((tokenizer().decode([best]), expected[best].item()),)
+    assert found.top == (((f" w{best}", f" w{best}".encode()), expected[best].item()),)
     assert recorder.take(3, 17).logprob == later[0].log_softmax(-1)[17].item()
     with pytest.raises(KeyError):
         recorder.take(2, 17)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import time
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightstream.text.stream import Answer, Finish, Piece, TokenLogprobs
+from weightstream.text.stream import Answer, Finish, Piece, TokenLogprobs, TokenText
 
 DONE = "data: [DONE]\n\n"  # the end of a stream
 
@@ -81,8 +82,9 @@ class ChatReply(_Reply):
         }
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode(errors="replace"))}
+def _entry(token: TokenText, logprob: float) -> dict[str, Any]:
+    utf8 = None if token.utf8 is None else list(token.utf8)
+    return {"token": token.text, "logprob": _finite(logprob), "bytes": utf8}
 
 
 def _finite(logprob: float) -> float:
@@ -118,13 +120,16 @@ class CompletionReply(_Reply):
         if not self.has_logprobs:
             return None
         return {
-            "tokens": [each.token for each in logprobs],
+            "tokens": [each.token.text for each in logprobs],
             "token_logprobs": [_finite(each.logprob) for each in logprobs],
-            "top_logprobs": [{token: _finite(value) for token, value in each.top} for each in logprobs],
+            "top_logprobs": [{token.text: _finite(value) for token, value in each.top} for each in logprobs],
             "text_offset": _offsets(logprobs),
         }
 
 
 def _offsets(logprobs: Sequence[TokenLogprobs]) -> list[int]:
-    """Where each token begins in the text of its piece."""
-    return list(itertools.accumulate((len(each.token) for each in logprobs), initial=0))[: len(logprobs)]
+    """Where each token begins in the text of its piece. A character belongs to the token that completes it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens = (each.token for each in logprobs)
+    texts = (token.text if token.utf8 is None else decoder.decode(token.utf8) for token in tokens)
+    return list(itertools.accumulate(map(len, texts), initial=0))[: len(logprobs)]

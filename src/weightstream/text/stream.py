@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -15,6 +18,13 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length", "cancelled"]
 
 _INCOMPLETE = "\ufffd"  # what tokenizers decode the first bytes of a character to
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece
+# In byte-level BPE, bytes that are no visible letter of Latin-1 are named by the letters from 256 on.
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = MappingProxyType(
+    {chr(byte): byte for byte in _VISIBLE}
+    | {chr(0x100 + n): byte for n, byte in enumerate(sorted(set(range(0x100)) - set(_VISIBLE)))}
+)
 
 
 class Detokenizer:
@@ -79,13 +89,38 @@ class StopStrings:
         return any(stop.startswith(end) for stop in self._stops)
 
 
+class TokenText(NamedTuple):
+    """What a token adds to a text, and as UTF-8; None if the tokenizer hides the bytes of half a character."""
+
+    text: str
+    utf8: bytes | None
+
+
+def token_text(tokenizer: Any, token: int, *, is_first: bool = False) -> TokenText:
+    """The text of a token inside of an answer, or at its begin, where some tokenizers drop a space."""
+    alone: str = tokenizer.decode([token])
+    text = alone if is_first else tokenizer.decode([token, token])[len(alone) :]
+    is_half = _INCOMPLETE in alone
+    return TokenText(text, _half_character(tokenizer, token, alone) if is_half else text.encode(errors="replace"))
+
+
+def _half_character(tokenizer: Any, token: int, text: str) -> bytes | None:
+    name: str = tokenizer.convert_ids_to_tokens(token)
+    if found := _BYTE_TOKEN.fullmatch(name):
+        return bytes.fromhex(found[1])
+    if not _BYTE_OF.keys() >= set(name):
+        return None
+    utf8 = bytes(_BYTE_OF[letter] for letter in name)
+    return utf8 if utf8.decode(errors="replace") == text else None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural logarithms of the probability of a token, before temperature, and of the most likely ones."""
 
-    token: str
+    token: TokenText
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: tuple[tuple[TokenText, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +146,17 @@ class LogprobRecorder:
         self._rows[ids.shape[1]] = scores[0].float().log_softmax(-1)
         return scores
 
-    def take(self, position: int, token: int) -> TokenLogprobs:
-        """The log-probabilities of the token at a position. Those of earlier ones are forgotten."""
+    def take(self, position: int, token: int, *, is_first: bool = False) -> TokenLogprobs:
+        """The log-probabilities of the token at a position. Those of earlier ones are forgotten.
+
+        `is_first`: an answer begins with the token.
+        """
         row = self._rows[position]
         self._rows = {at: kept for at, kept in self._rows.items() if at > position}
         values, ids = row.topk(self._num_top)
-        names = (self._name(each) for each in ids.tolist())
-        return TokenLogprobs(self._name(token), row[token].item(), tuple(zip(names, values.tolist(), strict=True)))
-
-    def _name(self, token: int) -> str:
-        name: str = self._tokenizer.decode([token])
-        return name
+        text = partial(token_text, self._tokenizer, is_first=is_first)
+        top = zip(map(text, ids.tolist()), values.tolist(), strict=True)
+        return TokenLogprobs(text(token), row[token].item(), tuple(top))
 
 
 def _special_token(tokenizer: Any, text: str) -> int | None:
@@ -184,7 +219,8 @@ class Answer:
 
     def _add(self, token: int) -> None:
         if self._recorder is not None and self._num_prompt is not None:
-            self.logprobs.append(self._recorder.take(self._num_prompt + len(self.ids), token))
+            position = self._num_prompt + len(self.ids)
+            self.logprobs.append(self._recorder.take(position, token, is_first=not self.ids))
         self.ids.append(token)
         self._show(self._stops.push(self._detokenizer.push(token)))
         if token in self._stop_ids:  # special tokens have no text, in which a stop string could be found
