@@ -443,7 +443,7 @@ class Backward:
 
     def _end(self, ended: _Pass, has_failed: bool) -> None:
         """The graph task of the pass has ended, in any thread."""
-        if has_failed:
+        if has_failed or self._begun is not ended:
             self._fail(ended)
             return
         try:
