@@ -330,6 +330,7 @@ def test_experts_in_the_order_of_hub_kernels_are_refused_by_name(monkeypatch: py
         return SimpleNamespace(data=blocks), scales
 
     monkeypatch.setattr(mxfp4, "swizzle_mxfp4", swizzle)
+    monkeypatch.setattr(mxfp4, "get_current_accelerator", lambda: None)  # torch for CUDA names one without a GPU, too
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_hidden_layers": 1}
     config = transformers.GptOssConfig(**sizes, vocab_size=64, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.GptOssForCausalLM(config)

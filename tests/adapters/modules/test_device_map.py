@@ -124,6 +124,28 @@ def test_a_hook_of_accelerate_is_refused_and_ours_is_not_removed(model: Any) -> 
     hooks.remove_hook_from_module(model.encoder)
 
 
+def test_a_model_that_compressed_tensors_offloads_is_refused_before_and_after(model: Any) -> None:
+    """Also by llm-compressor, which offloads by it: with an offloaded model it ends before it moves a weight."""
+    theirs = pytest.importorskip("compressed_tensors.offload")
+    with pytest.raises(weightstream.OffloadError, match=r"T5ForConditionalGeneration .*remove\(\) first"):
+        theirs.from_accelerate(model)
+    assert hasattr(model, "hf_device_map")
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    x = torch.randn(1, 32)
+    theirs.dispatch_with_map(net, {"1": (CPU, CPU)}, show_progress=False)
+    with pytest.raises(weightstream.OffloadError, match=r"1 is already managed by compressed_tensors \(CPUCache\)"):
+        weightstream.offload(net, device="cpu", device_budget="8KiB")
+    theirs.remove_dispatch(net)
+    net.forward = net.forward  # as some code does, which is no offloading
+    with weightstream.offload(net, device="cpu", device_budget="8KiB"):
+        net(x)
+        theirs.dispatch_with_map(net, {"1": (CPU, CPU)}, show_progress=False)
+        with pytest.raises(weightstream.OffloadError, match=r"1 is already managed by compressed_tensors \(CPUCache\)"):
+            net(x)
+        theirs.remove_dispatch(net)
+        net(x)
+
+
 def test_parts_of_a_model_of_another_class_have_the_names() -> None:
     wrapped = torch.nn.Sequential(MODELS["llama"]().module)
     with weightstream.offload(wrapped, device="cpu"):

@@ -123,7 +123,7 @@ def test_other_callers_enter_them_as_before(method: str) -> None:
 
 def test_shared_experts_use_no_stream_of_their_own() -> None:
     module = nn.Linear(2, 2)
-    module._stream = torch.Stream.__new__(torch.Stream) if not torch.cuda.is_available() else torch.Stream("cuda")
+    module._stream = torch.Stream(stream_id=0, device_index=0, device_type=1)  # of a GPU, also where there is none
     module._streams = ["not one"]
     enter_by_forward([nn.Sequential(module)])
     assert module._stream is None

@@ -147,6 +147,14 @@ def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str
         else:
             self.weightstream.compile("blocks", **kwargs)
 
+    def delete(self: Any, name: str) -> None:
+        if name == "hf_device_map":  # as compressed-tensors and llm-compressor do, before they move weights
+            raise OffloadError(
+                f"{base.__name__} is offloaded by weightstream, so other libraries cannot take over its weights: call "
+                "model.weightstream.remove() first"
+            )
+        base.__delattr__(self, name)
+
     return {
         **({"compile_repeated_blocks": compile_repeated_blocks} if hasattr(base, "compile_repeated_blocks") else {}),
         "to": to,
@@ -157,6 +165,7 @@ def _members(base: Any, device: torch.device, recast: Recast | None) -> dict[str
         "device": property(lambda self: device),
         "hf_device_map": {"": _device_map_entry(device)},
         "_hf_hook": Placement(device),
+        "__delattr__": delete,
     }
 
 

@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from weightstream.runtime.tensors.undo import Undo
 ATTRIBUTE = "weightstream"  # where a model keeps its streamer
 OUTER = "_weightstream_decoder"  # marks a forward set by the package that runs whole steps, so is no step itself
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
+_HOOKS = frozenset({"_hf_hook", "_diffusers_hook"})
 _PLAIN = "_weightstream_plain"  # where a module keeps the values that some attributes have in its copies
 _AROUND = "_weightstream_around"  # where a module keeps its `Around`
 _AS_IT_RUNS: ContextVar[bool] = ContextVar("copies of modules keep the attributes that these run with", default=False)
@@ -623,9 +625,10 @@ def refuse_foreign(modules: dict[str, nn.Module]) -> None:
     """Raise `OffloadError` if another library offloads one of these modules."""
     for name, module in modules.items():
         attributes = module.__dict__
-        if ("_hf_hook" in attributes or "_diffusers_hook" in attributes) and (owner := _owner(attributes)):
+        seems_owned = not _HOOKS.isdisjoint(attributes) or type(attributes["_parameters"]) is not dict
+        if seems_owned and (owner := _owner(attributes)):
             raise OffloadError(
-                f"{name or type(module).__name__} is already managed by {owner}: remove its hooks first. Two kinds of "
+                f"{name or type(module).__name__} is already managed by {owner}: undo that first. Two kinds of "
                 "offloading on one model cannot both know where a weight is."
             )
 
@@ -636,7 +639,8 @@ def _owner(attributes: dict[str, Any]) -> str:
     registry = attributes.get("_diffusers_hook")  # of hooks of any purpose
     if registry is not None and any("offload" in name for name in registry.hooks):
         return "diffusers (_diffusers_hook)"
-    return ""
+    kind = type(attributes["_parameters"])  # of compressed-tensors and of DeepSpeed, a mapping that moves what it holds
+    return "" if kind in (dict, OrderedDict) else f"{kind.__module__.partition('.')[0]} ({kind.__name__})"
 
 
 def refuse_twice(model: nn.Module) -> None:
