@@ -100,8 +100,8 @@ def assembled(
     Raises the errors of `offload`.
     """
     forward_patch.refuse_twice(model)
-    forward_patch.refuse_foreign(dict(model.named_modules()))
     alias_groups.refuse_unsupported(model)
+    forward_patch.refuse_foreign(dict(model.named_modules()))
     alias_groups.leave_inference(model)
     closing = Undo()
     if facts.restored is not None:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import types
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +146,17 @@ def test_function_transforms() -> None:
                 traced = torch.jit.trace(model, (x,), check_trace=False)
             assert torch.equal(traced(x), want)
             assert torch.equal(model(x), want)
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer's, and that there is a tracer at all
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, WIDTH))])
+def test_torchscript_is_refused_by_name(convert: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    with pytest.raises(UnsupportedError, match="the model is TorchScript: offload the model before it is traced"):
+        weightstream.offload(convert(model), device="cpu", device_budget="1MiB")
+    model[1] = convert(model[1])
+    with pytest.raises(UnsupportedError, match="1 is TorchScript"):
+        weightstream.offload(model, device="cpu", device_budget="1MiB")
 
 
 class Backwards(nn.Sequential):

@@ -639,7 +639,7 @@ def _owner(attributes: dict[str, Any]) -> str:
     registry = attributes.get("_diffusers_hook")  # of hooks of any purpose
     if registry is not None and any("offload" in name for name in registry.hooks):
         return "diffusers (_diffusers_hook)"
-    kind = type(attributes["_parameters"])  # of compressed-tensors and of DeepSpeed, a mapping that moves what it holds
+    kind = type(attributes["_parameters"])  # of compressed-tensors or DeepSpeed: a mapping that moves what it holds
     return "" if kind in (dict, OrderedDict) else f"{kind.__module__.partition('.')[0]} ({kind.__name__})"
 
 

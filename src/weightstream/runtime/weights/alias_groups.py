@@ -186,7 +186,11 @@ def empty_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raise `UnsupportedError`, with the name, for a tensor without one shape: a lazy or a strided nested one."""
+    """Raise `UnsupportedError`, with the name, for a tensor without one shape, a lazy or a strided nested one, and for
+    TorchScript."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{name or 'the model'} is TorchScript: offload the model before it is traced")
     for path, tensor, *_ in leaves_of(model):
         if is_lazy(tensor):
             raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
