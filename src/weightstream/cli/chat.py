@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import typer
 
+from weightstream.cli.messages import forget_interrupts
 from weightstream.measure.progress import announced
 
 Conversation = list[dict[str, str]]
@@ -85,7 +86,6 @@ def _typed() -> Iterator[str]:
     import readline  # noqa: F401  so that `input` takes arrow keys
 
     typer.echo("/help lists commands, /exit or Ctrl-D ends", err=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C does not end the command
     while True:
         try:
             yield input("> ")
@@ -93,4 +93,5 @@ def _typed() -> Iterator[str]:
             typer.echo(err=True)
             return
         except KeyboardInterrupt:
+            forget_interrupts()
             typer.echo(err=True)  # the line so far is dropped

@@ -31,6 +31,7 @@ _Verbose = Annotated[
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, no warnings and no report.")]
 _LOGGER = "weightstream"
 _NO_BARS = "TQDM_DISABLE"
+_interrupts: list[int] = []  # signals since the command began
 _TALKATIVE = (  # they log missing kernels while transformers imports them
     "torchao",
     "torch.utils._pytree",
@@ -100,21 +101,28 @@ def _interrupts_kept() -> Iterator[None]:
     if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    pressed: list[int] = []
+    forget_interrupts()
 
     def note(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
+        _interrupts.append(number)
         signal.default_int_handler(number, frame)
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
     except Exception as error:
-        if pressed:
+        if _interrupts:
             raise KeyboardInterrupt from error
         raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def forget_interrupts() -> None:
+    """Later errors have nothing to do with the Ctrl-C so far, which did not mean to end the command."""
+    _interrupts.clear()
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:

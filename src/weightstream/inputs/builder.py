@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightstream.adapters.diffusers.skipping import enabled_anew, inner_forward
+from weightstream.adapters.diffusers.skipping import inner_forward, lifted
 from weightstream.adapters.hf.lazy_dequant import unpack_late
 from weightstream.adapters.hf.ranks import Ranks
 from weightstream.adapters.modules import device_map
@@ -256,7 +256,7 @@ class OffloadBuilder:
         is_whole = self._facts.subset is None
         with (
             lasting(f"moving {human(plan.manifest.nbytes)} of weights", self._facts.progress),
-            enabled_anew(self.model) if is_whole else nullcontext(),
+            lifted(self.model) if is_whole else nullcontext(),
         ):
             streamer = Streamer(
                 self.model,

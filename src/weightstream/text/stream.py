@@ -105,12 +105,14 @@ def token_text(tokenizer: Any, token: int, *, is_first: bool = False) -> TokenTe
 
 
 def _half_character(tokenizer: Any, token: int, text: str) -> bytes | None:
-    name: str = tokenizer.convert_ids_to_tokens(token)
-    if found := _BYTE_TOKEN.fullmatch(name):
+    name: Any = tokenizer.convert_ids_to_tokens(token)  # bytes with some tokenizers that a checkpoint brings
+    if isinstance(name, str) and _INCOMPLETE in name:  # it is a character of the token
+        return text.encode()
+    if isinstance(name, str) and (found := _BYTE_TOKEN.fullmatch(name)):
         return bytes.fromhex(found[1])
-    if not _BYTE_OF.keys() >= set(name):
-        return None
-    utf8 = bytes(_BYTE_OF[letter] for letter in name)
+    if isinstance(name, str) and _BYTE_OF.keys() >= set(name):
+        name = bytes(_BYTE_OF[letter] for letter in name)
+    utf8 = name if isinstance(name, bytes) else b""
     return utf8 if utf8.decode(errors="replace") == text else None
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import weightstream
-from weightstream.adapters.diffusers.skipping import SKIPPING, enabled_anew, inner_forward
+from weightstream.adapters.diffusers import skipping
+from weightstream.adapters.diffusers.skipping import SKIPPING, inner_forward
 from weightstream.adapters.tracing import global_state, meta_copy
 from weightstream.runtime.streamer import forward_patch
 
-diffusers: Any = pytest.importorskip("diffusers")
 hooks = pytest.importorskip("diffusers.hooks.hooks")
 layer_skip = pytest.importorskip("diffusers.hooks.layer_skip")
 
@@ -59,27 +59,34 @@ def test_hooks_that_may_skip_read_no_weights(place: tuple[str, str]) -> None:
     assert "self.fn_ref.original_forward(*args, **kwargs)" in ast.unparse(tree)
 
 
-class Cached(nn.Sequential, diffusers.models.cache_utils.CacheMixin):  # type: ignore[misc]
-    """Blocks that skip by a cache, if it is enabled."""
-
-
-@pytest.mark.parametrize("other", ["none", "block", "model"])
-def test_a_cache_is_enabled_anew_unless_there_are_other_hooks(other: str) -> None:
-    model = Cached(*net())
-    config = diffusers.TaylorSeerCacheConfig(cache_identifiers=[r"\d+"])
-    model.enable_cache(config)
-    if other != "none":
-        read(model[3] if other == "block" else model)
-    before = model[3]._diffusers_hook.hooks["taylorseer_cache"]
-    with suppress(ValueError), enabled_anew(model):
-        assert model.is_cache_enabled is (other != "none")
+@pytest.mark.parametrize("other", ["none", "hook", "forward", "other kind between", "hook outside"])
+def test_hooks_are_lifted_and_put_back(other: str) -> None:
+    """The same hooks in the same order, also after an error; those that are not alone stay where they are."""
+    model, x = net(), torch.randn(2, 16)
+    block = model[3]
+    skip(block, "a", 0.0)
+    if other == "other kind between":
+        read(block)
+    skip(block, "b", 0.0)
+    if other == "hook outside":
+        read(block)
+    if other == "forward":
+        inner = block.forward
+        block.forward = lambda given: 2 * inner(given)
+    if other == "hook":  # of another module
+        read(model[4])
+    registry = block._diffusers_hook
+    before, order, hooks_before = block.forward, list(registry._hook_order), dict(registry.hooks)
+    want = model(x)
+    is_lifted = other in ("none", "hook")
+    with suppress(ValueError), skipping.lifted(model):
+        assert (block.forward is before) is not is_lifted
+        assert bool(registry.hooks) is not is_lifted
         raise ValueError("as from a plan that does not attach")
-    assert model._cache_config is config
-    assert (model[3]._diffusers_hook.hooks["taylorseer_cache"] is before) is (other != "none")
-    model.disable_cache()
-    with enabled_anew(model):
-        pass
-    assert not model.is_cache_enabled
+    assert (block.forward is before) is not is_lifted
+    assert registry._hook_order == order
+    assert registry.hooks == hooks_before
+    assert torch.equal(model(x), want)
 
 
 def test_the_forward_inside_of_hooks() -> None:

@@ -53,7 +53,7 @@ def test_calls_of_a_streamed_unit() -> None:
     assert fills > 0.9 * NUM_UNITS
     assert plain < 12
     assert calls < 97, "eager"
-    assert fixed < 80, "in step()"
+    assert fixed < 79, "in step()"  # with torch 2.15; one call of a step less with 2.13
 
 
 class Silent:

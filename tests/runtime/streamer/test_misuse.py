@@ -152,7 +152,7 @@ def test_function_transforms() -> None:
 @pytest.mark.parametrize("convert", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, WIDTH))])
 def test_torchscript_is_refused_by_name(convert: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    with pytest.raises(UnsupportedError, match="the model is TorchScript: offload the model before it is traced"):
+    with pytest.raises(UnsupportedError, match="the model is TorchScript: offload the model that it was made from"):
         weightstream.offload(convert(model), device="cpu", device_budget="1MiB")
     model[1] = convert(model[1])
     with pytest.raises(UnsupportedError, match="1 is TorchScript"):

@@ -32,33 +32,40 @@ SKIPPING = frozenset(
     }
 )
 
-_OF_MODELS = frozenset({("diffusers.hooks.sea_cache", "SeaCacheRootHook")})  # hooks of the same caches on whole models
-
 
 @contextmanager
-def enabled_anew(model: nn.Module) -> Iterator[None]:
-    """Enable a cache that the model has again after the block, so that its hooks are outside of what the block puts
-    around modules. A model that has other hooks as well, whose order would change, stays as it is."""
-    config: Any = getattr(model, "_cache_config", None)
-    registries = (vars(module).get("_diffusers_hook") for module in model.modules())
-    kinds = {type(hook) for registry in registries if registry is not None for hook in registry.hooks.values()}
-    is_known = {(kind.__module__, kind.__qualname__) for kind in kinds} <= SKIPPING | _OF_MODELS
-    if config is None or not kinds or not is_known:
-        yield
-        return
-    cached: Any = model
-    cached.disable_cache()
+def lifted(model: nn.Module) -> Iterator[None]:
+    """Take hooks that may skip from their modules, and put the same hooks back after the block: they are then outside
+    of what it has put around the modules.
+
+    A module keeps hooks of other kinds, whose order would change, and hooks that something else was put around.
+    """
+    taken: list[tuple[Any, str, Any]] = []
     try:
+        for module in model.modules():
+            registry = vars(module).get("_diffusers_hook")
+            if registry is None or len(_inside(module, vars(module).get("forward"))) < len(registry.hooks):
+                continue
+            for name in reversed(list(registry._hook_order)):
+                taken.append((registry, name, registry.hooks[name]))
+                registry.remove_hook(name, recurse=False)
         yield
     finally:
-        cached.enable_cache(config)
+        for registry, name, hook in reversed(taken):
+            if name not in registry.hooks:
+                registry.register_hook(hook, name)
 
 
 def inner_forward(module: nn.Module, forward: Any) -> Any:
     """The forward inside the outermost hooks around `forward`, as far as these are known to read no weights."""
-    registry = vars(module).get("_diffusers_hook")
+    return [forward, *_inside(module, forward)][-1]
+
+
+def _inside(module: nn.Module, forward: Any) -> list[Any]:
+    """The forwards inside of each of these hooks, the outermost first."""
+    registry, found = vars(module).get("_diffusers_hook"), list[Any]()
     if registry is None:
-        return forward
+        return found
     for name, functions in zip(reversed(registry._hook_order), reversed(registry._fn_refs), strict=True):
         # A hook that was removed from between two others still runs, as does a forward that was assigned over them.
         is_of_hook = isinstance(forward, partial) and vars(forward).get("__wrapped__") is functions.original_forward
@@ -66,4 +73,5 @@ def inner_forward(module: nn.Module, forward: Any) -> Any:
         if not is_of_hook or (kind.__module__, kind.__qualname__) not in SKIPPING:
             break
         forward = functions.original_forward
-    return forward
+        found.append(forward)
+    return found

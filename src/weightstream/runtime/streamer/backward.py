@@ -161,28 +161,33 @@ class _Saving:
 
 
 class _End:
-    """Calls `end(False)` when a graph task has ended. If the task or that call fails, it is freed: `end(True)`."""
+    """Calls `end(True)` when it is freed, unless `end(False)` has returned."""
 
-    _end: Callable[[bool], None] | None = None  # of the class: an interrupt may come before an object has one
+    end: Callable[[bool], None] | None = None  # of the class: an interrupt may come before an object has one
 
     def __init__(self, end: Callable[[bool], None]) -> None:
-        self._end = end
-
-    def __call__(self) -> None:
-        if self._end is not None:
-            self._end(False)
-            self._end = None
+        self.end = end
 
     def __del__(self) -> None:
-        if self._end is not None:
-            self._end(True)
+        if self.end is not None:
+            self.end(True)
 
 
 def _at_end(end: Callable[[bool], None]) -> weakref.ref[_End]:
-    """Have autograd call `end(has_failed)` after the graph task that this thread runs."""
-    queued = _End(end)
-    _engine.queue_callback(queued)
-    return weakref.ref(queued)
+    """Have autograd call `end(has_failed)` after the graph task that this thread runs.
+
+    Returns a reference that lives until then. No frame holds what it refers to, as tracebacks hold frames.
+    """
+    found = weakref.ref(kept := _End(end))
+    callback = partial(_end_well, found)
+    callback.kept = kept  # type: ignore[attr-defined]  # autograd frees it after the task
+    _engine.queue_callback(callback)
+    return found
+
+
+def _end_well(kept: Callable[[], Any]) -> None:
+    kept().end(False)
+    kept().end = None
 
 
 class _Watches:
@@ -260,7 +265,7 @@ class Backward:
         return begun if begun is not None and begun.end is not None and begun.end() is not None else None
 
     def _is_inner(self, of: _Pass) -> bool:
-        return self._gate.turn.holder is not of.end
+        return of.end is None or self._gate.turn.holder is not of.end
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 

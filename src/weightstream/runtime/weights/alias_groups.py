@@ -190,7 +190,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     TorchScript."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(f"{name or 'the model'} is TorchScript: offload the model before it is traced")
+            raise UnsupportedError(f"{name or 'the model'} is TorchScript: offload the model that it was made from")
     for path, tensor, *_ in leaves_of(model):
         if is_lazy(tensor):
             raise UnsupportedError(f"{path} has no shape yet: call the model once before it is offloaded")
