@@ -143,7 +143,7 @@ def test_function_transforms() -> None:
                 torch.func.jacrev(model)(x)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the tracer's warnings, and that there is a tracer at all
-                traced = torch.jit.trace(model, (x,), check_trace=False)
+                traced = torch.jit.trace(model, (x,))
             assert torch.equal(traced(x), want)
             assert torch.equal(model(x), want)
 
@@ -157,6 +157,18 @@ def test_torchscript_is_refused_by_name(convert: Callable[[nn.Module], nn.Module
     model[1] = convert(model[1])
     with pytest.raises(UnsupportedError, match="1 is TorchScript"):
         weightstream.offload(model, device="cpu", device_budget="1MiB")
+
+
+@pytest.mark.filterwarnings("ignore")  # that there is a tracer at all
+def test_a_trace_of_compressed_weights_is_refused() -> None:
+    """The traced function would read zeros."""
+    model, x = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).bfloat16(), torch.randn(1, 128).bfloat16()
+    want = model(x)
+    with weightstream.offload(model, device="cpu", device_budget="64KiB", codec="compressed"):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=r"torch\.jit\.trace .*remove\(\) first"):
+                torch.jit.trace(model, (x,))
+            assert torch.equal(model(x), want)
 
 
 class Backwards(nn.Sequential):

@@ -270,6 +270,11 @@ class Streamer(BaseStreamer):
         return self._in_turn(partial(self._run_and_learn, step, kind, trains))
 
     def _run_and_learn(self, step: Callable[[], Any], kind: Kind, trains: bool) -> Any:
+        if _is_traced() and (self.device.type != "cpu" or self._installed.plan.manifest.codes):
+            raise OffloadError(
+                "torch.jit.trace makes a function that reads weights without the model, where they are between steps: "
+                "call model.weightstream.remove() first"
+            )
         if self._learning.has_trained:
             with torch.inference_mode(False), torch.no_grad():
                 self._learning.learn_training()

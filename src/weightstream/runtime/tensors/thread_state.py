@@ -28,6 +28,18 @@ def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _without_classes(func, (), args, kwargs)  # enters and leaves in C, so that no interrupt comes in between
 
 
+def untraced(work: Callable[[], _Result]) -> _Result:
+    """Run `work` so that `torch.jit.trace`, if it records this thread, does not see its calls of torch."""
+    state = torch._C._get_tracing_state()
+    if state is None:
+        return work()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        return work()
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def unseen(method: _Method) -> _Method:
     """Decorate a method so that it always runs as in `quietly`."""
 
