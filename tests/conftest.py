@@ -181,6 +181,16 @@ def _freeze_count() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """A test compiles its own code: torch would run that of an earlier test if it fits, and keeps eight versions."""
+    yield
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None and compiler.counters["frames"]["total"]:
+        torch._dynamo.reset()
+        compiler.counters.clear()
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A new seed in each run, for tests that draw their cases. They print it when they fail."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.utils.checkpoint import checkpoint
 
 import weightstream
@@ -113,7 +114,7 @@ def simple(seed: int, device: str = "cpu", codec: str = "none") -> tuple[nn.Modu
     return model, copy.deepcopy(model).to(device), x
 
 
-def training(device: str = "cpu", codec: str = "none") -> Case:
+def training(device: str = "cpu", codec: str = "none", *, is_watched: bool = False) -> Case:
     """A training step: the gradient of the input."""
     model, plain, x = simple(3, device, codec)
     for each in (model, plain):
@@ -134,7 +135,11 @@ def training(device: str = "cpu", codec: str = "none") -> Case:
         with torch.no_grad():
             return [*found, each(x)]
 
-    return Case([(model, plain, streamer)], lambda: gradient(model), output)
+    def watched() -> None:
+        streamer.watch()
+        gradient(model)
+
+    return Case([(model, plain, streamer)], watched if is_watched else lambda: gradient(model), output)
 
 
 def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case:
@@ -143,7 +148,7 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
     if name == "pipeline":
         return pipeline()
     if name.startswith("training"):
-        return training(device, "compressed" if "coded" in name else "none")
+        return training(device, "compressed" if "coded" in name else "none", is_watched="watched" in name)
     if name == "striped":
         return striped()
     if name == "experts":
@@ -165,6 +170,10 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
         with streamer.step():
             model(x)
             model(x)
+
+    def watched() -> None:
+        streamer.watch()
+        model(x)
 
     def alone() -> None:
         for block in model:
@@ -195,7 +204,7 @@ def case(name: str, request: pytest.FixtureRequest, device: str = "cpu") -> Case
                             other.data = new
         model(x)
 
-    act = {"step": step, "alone": alone, "capture": capture, "replay": replay, "updates": updates}
+    act = {"step": step, "watched": watched, "alone": alone, "capture": capture, "replay": replay, "updates": updates}
     return Case([(model, plain, streamer)], act.get(name, lambda: model(x)), output)
 
 
@@ -320,8 +329,9 @@ def thread_state(device: str = "cpu") -> tuple[object, ...]:
     streams = () if device == "cpu" else (torch.accelerator.current_stream(), torch.accelerator.current_device_index())
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     sees_classes, keeps_casts = torch._C._is_torch_function_enabled(), torch.is_autocast_cache_enabled()
+    stance = eval_frame._stance.stance  # of the process
     flags = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), sees_classes, keeps_casts
-    return torch._C._autograd._top_saved_tensors_default_hooks(True), *flags, *modes, *streams
+    return torch._C._autograd._top_saved_tensors_default_hooks(True), stance, *flags, *modes, *streams
 
 
 def cut_once(

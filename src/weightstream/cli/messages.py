@@ -31,7 +31,6 @@ _Verbose = Annotated[
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, no warnings and no report.")]
 _LOGGER = "weightstream"
 _NO_BARS = "TQDM_DISABLE"
-_interrupts: list[int] = []  # signals since the command began
 _TALKATIVE = (  # they log missing kernels while transformers imports them
     "torchao",
     "torch.utils._pytree",
@@ -94,6 +93,17 @@ def messages(level: int) -> Iterator[None]:
             each.propagate = propagates
 
 
+class _Interrupts:
+    """Handles SIGINT as Python does, and remembers it."""
+
+    def __init__(self) -> None:
+        self.are_pending = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.are_pending = True
+        signal.default_int_handler(number, frame)
+
+
 @contextmanager
 def _interrupts_kept() -> Iterator[None]:
     """Raise `KeyboardInterrupt` for any error after Ctrl-C: modules that load may turn one into the other."""
@@ -101,19 +111,14 @@ def _interrupts_kept() -> Iterator[None]:
     if current_thread() is not main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    forget_interrupts()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        _interrupts.append(number)
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
+    interrupts = _Interrupts()
+    signal.signal(signal.SIGINT, interrupts)
     try:
         yield
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
     except Exception as error:
-        if _interrupts:
+        if interrupts.are_pending:
             raise KeyboardInterrupt from error
         raise
     finally:
@@ -122,7 +127,9 @@ def _interrupts_kept() -> Iterator[None]:
 
 def forget_interrupts() -> None:
     """Later errors have nothing to do with the Ctrl-C so far, which did not mean to end the command."""
-    _interrupts.clear()
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interrupts):
+        handler.are_pending = False
 
 
 def with_messages(command: Callable[..., None]) -> Callable[..., None]:

@@ -730,11 +730,9 @@ def test_without_a_valid_trial_nothing_is_grouped(
 def test_compiled_code_reads_rows_from_slots() -> None:
     """Experts with a cache run eager inside of it: compiled, they would copy whole stacks in each step."""
     model, plain = (built(num_hidden_layers=2) for _ in range(2))
-    torch._dynamo.reset()
     with held(model, "cached", 8) as streamer, torch.no_grad():
         model(prompt(5))
         streamer.compile("blocks", backend="aot_eager", dynamic=False)
         for _ in range(2):
             assert torch.equal(model(prompt(1)).logits, plain(prompt(1)).logits)
         assert min(counts(streamer)) > 0
-    torch._dynamo.reset()

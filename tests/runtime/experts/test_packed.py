@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -426,20 +426,12 @@ def test_a_part_of_the_leaves_is_cached(name: str, implementation: str, left: st
         assert counts(streamer)[1] > 0
 
 
-@pytest.fixture
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # what the compiler itself says of code that it was told to leave out
 compiled = pytest.mark.filterwarnings("ignore:.*(functools.lru_cache|skipping cudagraphs).*:UserWarning")
 
 
 @compiled
 @pytest.mark.few(1)
-@pytest.mark.usefixtures("_compiler")
 @formats
 @pytest.mark.parametrize("scope", [pytest.param("model", marks=pytest.mark.stress), "blocks"])
 @pytest.mark.parametrize("form", ["whole", "cached"])
@@ -462,7 +454,6 @@ def test_compiled(name: str, scope: Any, form: str) -> None:
 @compiled
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.stress
-@pytest.mark.usefixtures("_compiler")
 @formats
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 @pytest.mark.parametrize("form", ["resident", "cached"])

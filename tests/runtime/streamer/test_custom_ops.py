@@ -167,14 +167,12 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def no_stored_code() -> Iterator[None]:
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
     with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield
-    torch._dynamo.reset()
 
 
 def build(name: str) -> tuple[nn.Module, nn.Module]:

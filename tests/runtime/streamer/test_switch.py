@@ -174,7 +174,6 @@ def test_code_compiled_by_the_user_refuses_it(opened: Any) -> None:
         streamer.switch(with_residents(streamer.plan, {"2.weight"}))
     with streamer.step():
         assert torch.equal(compiled(rows(6)), plain(rows(6)))
-    torch._dynamo.reset()
 
 
 @pytest.mark.few(1)
@@ -185,7 +184,6 @@ def test_code_compiled_by_us_is_compiled_again(opened: Any) -> None:
     assert_runs(streamer, model, plain)
     streamer.switch(with_residents(streamer.plan, {"2.weight"}))
     assert_runs(streamer, model, plain)
-    torch._dynamo.reset()
 
 
 # -- views that outlive their unit -------------------------------------------------------------------------------------

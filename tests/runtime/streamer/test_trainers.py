@@ -116,7 +116,6 @@ def test_blocks_whose_forward_is_compiled(recompute: Any) -> None:
             block.forward = torch.compile(block.forward, backend="aot_eager")  # type: ignore[method-assign]
     with offloaded(model, 0.6):
         assert_equal(trained(model, 3), trained(plain, 3))
-    torch._dynamo.reset()
 
 
 def kept_on_cpu(model: Net, x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ from weightstream.runtime.ring.binding import Binding
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.streamer.active_plan import Installation
 from weightstream.runtime.streamer.learning import Learning
-from weightstream.runtime.streamer.read_watch import MemoryWatch, ReadWatch, address_of, compiled_as_eager
+from weightstream.runtime.streamer.read_watch import EagerStance, MemoryWatch, ReadWatch, address_of
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.tensors.thread_state import innermost_hooks
 
@@ -195,25 +195,25 @@ class _Watches:
 
     def __init__(self) -> None:
         self._running: list[MemoryWatch] = []
-        self._eager = ExitStack()
+        self._eager = EagerStance()
 
     def begin(self, watch: MemoryWatch) -> None:
         if not self._running:
-            self._eager.enter_context(compiled_as_eager())
+            self._eager.begin()
         self._running.append(watch)
         watch.begin()
 
     def end(self, watch: MemoryWatch) -> None:
-        self._running.remove(watch)
         watch.end()
+        self._running.remove(watch)
         if not self._running:
-            self._eager.close()
+            self._eager.end()
 
     def cancel(self) -> None:
         """The graph task has ended; if an error cut it short, watches are in force still."""
         while self._running:
             self._running.pop().cancel()
-        self._eager.close()
+        self._eager.end()
 
 
 class _Pass:

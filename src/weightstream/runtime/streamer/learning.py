@@ -23,7 +23,7 @@ from weightstream.runtime.ring import tensor_views
 from weightstream.runtime.ring.state import StepState
 from weightstream.runtime.ring.timeline import Kind, kind_of_workload
 from weightstream.runtime.streamer.active_plan import Installation
-from weightstream.runtime.streamer.read_watch import ReadWatch, compiled_as_eager
+from weightstream.runtime.streamer.read_watch import EagerStance, ReadWatch
 from weightstream.runtime.weights.alias_groups import UnitModule
 
 logger = logging.getLogger("weightstream")
@@ -99,6 +99,7 @@ class Learning:
         self._installed = installed
         self._to_take_over = False  # forwards of training steps were watched, and the plan could not change yet
         self.watch: ReadWatch | None = None  # that of the step under way
+        self._eager = EagerStance()
         self._stale: set[int] = set()  # units whose weights a backward pass would read while they are closed
         self.trains = False  # the forward under way is of a training step
         self._training: _TrainingStep | None = None  # the last one, until the plan takes over what it has shown
@@ -157,11 +158,17 @@ class Learning:
         self.outside = {name: read & streaming for name, read in self.outside.items() if read & streaming}
         try:
             watch = ReadWatch([s.tensor for s in by_id.values()], modules.tensors(), on_read, on_early)
-            with compiled_as_eager(), watch as self.watch:
+            self._eager.begin()
+            with watch as self.watch:
                 yield
         finally:
-            self.watch = None
+            self.heal()
             binding.withdraw()
+
+    def heal(self) -> None:
+        """End the watch of a step, which an error may have cut short."""
+        self._eager.end()
+        self.watch = None
 
     def steps(self) -> Iterator[None]:
         """Yield once for each step that an engine is to run watched.

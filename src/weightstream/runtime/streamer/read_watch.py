@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightstream.runtime.tensors.leaves import plain_tensors
 from weightstream.runtime.tensors.pytree import tensors_in
+from weightstream.runtime.tensors.thread_state import leave_dispatch_mode
+
+_COMPILER = "torch._dynamo.eval_frame"  # a module that takes a second to import
 
 
 class OperatorMode(TorchDispatchMode):
@@ -30,20 +32,31 @@ class OperatorMode(TorchDispatchMode):
         return False  # torch would import its compiler, a second, to keep itself out of `__torch_dispatch__`
 
 
-@contextmanager
-def compiled_as_eager() -> Iterator[None]:
-    """Inside, functions of torch.compile run eager. Under a mode it would give them up for good."""
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # a second to import
-    if compiler is None or compiler._stance.stance == "force_eager":  # set by another thread's watch, or by the user
-        yield
-        return
-    try:
-        stance = torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # in a function that torch.compile has compiled, and that runs this one eager
-        yield
-        return
-    with stance:
-        yield
+class EagerStance:
+    """From `begin` to `end`, functions of torch.compile run eager. Under a mode they would be given up for good.
+
+    Torch has one stance for all threads. After an interrupt at any line, `end` restores the one before.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None  # torch's, if it is to be restored
+
+    def begin(self) -> None:
+        compiler: Any = sys.modules.get(_COMPILER)  # a second to import
+        if (
+            compiler is None or compiler._stance.stance == "force_eager"
+        ):  # set by another thread's watch, or by the user
+            return
+        self._before = compiler._stance
+        try:
+            torch.compiler.set_stance("force_eager")
+        except RuntimeError:  # in a function that torch.compile has compiled, and that runs this one eager
+            self._before = None
+
+    def end(self) -> None:
+        if self._before is not None:
+            sys.modules[_COMPILER]._set_stance(self._before)
+            self._before = None
 
 
 class ReadWatch(OperatorMode):
@@ -108,7 +121,7 @@ class MemoryWatch(OperatorMode):
     def cancel(self) -> None:
         """End it after an error, when autograd has restored the thread's modes, but not what torch counts of them."""
         torch._C._push_on_torch_dispatch_stack(self)
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        leave_dispatch_mode(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

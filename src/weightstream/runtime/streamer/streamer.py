@@ -369,6 +369,7 @@ class Streamer(BaseStreamer):
                 self._gate.end_forward()
                 return
             self.graphs.heal()
+            self._learning.heal()
             self._modules.session.fixed = False
             lost = self._binding.heal(self._modules.trains)
             self._installed.timeline.heal()

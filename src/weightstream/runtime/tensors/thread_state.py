@@ -28,7 +28,7 @@ def quietly(func: Any, /, *args: Any, **kwargs: Any) -> Any:
     return _without_classes(func, (), args, kwargs)  # enters and leaves in C, so that no interrupt comes in between
 
 
-def untraced(work: Callable[[], _Result]) -> _Result:
+def unrecorded(work: Callable[[], _Result]) -> _Result:
     """Run `work` so that `torch.jit.trace`, if it records this thread, does not see its calls of torch."""
     state = torch._C._get_tracing_state()
     if state is None:
@@ -79,7 +79,7 @@ class ThreadState:
         while _len_torch_function_stack() > self._num_function:
             _leave(_get_current_function_mode(), _pop_torch_function_stack)
         while _len_torch_dispatch_stack() > self._num_dispatch:
-            _leave(_get_current_dispatch_mode(), _pop_mode)
+            leave_dispatch_mode(_get_current_dispatch_mode())
         if self._stream is not None and self._index is not None:
             torch.accelerator.set_stream(self._stream)  # makes its device the current one
             torch.accelerator.set_device_index(self._index)
@@ -90,10 +90,15 @@ def innermost_hooks() -> Any:
     return _autograd._top_saved_tensors_default_hooks(True)
 
 
+def leave_dispatch_mode(mode: Any) -> None:
+    """Leave the innermost dispatch mode, also where an interrupt has cut its entry or exit."""
+    _leave(mode, _pop_mode)
+
+
 def _leave(mode: Any, pop: Callable[[], Any]) -> None:
     try:
         mode.__exit__(None, None, None)
-    except IndexError:  # an interrupt cut its exit, which had undone a part already
+    except IndexError:  # an interrupt cut its entry, or its exit, which had undone a part already
         pop()
 
 

@@ -22,7 +22,7 @@ from weightstream.plan.plan import Plan
 from weightstream.plan.units import some
 from weightstream.runtime.devices.backend import Backend, Copy
 from weightstream.runtime.tensors.guarded import Access
-from weightstream.runtime.tensors.thread_state import untraced
+from weightstream.runtime.tensors.thread_state import unrecorded
 from weightstream.runtime.weights.alias_groups import Group, Member
 from weightstream.runtime.weights.home import Home
 from weightstream.runtime.weights.relocation import CPU_ALIGNMENT, BlockPart, CodeOverflow, Goal, Moves
@@ -409,7 +409,7 @@ class UnitCopies(dict[int, list[Copy]]):
         self._ring = ring
 
     def __missing__(self, unit: int) -> list[Copy]:
-        self[unit] = copies = untraced(partial(self._homes.copies, self._plan, unit, self._ring))
+        self[unit] = copies = unrecorded(partial(self._homes.copies, self._plan, unit, self._ring))
         return copies
 
     def forget(self, aliases: set[str]) -> list[int]:
