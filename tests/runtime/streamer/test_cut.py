@@ -18,16 +18,8 @@ from cutting import num_lines
 NUM_CUTS = 24
 PATHS = MappingProxyType(  # and the number of cuts in CI, chosen by the time that they take
     dict.fromkeys(("eager", "alone", "step", "capture", "replay", "updates", "pipeline", "striped"), NUM_CUTS)
-    | {
-        "coded": 12,
-        "training": 12,
-        "training coded": 6,
-        "watched": 12,
-        "training watched": 6,
-        "experts": 6,
-        "waves": 6,
-        "generation": 4,
-    }
+    | {"coded": 12, "training": 12, "training coded": 6, "watched": 12, "training watched": 6}
+    | {"experts": 6, "waves": 6, "generation": 4}
 )
 
 pytestmark = pytest.mark.usefixtures("few_plans")

@@ -186,6 +186,7 @@ def _at_end(end: Callable[[bool], None]) -> weakref.ref[_End]:
 
 
 def _end_well(kept: Callable[[], Any]) -> None:
+    """The graph task has not failed. `kept()`: its `_End`."""
     kept().end(False)
     kept().end = None
 

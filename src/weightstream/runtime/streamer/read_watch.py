@@ -42,10 +42,8 @@ class EagerStance:
         self._before: Any = None  # torch's, if it is to be restored
 
     def begin(self) -> None:
-        compiler: Any = sys.modules.get(_COMPILER)  # a second to import
-        if (
-            compiler is None or compiler._stance.stance == "force_eager"
-        ):  # set by another thread's watch, or by the user
+        compiler: Any = sys.modules.get(_COMPILER)
+        if compiler is None or compiler._stance.stance == "force_eager":  # by the user, or by another thread's watch
             return
         self._before = compiler._stance
         try:
