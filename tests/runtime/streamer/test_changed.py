@@ -354,18 +354,14 @@ def test_a_changed_model_computes_like_the_plain_one(name: str, moment: str, gra
 def test_a_changed_compiled_model(name: str, scope: Any) -> None:
     """Compiled code detects only some changes of a class."""
     way, pair = WAYS[name], models()
-    torch._dynamo.reset()
-    try:
-        with offloaded(pair.streamed) as streamer:
-            streamer.compile(scope, backend="aot_eager")
-            assert_alike(pair, way)
-            undo = changed(way, pair)
-            assert_alike(pair, way, 4)
-            undo()
-            assert_alike(pair, way)
+    with offloaded(pair.streamed) as streamer:
+        streamer.compile(scope, backend="aot_eager")
         assert_alike(pair, way)
-    finally:
-        torch._dynamo.reset()
+        undo = changed(way, pair)
+        assert_alike(pair, way, 4)
+        undo()
+        assert_alike(pair, way)
+    assert_alike(pair, way)
 
 
 @pytest.mark.parametrize("of", ["model", "block"])

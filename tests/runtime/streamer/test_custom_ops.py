@@ -284,7 +284,6 @@ def test_no_copies_of_activations_are_added(name: str) -> None:
 
 def test_blocks_share_one_piece_of_code() -> None:
     model, reference = build("linears")
-    torch._dynamo.utils.counters.clear()
     x = floats(1, 3, WIDTH)
     with opened(model) as streamer, torch.no_grad():
         streamer.compile(scope="blocks")

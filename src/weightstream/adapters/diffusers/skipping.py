@@ -46,7 +46,7 @@ def lifted(model: nn.Module) -> Iterator[None]:
             registry = vars(module).get("_diffusers_hook")
             if registry is None or len(_inside(module, vars(module).get("forward"))) < len(registry.hooks):
                 continue
-            for name in reversed(list(registry._hook_order)):
+            for name in registry._hook_order[::-1]:
                 taken.append((registry, name, registry.hooks[name]))
                 registry.remove_hook(name, recurse=False)
         yield

@@ -270,7 +270,8 @@ class Streamer(BaseStreamer):
         return self._in_turn(partial(self._run_and_learn, step, kind, trains))
 
     def _run_and_learn(self, step: Callable[[], Any], kind: Kind, trains: bool) -> Any:
-        if _is_traced() and (self.device.type != "cpu" or self._installed.plan.manifest.codes):
+        is_traced = _is_traced()
+        if is_traced and (self.device.type != "cpu" or self._installed.plan.manifest.codes):
             raise OffloadError(
                 "torch.jit.trace makes a function that reads weights without the model, where they are between steps: "
                 "call model.weightstream.remove() first"
@@ -285,7 +286,7 @@ class Streamer(BaseStreamer):
             output = self._run_eager(step, mode, trains=trains)
         if torch.is_grad_enabled():
             self._has_made_graph = bool(self._installed.graphs_alive)
-        if _is_traced():
+        if is_traced:
             return output
         if mode is StepState.LEARNING:
             self._modules.watched()
