@@ -9,6 +9,8 @@ serve        /v1/completions as a stream, over a socket, by a client in a thread
 `first_s`    from the call, or the request, to the first token or event
 `tokens_s`   of the tokens after the first
 `x_generate` how many times as long as `generate` it takes: to the first token, and for each token
+
+cuDNN attention is off, as in cells.py: with it `generate` itself can give other tokens from call to call.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ def main() -> None:
     num_prompt, num_tokens, context = sizes
     checkpoint.make(args.folder, settings)
     save_words(args.folder, settings["vocab_size"])
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = TextModel(str(args.folder))
     model.load(device="cpu" if args.smoke else None, device_budget=args.budget, context=context)
     model.model.generation_config.eos_token_id = None  # random weights may end a text anywhere
@@ -142,6 +145,7 @@ def main() -> None:
         }
         found = rows_of(in_turns(systems, args.rounds))
     common = {"plan": model.streamer.plan.summary(), "budget": args.budget, "tokens": num_tokens, "prompt": num_prompt}
+    common["cudnn_attention"] = False
     for row in found:
         print(json.dumps(row), flush=True)
     rows.append(args.out, [row | common for row in found])

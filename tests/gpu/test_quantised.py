@@ -26,7 +26,7 @@ SHARES = (0.25, 0.4, 0.7)
 SIZES = {"torchao int8 dynamic": (32, 40, 64)}  # its matrix products need more than 16 rows
 # resident models too: synchronising, and making tensors of Python numbers, cannot be captured
 UNCAPTURED = ("bnb int8", "torchao int8 dynamic", "gguf q4_0", "gguf q4_k", "awq", "compressed w8a8", "compressed fp8")
-EAGER = ("bnb int8", "mxfp4", "gptq", "awq", "compressed w8a8", "compressed fp8")  # checkpoints that generate so
+EAGER = ("bnb int8", "gptq", "awq", "compressed w8a8", "compressed fp8")  # checkpoints that generate so
 COMPILED = ("bnb nf4", "bnb nf4 double", "bnb int8 whole")  # others compute only with weights, and run eager
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(5))
 

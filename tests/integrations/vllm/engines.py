@@ -29,6 +29,7 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
     from vllm import LLM
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     options: dict[str, Any] = {
         "model": str(folder),
@@ -57,6 +58,8 @@ def engine(folder: Path, *, compiled: bool = False, is_last: bool = True, **sett
         del llm
         if is_last:
             cleanup_dist_env_and_memory()
+            # cuBLAS keeps a workspace in the pool of the graphs, and torch captures into no pool whose graphs are gone
+            type(current_platform)._global_graph_pool = None
         gc.collect()
 
 

@@ -101,11 +101,6 @@ def test_a_budget_chooses_units_finer_than_layers(folder: Folder, plain: Any) ->
 
 @pytest.mark.parametrize("name", ["qwen3", "tied", "moe", "gemma"])
 def test_other_architectures(folder: Folder, plain: Any, name: str) -> None:
-    if name == "moe" and torch.cuda.is_available():
-        import vllm._custom_ops  # noqa: F401
-
-        if not hasattr(torch.ops._moe_C, "topk_softmax"):
-            pytest.skip("a vLLM without its kernels for experts, as benchmarks/vllm/pack makes it")
     wanted = plain(name)
     with engine(folder(name), **asked(device_budget=3 * LAYER_NBYTES)) as llm:
         assert tokens(llm) == wanted
