@@ -144,8 +144,13 @@ def main() -> None:
             "serve": lambda: by_server(port, served.name, prompt, num_tokens),
         }
         found = rows_of(in_turns(systems, args.rounds))
-    common = {"plan": model.streamer.plan.summary(), "budget": args.budget, "tokens": num_tokens, "prompt": num_prompt}
-    common["cudnn_attention"] = False
+    common = {
+        "plan": model.streamer.plan.summary(),
+        "budget": args.budget,
+        "tokens": num_tokens,
+        "prompt": num_prompt,
+        "cudnn_attention": False,
+    }
     for row in found:
         print(json.dumps(row), flush=True)
     rows.append(args.out, [row | common for row in found])
