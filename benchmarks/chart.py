@@ -75,12 +75,15 @@ def run_with_peers(rows: list[Row]) -> list[Row]:
 
 
 def grouped(rows: list[Row]) -> dict[str, list[Bar]]:
-    """Bars by GPU memory, in the order of `SERIES`. A group without a peer is left out."""
+    """Bars by GPU memory, in the order of `SERIES`. A group without a peer is left out.
+
+    A row that was measured in a peer's memory, and takes a little less of it, is in that peer's group.
+    """
     sizes: dict[str, dict[str, float]] = defaultdict(dict)
     for row in sorted(rows, key=lambda row: float(row["taken_nbytes"])):
         name = next((name for name, (start, part) in SERIES.items() if _is(row, start, part)), None)
         if name is not None:
-            bars = sizes[_memory(row["taken_nbytes"] / GIB)]
+            bars = sizes[_memory(row.get("than_taken_nbytes", row["taken_nbytes"]) / GIB)]
             bars[name] = max(bars.get(name, 0.0), 1e3 / row["ms"]["p50"])
     shown = {size: [Bar(name, bars[name]) for name in SERIES if name in bars] for size, bars in sizes.items()}
     return {size: bars for size, bars in shown.items() if any(bar.series in PEERS for bar in bars)}
