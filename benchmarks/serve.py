@@ -5,7 +5,7 @@
 Llama-3.1-8B's shape with random weights, one text at a time, in turns. Rows of serve.jsonl:
 
 generate     `weightstream.generate`, which shows tokens to a streamer
-serve        /v1/completions as a stream, over a socket, by a client in a thread of its own
+serve        /v1/completions as a stream, over a socket, by a client in a process of its own
 `first_s`    from the call, or the request, to the first token or event
 `tokens_s`   of the tokens after the first
 `x_generate` how many times as long as `generate` it takes: to the first token, and for each token
@@ -18,10 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,11 @@ import torch
 import transformers
 
 import weightstream
-from weightstream.serving.server import ServedModel, bound_socket, serve_forever
+from weightstream.serving.app import ServedModel
+from weightstream.serving.server import bound_socket, serve_forever
 from weightstream.text.engine import TextModel
 
+CLIENT = Path(__file__).with_name("serve_client.py")
 NUM_PROMPT, NUM_TOKENS, CONTEXT = 512, 96, 1024
 SMOKE_PROMPT, SMOKE_TOKENS, SMOKE_CONTEXT = 16, 24, 64
 
@@ -71,25 +74,22 @@ def save_words(folder: Path, num_words: int) -> None:
 
 
 def by_generate(model: TextModel, prompt: list[int], num_tokens: int, context: int) -> Timed:
-    times, inputs = Times(), model.placed(model.encode_ids(prompt))
-    length = {"max_cache_len": context, "min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
+    times, options = Times(), dict[str, Any](model.placed(model.encode_ids(prompt)))
+    options |= {"max_cache_len": context, "min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
     started = time.perf_counter()
-    weightstream.generate(model.model, **inputs, **length, do_sample=False, streamer=times, on_decoding=lambda _: None)
+    weightstream.generate(model.model, **options, do_sample=False, streamer=times, on_decoding=lambda _: None)
     seconds = times.at[-1] - times.at[1]
     return Timed(times.at[1] - started, (num_tokens - 1) / seconds, times.ids)
 
 
-def by_server(port: int, name: str, prompt: list[int], num_tokens: int) -> Timed:
-    body = {"model": name, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
-    connection, at, words = HTTPConnection("127.0.0.1", port), [], []
-    started = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    for line in connection.getresponse():
-        if line.startswith(b"data: {") and (text := json.loads(line[6:])["choices"][0]["text"]):
-            at.append(time.perf_counter())
-            words += text.split()
-    connection.close()
-    return Timed(at[0] - started, (num_tokens - 1) / (at[-1] - at[0]), [int(word[1:]) for word in words])
+def by_server(client: subprocess.Popen[str], body: dict[str, Any]) -> Timed:
+    assert client.stdin is not None
+    assert client.stdout is not None
+    print(json.dumps(body), file=client.stdin, flush=True)
+    found = json.loads(client.stdout.readline())
+    first, last = found["seconds"][0], found["seconds"][-1]
+    ids = [int(word[1:]) for word in found["text"].split()]
+    return Timed(first, (len(ids) - 1) / (last - first), ids)
 
 
 def in_turns(systems: dict[str, Callable[[], Timed]], num_rounds: int) -> dict[str, list[Timed]]:
@@ -100,7 +100,9 @@ def in_turns(systems: dict[str, Callable[[], Timed]], num_rounds: int) -> dict[s
             text = run()
             if number:
                 found[name].append(text)
-    assert len({tuple(text.ids) for texts in found.values() for text in texts}) == 1, "the answers differ"
+    answers = {name: {tuple(text.ids) for text in texts} for name, texts in found.items()}
+    counts = ", ".join(f"{len(answers[name])} of {name} in {num_rounds}" for name in systems)
+    assert len(set.union(*answers.values())) == 1, f"the answers differ: {counts}"
     return found
 
 
@@ -126,24 +128,28 @@ def main() -> None:
     sizes = (SMOKE_PROMPT, SMOKE_TOKENS, SMOKE_CONTEXT) if args.smoke else (NUM_PROMPT, NUM_TOKENS, CONTEXT)
     num_prompt, num_tokens, context = sizes
     checkpoint.make(args.folder, settings)
-    save_words(args.folder, settings["vocab_size"])
+    num_words = int(settings["vocab_size"])
+    save_words(args.folder, num_words)
     torch.backends.cuda.enable_cudnn_sdp(False)
     model = TextModel(str(args.folder))
     model.load(device="cpu" if args.smoke else None, device_budget=args.budget, context=context)
     model.model.generation_config.eos_token_id = None  # random weights may end a text anywhere
     served = ServedModel(model=model, name="model", context=context, drafts=model.exact_drafts(context))
     torch.manual_seed(0)
-    prompt = torch.randint(1, settings["vocab_size"], (num_prompt,)).tolist()
+    prompt = torch.randint(1, num_words, (num_prompt,)).tolist()
     is_up = threading.Event()
+    body = {"model": served.name, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
     with bound_socket("127.0.0.1", 0) as bound:
-        port = bound.getsockname()[1]
+        command = [sys.executable, str(CLIENT), str(bound.getsockname()[1])]
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=serve_forever, args=(served, bound, 4, is_up.set), daemon=True).start()
         is_up.wait()
         systems = {
             "generate": lambda: by_generate(model, prompt, num_tokens, context),
-            "serve": lambda: by_server(port, served.name, prompt, num_tokens),
+            "serve": lambda: by_server(client, body),
         }
-        found = rows_of(in_turns(systems, args.rounds))
+        with client:
+            found = rows_of(in_turns(systems, args.rounds))
     common = {
         "plan": model.streamer.plan.summary(),
         "budget": args.budget,
