@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from weightstream.serving import request_queue
 from weightstream.serving.request_queue import ClosingError, Job, JobError, RequestQueue
 
 
@@ -89,34 +88,3 @@ def test_clients_need_not_wait_for_the_step_in_which_a_queue_is_closed() -> None
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert not failures
-
-
-def test_a_first_piece_is_sent_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_queue, "_FIRST_S", 30.0)
-    is_asked, sent, seen = threading.Event(), list[str](), list[list[str]]()
-
-    def work(job: Job[str, int]) -> int:
-        assert is_asked.wait(30)
-        for piece in ("first", "second"):
-            job.add(piece)
-            seen.append(sent[:1])
-        return 0
-
-    async def run() -> None:
-        queue = RequestQueue(most_waiting=2)
-        streamed: Job[str, int] = Job(work)
-        whole: Job[str, int] = Job(work)  # its pieces are not asked for, and need no wait
-        queue.submit(streamed)
-        asyncio.get_running_loop().call_soon(is_asked.set)  # after `next_piece` has begun to wait
-        while (piece := await streamed.next_piece()) is not None:
-            await asyncio.sleep(0.05)
-            sent.append(piece)
-        sent.clear()
-        queue.submit(whole)
-        assert await whole.result() == 0
-        queue.close()
-        queue.join(10)
-
-    asyncio.run(asyncio.wait_for(run(), 20))
-    assert sent == []
-    assert seen == [["first"], ["first"], [], []]

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-_FIRST_S = 0.005  # the longest wait until a first piece is sent: without one, the lock takes as long to change hands
-
 _Result = TypeVar("_Result")
 _Piece = TypeVar("_Piece")
 
@@ -43,9 +41,6 @@ class Job(Generic[_Piece, _Result]):
     """A request at the model. Made, awaited and cancelled by the event loop; `work` runs in the thread of turns.
 
     `work(job)` calls `add` with each piece of its result, looks at `is_cancelled`, and returns the result.
-
-    After the first piece `add` waits until it is sent: the step that follows runs eagerly, and would keep the
-    interpreter lock from the event loop for milliseconds. Later steps wait for the device, without the lock.
     """
 
     def __init__(self, work: Callable[[Job[_Piece, _Result]], _Result]) -> None:
@@ -54,8 +49,6 @@ class Job(Generic[_Piece, _Result]):
         self._work = work
         self._loop = asyncio.get_running_loop()
         self._pieces: asyncio.Queue[_Piece | None] = asyncio.Queue()  # None: there are no more
-        self._num_asked = 0  # pieces that were asked for
-        self._is_first_sent = threading.Event()
         self._result: asyncio.Future[_Result] = self._loop.create_future()
         self._result.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may be unawaited
 
@@ -65,14 +58,9 @@ class Job(Generic[_Piece, _Result]):
 
     def add(self, piece: _Piece) -> None:
         self._in_loop(self._pieces.put_nowait, piece)
-        if self._num_asked == 1:
-            self._is_first_sent.wait(_FIRST_S)
 
     async def next_piece(self) -> _Piece | None:
-        """The next piece, once there is one; None: there are no more. The one before has been sent."""
-        self._num_asked += 1
-        if self._num_asked > 1:
-            self._is_first_sent.set()
+        """The next piece, once there is one; None: there are no more."""
         return await self._pieces.get()
 
     async def result(self) -> _Result:
