@@ -129,7 +129,8 @@ def _memory(gib: float) -> str:
 def _subtitle(rows: list[Row]) -> str:
     graphs = [row for row in rows if row["system"] == "resident, CUDA graph"] or rows
     best = 1e3 / min(row["ms"]["p50"] for row in graphs if row["system"].startswith("resident"))
-    return f"Llama-3.1-8B's shape, 13 GiB of bf16 layers. With all layers in GPU memory: {float(f'{best:.2g}'):.0f}."
+    facts = "Llama-3.1-8B's shape, 13 GiB of bf16 layers; fastest setting of each tool"
+    return f"{facts}. All layers in GPU memory: {float(f'{best:.2g}'):.0f}."
 
 
 def _footer(rows: list[Row]) -> str:

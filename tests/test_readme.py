@@ -148,7 +148,7 @@ MEASURED = {  # by model and GPU memory for weights: the file of rows, and parts
     ("Llama-3.1-8B's layers", "5.6"): ("coded", "weightstream, in the memory of 4 %, codec auto, CUDA graph"),
     ("Llama-3.1-8B's layers", "8.4"): ("coded", "weightstream, in the memory of 6 %, codec auto, CUDA graph"),
     ("Llama-3.1-70B's layers", "80"): ("coded", "weightstream, 80 GiB, codec auto, eager, 70B shape"),
-    ("Llama-3.1-70B's layers", "40 on each"): ("tensor_parallel", "70b, 40 GiB each, codec auto"),
+    ("Llama-3.1-70B, two H200s", "40 on each"): ("tensor_parallel", "70b, 40 GiB each, codec auto"),
     ("gpt-oss-120b", "24"): (
         "experts",
         "experts 24GiB, codec auto, recall 0.75, 0 ahead, gpt_oss in mxfp4, ids as gpt-oss",
