@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
 
 
 @contextmanager
-def serving(model: TextModel, api_key: str | None = KEY) -> Iterator[tuple[Any, int]]:
+def serving(model: TextModel, api_key: str | None = KEY, host: str = "127.0.0.1") -> Iterator[tuple[Any, int]]:
     """A server and its port. It runs in a thread of its own, so it gets no signals."""
     served = server.ServedModel(model=model, name=NAME, context=CONTEXT, drafts={}, api_key=api_key)
     is_up, running = threading.Event(), []
@@ -50,7 +50,7 @@ def serving(model: TextModel, api_key: str | None = KEY) -> Iterator[tuple[Any, 
             super().__init__(*args)
             running.append(self)
 
-    with pytest.MonkeyPatch.context() as patch, server.bound_socket("127.0.0.1", 0) as bound:
+    with pytest.MonkeyPatch.context() as patch, server.bound_socket(host, 0) as bound:
         patch.setattr(server, "_Server", Kept)
         thread = threading.Thread(target=server.serve_forever, args=(served, bound, QUEUE, is_up.set), daemon=True)
         thread.start()
@@ -187,6 +187,28 @@ def test_errors_of_the_transport(port: int, client: Any) -> None:
     assert post(port, body, Authorization=f"bearer {KEY}")[0] == 200
     status, found = post(port, body[:-1])
     assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        ({"api_key": None}, "evil.example:8000", 403),
+        ({"api_key": None}, "127.0.0.1.evil.example", 403),
+        ({"api_key": None}, "[", 403),
+        ({"api_key": None}, "localhost:8000", 200),
+        ({"api_key": None}, "[::1]:8000", 200),
+        ({}, "evil.example", 200),  # such a page has no key
+        ({"api_key": None, "host": "0.0.0.0"}, "my-host", 200),
+    ],
+)
+def test_without_a_key_a_local_server_is_asked_by_a_local_name(
+    model: TextModel, settings: dict[str, Any], host: str, status: int
+) -> None:
+    with serving(model, **settings) as (_, port):
+        body = {"model": NAME, "messages": USER, "max_tokens": 2}
+        found = post(port, json.dumps(body).encode(), Host=host)
+    assert found[0] == status
+    assert status == 200 or host in found[1]["error"]["message"]
 
 
 def sent(port: int, body: bytes, num_more: int = 0) -> socket.socket:

@@ -16,7 +16,6 @@ from weightstream.cli.terminal import DraftOption, Loading, Model, is_on_cpu, pr
 from weightstream.errors import ConfigError
 
 _USUAL_CONTEXT = 4096
-_LOOPBACK = ("127.", "localhost", "::1")
 
 
 @takes_model("batch", "tokens")
@@ -50,7 +49,7 @@ def serve(
     require("starlette", "serve", "weightstream serve")
     if pipelines.is_diffusers(model):
         raise ConfigError(f"{model} is a pipeline of diffusers: weightstream serve answers with text")
-    from weightstream.serving.server import bound_socket, serve_forever
+    from weightstream.serving.server import bound_socket, is_local, serve_forever
 
     with bound_socket(host, port) as bound:
         text_model = opened(model, loading, "weightstream serve")
@@ -72,7 +71,7 @@ def serve(
         )
         shown, at = bound.getsockname()[:2]
         address = f"http://[{shown}]:{at}" if ":" in shown else f"http://{shown}:{at}"
-        if api_key is None and not host.startswith(_LOOPBACK):
+        if api_key is None and not is_local(bound):
             print_message(f"warning: any machine that reaches {address} may use the model: set --api-key")
         about = f"weightstream: {served.name} at {address}/v1, with a context of {context} tokens"
         serve_forever(served, bound, queue, on_start=lambda: print_message(about))

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -72,9 +74,12 @@ class _Asked(NamedTuple):
         return self.inputs["input_ids"].shape[1]
 
 
-def application(served: ServedModel, queue: RequestQueue) -> Starlette:
-    """The application that answers with a model, whose requests take turns."""
-    api = _Api(served, queue)
+def application(served: ServedModel, queue: RequestQueue, *, is_local: bool) -> Starlette:
+    """The application that answers with a model, whose requests take turns.
+
+    If it `is_local`, and needs no key, requests have to name this machine by a loopback name or address.
+    """
+    api = _Api(served, queue, any_host=served.api_key is not None or not is_local)
     routes = [
         Route("/v1/chat/completions", api.guarded(api.chat), methods=["POST"]),
         Route("/v1/completions", api.guarded(api.completions), methods=["POST"]),
@@ -107,13 +112,14 @@ def _failed(error: Exception) -> ApiError:
 
 
 class _Api:
-    def __init__(self, served: ServedModel, queue: RequestQueue) -> None:
+    def __init__(self, served: ServedModel, queue: RequestQueue, *, any_host: bool) -> None:
         self._served = served
         self._queue = queue
+        self._any_host = any_host
         self._metrics = Metrics()
 
     def guarded(self, endpoint: Endpoint) -> Endpoint:
-        """The endpoint, for requests with the API key."""
+        """The endpoint, for requests that have the API key, if there is one, and name an allowed host."""
 
         @wraps(endpoint)
         async def checked(request: Request) -> Response:
@@ -121,6 +127,11 @@ class _Api:
             scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
             if key is not None and not (scheme.lower() == b"bearer" and hmac.compare_digest(given, key.encode())):
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+            host = request.headers.get("host", "localhost")
+            if not (self._any_host or _is_loopback(host)):
+                raise ApiError(
+                    403, f"The Host header {host} does not name this machine: ask localhost, or set an API key"
+                )
             try:
                 return await endpoint(request)
             except (ApiError, HTTPException):
@@ -264,6 +275,15 @@ async def _events(
 def _text(message: str) -> str:
     """A message that can be sent: one that quotes a prompt may hold halves of surrogate pairs."""
     return message.encode(errors="replace").decode()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names a loopback address. A page of another site may have its own name lead here (DNS
+    rebinding), but its browser still sends that name."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ip_address(name).is_loopback
+    return False
 
 
 async def _body(request: Request) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Iterator
@@ -32,6 +33,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.bind(address)
             on_failure.pop_all()
     return bound
+
+
+def is_local(at: socket.socket) -> bool:
+    """Whether only this machine reaches the socket."""
+    return ipaddress.ip_address(at.getsockname()[0]).is_loopback
 
 
 @contextmanager
@@ -80,7 +86,7 @@ def serve_forever(
         at.listen(_BACKLOG)  # fails if another process has bound the address, too, and was first
     queue = RequestQueue(most_waiting)
     config = uvicorn.Config(
-        application(served, queue),
+        application(served, queue, is_local=is_local(at)),
         log_config=None,
         backlog=_BACKLOG,
         access_log=False,
