@@ -8,7 +8,7 @@ import io
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,9 @@ def test_a_second_interrupt_ends_the_program() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_is_read_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = iter(["w5", KeyboardInterrupt, "", " w6 ", EOFError, "w7"])
+def typed_lines(monkeypatch: pytest.MonkeyPatch, *lines: Any) -> Iterator[str]:
+    """The lines that a terminal gives, or errors that it raises."""
+    typed = iter(lines)
 
     def ask(_: str) -> str:
         found: Any = next(typed)
@@ -141,7 +142,19 @@ def test_a_terminal_is_read_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
     monkeypatch.setattr(builtins, "input", ask)
-    assert list(chat.input_lines()) == ["w5", "w6"]
+    return chat.input_lines()
+
+
+def test_a_terminal_is_read_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = typed_lines(monkeypatch, "w5", KeyboardInterrupt, "", " w6 ", KeyboardInterrupt, "w7", EOFError, "w8")
+    assert list(lines) == ["w5", "w6", "w7"]
+
+
+def test_a_second_interrupt_at_the_prompt_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = typed_lines(monkeypatch, "w5", KeyboardInterrupt, KeyboardInterrupt, "w6")
+    assert next(lines) == "w5"
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
 
 
 def test_an_unknown_command_is_no_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

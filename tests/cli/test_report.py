@@ -14,8 +14,10 @@ from weightstream.cli.plan_output import faster_note
 from weightstream.plan.manifest import Manifest, TensorSpec, UnitSpec
 from weightstream.plan.plan import Plan
 from weightstream.plan.search import map_to_host
+from weightstream.text.stream import Answer
 
-report = importlib.import_module("weightstream.cli.plan")  # in the package the command has this name
+# in the package the commands have these names
+report, run = (importlib.import_module(f"weightstream.cli.{name}") for name in ("plan", "run"))
 
 MIB = 1 << 20
 
@@ -75,6 +77,36 @@ def test_a_hundred_large_units_print_within_100_columns() -> None:
 def test_long_names_wrap() -> None:
     units = tuple(replace(unit_of(i, MIB), name="transformer." * 12 + str(i)) for i in range(3))
     printed(Plan.build(Manifest(units=units, order=(0, 1, 2)), frozenset(), MIB))
+
+
+def test_names_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The column of uncompressed sizes goes first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"model.layers.10.self_attn.{name}_proj" for name in "qkvo"]
+    units = tuple(replace(unit_of(i, MIB, MIB), name=name) for i, name in enumerate(names))
+    manifest = Manifest(units=units, order=tuple(range(4)))
+    manifest = manifest.coded(dict.fromkeys(manifest.aliases, 700_000))
+    plan = map_to_host(Plan.build(manifest.without({"blocks.0.0"}), frozenset({"blocks.1.0"}), 4 * MIB), manifest, 0)
+    report.show_plan("m", "a GPU", plan, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [cell[0] for cell in cells([line for line in lines if "proj" in line])] == names
+
+
+@pytest.mark.parametrize(
+    ("device", "measured_s", "policy", "is_shown"),
+    [("cpu", 6.0, None, True), ("cpu", 4.0, None, False), ("cpu", 6.0, "passive", False), ("cuda:0", 6.0, None, False)],
+)
+def test_a_run_on_a_busy_cpu_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, device: str, measured_s: float, policy: str | None, is_shown: bool
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    stats = {"held_nbytes": {"device": MIB}, "filled_nbytes": 0, "speculation": None, "unplanned_fills": 0}
+    found = {"plan": "p", "device": device, "first_token_s": 1.0, "seconds": 9.0, "experts": None, "is_rough": False}
+    found |= {"stats": stats | {"stall_s": 0.0, "steps": 9, "step_s": measured_s}, "predicted_s": 1.0, "step": ""}
+    assert ("hint" in run.report_lines(found, Answer(tokenizer=None))) is is_shown
 
 
 @pytest.mark.parametrize("name", ["experts[bold]", "a[/b]", "[red]x[/red]", ":smile:", "日本語"])

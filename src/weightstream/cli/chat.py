@@ -19,7 +19,7 @@ _COMMAND = re.compile(r"/\w+")  # a path has more, and is a message
 _HELP = """/clear  start over, with the same system prompt
 /exit   end, as does Ctrl-D
 /help   show this
-Ctrl-C  stop an answer; pressed twice, end"""
+Ctrl-C  stop an answer, or drop a line; pressed again, end"""
 
 
 def converse(answer: Callable[[Conversation, Callable[[], bool]], str | None], opening: Conversation) -> None:
@@ -86,12 +86,19 @@ def _typed() -> Iterator[str]:
     import readline  # noqa: F401  so that `input` takes arrow keys
 
     typer.echo("/help lists commands, /exit or Ctrl-D ends", err=True)
+    is_dropped = False  # the line before, by Ctrl-C
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             typer.echo(err=True)
             return
         except KeyboardInterrupt:
+            if is_dropped:
+                raise
             forget_interrupts()
-            typer.echo(err=True)  # the line so far is dropped
+            typer.echo("\nCtrl-C again ends", err=True)
+            is_dropped = True
+        else:
+            is_dropped = False
+            yield line

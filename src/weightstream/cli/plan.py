@@ -104,8 +104,8 @@ def plan(
 ) -> None:
     """Show where MODEL's weights would live and how fast a step would be. Loads no weights, needs no GPU.
 
-    The plan is that of `weightstream run` with the same options on this machine, or one for the GPU of
-    --gpu or --profile. Reads config.json and the headers of the checkpoint's files. Without
+    The plan is that of `weightstream run` with the same options and --context on this machine, or one
+    for the GPU of --gpu or --profile. Reads config.json and the headers of the checkpoint's files. Without
     --device-budget, the plan is for the free memory. For a pipeline of diffusers it shows the time of
     a call, by component. With --train it shows the time and the memory of a training step of adapters
     over the frozen model. With --speculate or --draft it also shows the time of passes of several
@@ -308,7 +308,7 @@ def show_plan(model: str, machine: str, planned: Plan, notes: dict[str, str]) ->
     count = [f"{_count(numbers.num)} parameters"] if numbers.is_of_parameters else []
     size = ", ".join([*count, human(planned.manifest.decoded_nbytes), numbers.dtype])
     print_labelled({"model": f"{model} ({size})", "machine": machine, **memory_lines(planned)})
-    print_table(table(planned))
+    print_table(table(planned), drop=("plain each",))
     print_labelled({"moves": _moved(planned), **planned.predictions(), **notes})
 
 
@@ -428,12 +428,10 @@ def table(plan: Plan) -> Table:
         kinds[kind].append((unit.name or "(root)", [*[sum(plain)] * is_compressed, *held]))
     headings = [*["plain"] * is_compressed, *places]
     shown = grid("unit", "units", *(f"{heading} each" for heading in headings), align_left=("unit",))
-    overflow: Any = "ellipsis" if drawn("…", "") else "crop"  # rich draws it unchanged
     for units in kinds.values():
         columns = zip(*(sizes for _, sizes in units), strict=True)
         cells = (human(sum(sizes) / len(units)) for sizes in columns)
-        name = Text(_span([name for name, _ in units]), no_wrap=True, overflow=overflow)  # only this column shrinks
-        shown.add_row(name, str(len(units)), *cells)
+        shown.add_row(Text(_span([name for name, _ in units])), str(len(units)), *cells)
     return shown
 
 

@@ -59,6 +59,7 @@ DEFAULT_PROMPT = "The sky is blue because"
 _MOST_WAITS = 5
 _MOST_ECHOED, _MOST_QUOTED = 500, 80  # characters of a prompt that are shown on a terminal, and in a pipe
 _FEWEST_TIMED = 8  # tokens: the speed of fewer says little
+_BUSY = 5  # times as slow as predicted: other programs use the CPU
 _TEXT = "Text"
 
 
@@ -292,6 +293,8 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     measured_s, predicted_s = stats["step_s"], report["predicted_s"]
     if measured_s is not None and predicted_s:
         lines["predicted"] = prediction_text(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
+        if report["device"] == "cpu" and measured_s > _BUSY * predicted_s and "OMP_WAIT_POLICY" not in os.environ:
+            lines["hint"] = "if other programs use the CPU, export OMP_WAIT_POLICY=passive makes this faster"
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
