@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -140,7 +141,8 @@ def test_bench_shows_its_progress_on_a_terminal(folder: Path, monkeypatch: pytes
     finally:
         reader.join()
         os.close(ours)
-    positions = [shown.find(f"timing: {name}".encode()) for name in ("offloaded", "resident", "raw link floor")]
+    phases = (b"the offloaded pipeline", b"the resident pipeline", b"the link alone")
+    positions = [shown.find(name) for name in phases]
     assert min(positions) >= 0, shown
     assert positions == sorted(positions)
 
@@ -160,6 +162,27 @@ def test_a_difference_is_reported(folder: Path, tmp_path: Path, monkeypatch: pyt
     result = weightstream("run", folder, *flags)
     assert result.exit_code == 1
     assert "identical: no" in result.stdout
+
+
+@pytest.mark.parametrize("command", [("run", "--verify"), ("bench", "--seconds", "0.1")], ids=["run", "bench"])
+def test_a_pipeline_that_differs_from_itself_is_no_difference(
+    command: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightstream.cli.pipelines import PipelineSession
+
+    plain = PipelineSession.plain
+
+    def restless(self: PipelineSession) -> None:
+        plain(self)
+        calls = itertools.count(1)
+        self.pipe.transformer.register_forward_hook(lambda _, __, output: (output[0] + next(calls), *output[1:]))
+
+    monkeypatch.setattr(PipelineSession, "plain", restless)
+    name, *flags = command
+    out = ("--out", tmp_path / "x.png") if name == "run" else ()
+    result = weightstream(name, folder, "--device-budget", BUDGET, *CALL, *out, *flags)
+    assert result.exit_code == 0, result.output
+    assert "not known: the model itself is not reproducible here" in " ".join(result.stdout.split())
 
 
 @pytest.mark.stress

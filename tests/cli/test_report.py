@@ -7,6 +7,7 @@ import io
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from weightstream.api.other_budgets import AtBudget
@@ -100,6 +101,7 @@ def test_names_are_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_run_on_a_busy_cpu_says_what_helps(
     monkeypatch: pytest.MonkeyPatch, device: str, measured_s: float, policy: str | None, is_shown: bool
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if policy is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)

@@ -116,7 +116,7 @@ def test_run_generates_the_plain_tokens_and_reports_passes(folder: Path, draft: 
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose weights can be split."""
     path = tmp_path_factory.mktemp("rounded")
-    torch.manual_seed(3)
+    torch.manual_seed(15)  # logits of the two likeliest tokens differ by 2 %, those of wide passes by less
     config = transformers.LlamaConfig(**TEXT | {"intermediate_size": 192}, initializer_range=0.3)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer().save_pretrained(path)

@@ -20,6 +20,7 @@ from weightstream import __version__
 from weightstream.cli import pipelines
 from weightstream.cli.messages import shows_bars
 from weightstream.cli.terminal import (
+    NOT_REPRODUCIBLE,
     AsJson,
     DraftOption,
     Frames,
@@ -210,7 +211,7 @@ def _verdict(row: dict[str, Any]) -> str:
     if row["skipped"]:
         return "not compared"
     if not row["reproducible"]:
-        return "not known: the model itself is not reproducible here, as its bits differ from run to run"
+        return NOT_REPRODUCIBLE
     if row["equal"]:
         return f"yes, {row['num_compared']} outputs of offloaded and resident are bit for bit the same"
     return f"NO: output {row['first_difference']} of {row['num_compared']} differs between offloaded and resident"

@@ -15,6 +15,7 @@ from weightstream.api.other_budgets import MOST_PLANS, AtBudget, reached_text, r
 from weightstream.cli.messages import shows_bars
 from weightstream.cli.plan_output import Output, faster_note, machine_line, sweep_rows
 from weightstream.cli.terminal import (
+    NOT_REPRODUCIBLE,
     Loading,
     add_budget,
     check_writable,
@@ -298,9 +299,13 @@ def run_pipeline(
     verify: bool,
     as_json: bool,
 ) -> bool | None:
-    """`weightstream run` for a pipeline. Returns whether the resident pipeline gives the same bits, or None without
-    `verify`."""
+    """`weightstream run` for a pipeline. Returns whether the resident pipeline gives the same bits.
+
+    None: it was not asked, or does not repeat its own.
+    """
     import torch
+
+    from weightstream.measure.comparison import verdict_of
 
     takes = _taken(model)
     out = place_of(out, takes)
@@ -314,7 +319,8 @@ def run_pipeline(
     if verify:
         offloaded = session.values().output
         session.plain()
-        identical = torch.equal(offloaded, session.values().output)
+        resident = session.values().output
+        identical = verdict_of([offloaded], [resident], lambda: [session.values().output], torch.equal).equal
     if as_json:
         planned = session.planned
         row = {
@@ -330,13 +336,14 @@ def run_pipeline(
         }
         typer.echo(json.dumps(row))
     else:
-        _report(session, written, taken_s, stats, identical)
+        _report(session, written, taken_s, stats)
+        if verify:
+            verdicts = {None: NOT_REPRODUCIBLE, True: "yes", False: "no"}
+            print_labelled({"identical": verdicts[identical]})
     return identical
 
 
-def _report(
-    session: PipelineSession, files: Sequence[Path], taken_s: float, stats: PipelineStats, identical: bool | None
-) -> None:
+def _report(session: PipelineSession, files: Sequence[Path], taken_s: float, stats: PipelineStats) -> None:
     """Print the report of a run."""
     planned = session.planned
     lines = {"image": ", ".join(map(str, files))}
@@ -356,8 +363,6 @@ def _report(
         predicted = milliseconds(part.predicted_step_s)
         table.add_row(name, str(part.steps), measured, predicted, human(part.filled_nbytes))
     print_table(table)
-    if identical is not None:
-        print_labelled({"identical": "yes" if identical else "no"})
 
 
 def _seconds(seconds: float) -> str:
@@ -379,7 +384,7 @@ def bench_pipeline(
     session = PipelineSession(model, loading, variant, call, progress=progress)
     session.pipe.set_progress_bar_config(disable=True)  # the bars below show all calls
     planned = session.planned
-    resident, equal, skipped = None, None, ""
+    resident, reproducible, equal, skipped = None, True, None, ""
     with phase("timing calls of the offloaded pipeline", progress):
         offloaded, ours = timed_calls("offloaded", session.values, seconds, session.device)
     stats = session.pipe.weightstream.stats()
@@ -389,7 +394,8 @@ def bench_pipeline(
             session.plain()
             resident, theirs = timed_calls("resident", session.values, seconds, session.device)
             resident["weights_nbytes"] = sum(part.model_nbytes for part in stats.components.values())
-            equal = all(torch.equal(a, b) for a in ours for b in theirs)
+            reproducible = all(torch.equal(theirs[0], other) for other in theirs[1:])
+            equal = all(torch.equal(theirs[0], output) for output in ours) if reproducible else None
         except (OffloadError, torch.OutOfMemoryError) as error:
             skipped = str(error).partition("\n")[0]
     with phase("timing the link alone", progress):
@@ -409,6 +415,7 @@ def bench_pipeline(
         "systems": systems,
         "skipped": skipped or None,
         "num_compared": len(ours),
+        "reproducible": reproducible,
         "equal": equal,
     }
 
@@ -427,5 +434,6 @@ def show_pipeline_bench(
         lines["predicted"] = prediction_text(planned.seconds, measured, _seconds, is_rough=planned.is_rough)
     if row["skipped"]:
         lines["resident"] = f"left out: {row['skipped']}"
-    verdict = {None: "not compared", True: "yes, all images are bit for bit the same", False: "NO: images differ"}
-    print_labelled(lines | {"equal": verdict[row["equal"]]})
+    verdicts = {True: "yes, all images are bit for bit the same", False: "NO: images differ"}
+    unknown = "not compared" if row["reproducible"] else NOT_REPRODUCIBLE
+    print_labelled(lines | {"equal": verdicts.get(row["equal"], unknown)})

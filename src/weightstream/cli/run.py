@@ -23,6 +23,7 @@ from weightstream.cli.chat import Conversation, converse
 from weightstream.cli.jsonl import answer_lines, read_lines
 from weightstream.cli.messages import is_quiet, shows_bars
 from weightstream.cli.terminal import (
+    NOT_REPRODUCIBLE,
     AsJson,
     DraftOption,
     Frames,
@@ -186,7 +187,7 @@ def _answer_once(
     as_json: bool,
 ) -> None:
     """Answer one prompt, and report. Exits with 1 if the plain model's tokens differ."""
-    from weightstream.measure.comparison import first_difference
+    from weightstream.measure.comparison import verdict_of
 
     inputs = model.encode(prompt) if isinstance(prompt, str) else model.encode_chat(prompt)
     sampling = model.limited(inputs, sampling)
@@ -201,14 +202,27 @@ def _answer_once(
     report = report_of(model, inputs, answer, planned)
     if not as_json and not is_quiet():
         print_labelled(report_lines(report, answer), err=True)
-    difference = first_difference(answer.ids, _plain_ids(model, inputs, sampling)) if verify else None
+    found: dict[str, Any] = {"identical": None, "first_difference": None}
+    if verify:
+        plain = _plain(model, inputs, sampling)
+        equal, difference = verdict_of(answer.ids, plain.ids, lambda: model.generate(inputs, sampling).ids)
+        found = {"identical": equal, "first_difference": difference}
+        if equal is False:
+            found |= {"plain_tokens": plain.ids, "plain_text": plain.text}
+        if not as_json:
+            print_labelled(_verdict_lines(found), err=True)
     if as_json:
-        verdict = {"identical": difference is None if verify else None, "first_difference": difference}
-        typer.echo(json.dumps(report | verdict))
-    elif verify:
-        verdict_line = "yes" if difference is None else f"no (first difference at token {difference})"
-        print_labelled({"identical": verdict_line}, err=True)
-    raise typer.Exit(0 if difference is None else 1)
+        typer.echo(json.dumps(report | found))
+    raise typer.Exit(1 if found["identical"] is False else 0)
+
+
+def _verdict_lines(found: dict[str, Any]) -> dict[str, str]:
+    """The verdict of `--verify`, and the text of the plain model if it is another one."""
+    if found["identical"] is None:
+        return {"identical": NOT_REPRODUCIBLE}
+    if found["identical"]:
+        return {"identical": "yes"}
+    return {"identical": f"no (first difference at token {found['first_difference']})", "plain": found["plain_text"]}
 
 
 def _planned_for(context: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -230,14 +244,14 @@ def _show(piece: Piece) -> None:
     typer.echo(piece.text, nl=False)
 
 
-def _plain_ids(model: TextModel, inputs: Inputs, sampling: Sampling) -> list[int]:
-    """Stop offloading for good, and return the tokens of the model on the device."""
+def _plain(model: TextModel, inputs: Inputs, sampling: Sampling) -> Answer:
+    """Stop offloading for good, and return the answer of the model on the device."""
     import torch
 
     model.streamer.remove()
     try:
         model.model.to(model.streamer.device)
-        return model.generate(inputs, sampling).ids
+        return model.generate(inputs, sampling)
     except torch.OutOfMemoryError as error:
         raise OffloadError(f"--verify needs the whole model on the device, where it does not fit: {error}") from error
 
@@ -293,11 +307,20 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
     measured_s, predicted_s = stats["step_s"], report["predicted_s"]
     if measured_s is not None and predicted_s:
         lines["predicted"] = prediction_text(predicted_s, measured_s, is_rough=report["is_rough"], step=report["step"])
-        if report["device"] == "cpu" and measured_s > _BUSY * predicted_s and "OMP_WAIT_POLICY" not in os.environ:
-            lines["hint"] = "if other programs use the CPU, export OMP_WAIT_POLICY=passive makes this faster"
+        if report["device"] == "cpu" and measured_s > _BUSY * predicted_s and (remedy := _against_spinning()):
+            lines["hint"] = f"if other programs use the CPU, {remedy} can make this faster"
     if stats["unplanned_fills"]:
         lines["unplanned"] = f"{stats['unplanned_fills']} of {stats['fills']} fills"
     return lines
+
+
+def _against_spinning() -> str:
+    """What keeps compute threads from spinning while they wait; empty if none does."""
+    import torch
+
+    from weightstream.measure import machine
+
+    return machine.NO_SPINNING if machine.threads_may_spin(torch.get_num_threads()) else ""
 
 
 def report_of(model: TextModel, inputs: Inputs, answer: Answer, planned: AnyPlan) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from weightstream.settings.config import OffloadConfig, PrefetchOffloadConfig, U
 if TYPE_CHECKING:
     from weightstream.runtime.streamer.stats import Stats
 
+NOT_REPRODUCIBLE = "not known: the model itself is not reproducible here, as its bits differ from run to run"
 _PANEL, _DRAFTS = "Pipelines of diffusers", "Drafts"
 _PLACEMENT, _VLLM = "Loading and placement", "vLLM's offloading flags, instead of a budget"
 

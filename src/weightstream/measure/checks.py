@@ -67,7 +67,6 @@ _QUANTISING = MappingProxyType(
 )
 _GOOD_SHARE = 0.75  # of the link's rate
 _LAUNCH_S = 300e-6  # a good launch of a kernel from Python takes less; an idle machine takes 5 to 30 us
-_FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
 _LINKS_S = 0.3  # time of each measurement between several GPUs
 
@@ -261,16 +260,16 @@ def processor(system: CheckedSystem) -> Iterator[Finding]:
 def waiting(system: CheckedSystem) -> Iterator[Finding]:
     """On a host with few cores, whether waiting compute threads leave a core to the copy thread."""
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
-    if num_cores > _FEW_CORES:
+    if num_cores > machine.FEW_CORES:
         return
     if torch.get_num_threads() == 1:
         yield Finding("waiting", "one compute thread: none waits for others", value=policy)
         return
-    is_passive = (policy or "").strip().lower() == "passive"
+    is_passive = not machine.threads_may_spin(torch.get_num_threads())
     setting = f"OMP_WAIT_POLICY={policy}" if policy else "OMP_WAIT_POLICY is not set"
     effect = "sleep" if is_passive else f"may spin, which takes cores (of {num_cores}) from copies"
     text = f"{setting}: waiting compute threads {effect}"
-    yield _judged("waiting", text, is_passive, "export OMP_WAIT_POLICY=passive", policy)
+    yield _judged("waiting", text, is_passive, machine.NO_SPINNING, policy)
 
 
 def pinning_limits(_: CheckedSystem) -> Iterator[Finding]:

@@ -89,8 +89,9 @@ def compare(
                     return steps()
 
             resident, theirs, why_skipped = _resident(model, filled, plan, backend, seconds, phase)
-            verdict = {"reproducible": True, "equal": None, "first_difference": None}
-            verdict |= _verdict(ours, theirs, steps) if resident else {}
+            verdict = Verdict(None)
+            if resident:
+                verdict = verdict_of(ours, theirs, lambda: _outputs(steps()), torch.equal)
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
@@ -117,7 +118,8 @@ def compare(
         "systems": systems,
         "skipped": why_skipped or None,
         "num_compared": NUM_COMPARED,
-        **verdict,
+        "reproducible": not resident or verdict.equal is not None,
+        **verdict._asdict(),
     }
 
 
@@ -254,14 +256,27 @@ def _resident(
         return _Resident(None, [], str(error).partition("\n")[0])
 
 
-def _verdict(
-    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], steps: Callable[[], ComparedStep]
-) -> dict[str, Any]:
-    """Compare outputs. No verdict if the model does not repeat its own: some kernels add in the order they finish."""
-    difference = first_difference(ours, theirs, torch.equal)
-    if difference is not None and first_difference(theirs, _outputs(steps()), torch.equal) is not None:
-        return {"reproducible": False}
-    return {"equal": difference is None, "first_difference": difference}
+class Verdict(NamedTuple):
+    """Whether outputs are the plain model's; None: not known, as that does not repeat its own outputs."""
+
+    equal: bool | None
+    first_difference: int | None = None  # 1-based
+
+
+def verdict_of(
+    ours: Sequence[Any],
+    theirs: Sequence[Any],
+    again: Callable[[], Sequence[Any]],
+    same: Callable[[Any, Any], bool] = eq,
+) -> Verdict:
+    """Compare outputs with those of the plain model.
+
+    `again` computes the plain model's once more, for outputs that differ: some kernels add in the order they finish.
+    """
+    difference = first_difference(ours, theirs, same)
+    if difference is not None and first_difference(theirs, again(), same) is not None:
+        return Verdict(None)
+    return Verdict(difference is None, difference)
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool] = eq) -> int | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import time
@@ -14,6 +15,9 @@ from typing import NamedTuple
 import psutil
 
 from weightstream.store.numa import text_of
+
+FEW_CORES = 4  # a waiting thread that spins on one of so few slows copies
+NO_SPINNING = "export OMP_WAIT_POLICY=passive"
 
 _ROOT = Path("/")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -50,6 +54,11 @@ def cpu_name(root: Path = _ROOT) -> str:
     """The processor's name."""
     match = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def threads_may_spin(num_threads: int) -> bool:
+    """Whether OpenMP lets compute threads spin while they wait for others; one has none to wait for."""
+    return num_threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").strip().lower() != "passive"
 
 
 def cpu_load(seconds: float = 0.1) -> float:
