@@ -76,6 +76,9 @@ def test_an_op_takes_its_least_time_and_its_work() -> None:
     slow = replace(on, stack_s=0.0, stack_share=1.0)
     assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(slow) == pytest.approx(6e-6)
     assert Op(nbytes=100, device_s=1e-3).seconds(on) == 1e-3
+    cpu = replace(on, on_cpu=True)
+    assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(cpu) == pytest.approx(15e-6), "its threads start first"
+    assert Op(nbytes=4_000_000).seconds(cpu) == pytest.approx(6e-6)
 
 
 @pytest.mark.parametrize("kernel", ["mxfp4", "float8", "int4"])
@@ -255,6 +258,8 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
         assert replace(plan, graph_s=plain.graph_s, graph_compute_s=plain.graph_compute_s) == plain
     on_cpu = replace(planner, machine=replace(planner.machine, on_cpu=True))
     assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
+    both, one = planner.profile(manifest), on_cpu.profile(manifest)
+    assert one.unit_s == pytest.approx([a + b for a, b in zip(both.unit_s, both.host_s, strict=True)]), "one processor"
     measured = replace(planner, unit_s={name: 1e-3})
     assert planned(measured, (*work[name], long, tiny)).graph_s == pytest.approx(measured(manifest).graph_s + H200.op_s)
 

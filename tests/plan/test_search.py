@@ -523,6 +523,10 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
         assert cost.simulated_s(equal_plan(6, 2), profile)[1] == 6 * max(compute, copy)
         assert cost.simulated_s(equal_plan(6, 1), profile)[1] == 6 * (compute + copy)
         assert cost.simulated_s(equal_plan(6, 6), profile)[1] == 6 * compute
+        shared = replace(profile, compute_lost=0.5)
+        step_s = 6 * max(compute + 0.5 * copy, copy)
+        assert cost.simulated_s(equal_plan(6, 2), shared)[1] == pytest.approx(step_s), "copies take from compute"
+        assert cost.simulated_s(equal_plan(6, 6), shared)[1] == 6 * compute
         assert cost.copy_s(equal_plan(6, 6), profile) == 0
 
 

@@ -61,6 +61,8 @@ _SAMPLE_S = 0.003
 _SETTLE_S = 0.3  # until a GPU's clocks have settled at its power limit
 _AHEAD_S = 0.02  # of work queued ahead of what is timed: longer than compiler threads delay the host
 _COPY_NBYTES = 64 << 20
+_COVERED = 2.5  # times the seconds of a copy that products take which run meanwhile
+_MOST_LOST = 2.0  # seconds of compute in a second of a copy; more is a disturbance
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _MEASURED_NBYTES = 256 << 20  # of a file
 # Of `rounds_s`: the first rounds do not count, as the ring was filled before the clock started.
@@ -181,6 +183,11 @@ class _Bench:
         """Measurements for a GPU only: a CPU backend computes while units are opened."""
         return (self.opening,) if self._on_gpu else ()
 
+    @property
+    def _on_cpu(self) -> tuple[Callable[[], _Measuring], ...]:
+        """Measurements for a CPU only: the memory and the processor of a GPU's link are not those of its compute."""
+        return () if self._on_gpu else (self.sharing,)
+
     @cached_property
     def _decoded(self) -> list[str]:
         """The dtypes whose decode kernels run; waits until they are compiled."""
@@ -196,7 +203,7 @@ class _Bench:
         decoding = (self.decoding,) if self._dtypes else ()
         products = self.measure_parts((self.products, self.attention), advance, self.queued_s)
         rest = self.measure_parts(
-            (self.link, self.modules, *decoding, *self.on_gpu, self.kernels), advance, self.seconds
+            (self.link, self.modules, *decoding, *self.on_gpu, self.kernels, *self._on_cpu), advance, self.seconds
         )
         fields: dict[str, Any] = dict.fromkeys(map(decode_rate, ELEMENTS), NOT_MEASURED)
         fields |= workspace | products.fields | rest.fields
@@ -348,6 +355,18 @@ class _Bench:
             "copy_latency_s": max(1e-7, piece_s - _PIECE_NBYTES / bytes_per_s),  # no copy is free
             "handover_s": max(0.0, best["rounds"] / 8 - piece_s - best.get("reads", 0.0)),
         }
+
+    def sharing(self) -> _Measuring:
+        """What compute loses while a copy runs. Products take longer than the copy, so all of it falls into them."""
+        read, backend = partial(kernels.read_products, self._weights), self._backend
+        with host_memory(self._device, _COPY_NBYTES) as source:
+            bulk = Copy(dst=backend.alloc(_COPY_NBYTES), src=source)
+            copy = partial(backend.copy, [bulk])
+            reads = [read] * math.ceil(_COVERED * self.seconds(copy, 3) / self.seconds(read, 3))
+            works = {"copy": [copy], "reads": reads, "both": [copy, *reads]}
+            best = yield {name: _TimedWork(partial(_run_all, work), _SAMPLE_S) for name, work in works.items()}
+        lost_s = best["both"] - best["reads"]
+        yield {"compute_lost": min(max(0.0, lost_s / best["copy"]), _MOST_LOST)}
 
     def decoding(self) -> _Measuring:
         """Decoded bytes per second of each dtype, and the fixed cost of a launch."""

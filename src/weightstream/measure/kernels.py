@@ -16,7 +16,7 @@ from weightstream.runtime.devices import cuda
 from weightstream.runtime.devices.backend import Backend, Graph
 
 NUM_NORMS, NUM_IN_NORM, NUM_PRODUCTS = 25, 8, 50  # [H200: 1.45 us a kernel, 1.0 if elementwise; a product 4.8]
-_WIDTH, _OUT_WIDTH = 2048, 512  # of a product whose bytes do not count
+_WIDTH, _OUT_WIDTH, _OUT_WIDTH_ON_CPU = 2048, 512, 64  # of a product whose bytes do not count
 TURNS = 2  # sets of matrices that are copied alternately, so that no cache holds those that are copied next
 _Work = Callable[[], object]
 
@@ -40,7 +40,8 @@ LARGE_EXPERTS = PickedMatrices(2, 7168, 4096)  # 117 MB
 def kernel_works(backend: Backend, weights: Sequence[torch.Tensor]) -> dict[str, _Work]:
     """Named works to be timed: kernels of norms, as most small kernels of a model are; products of a row with small
     matrices and with `weights`; and, on a GPU, products with matrices picked out of a stack."""
-    row, small = (torch.ones(n, _WIDTH, device=backend.device, dtype=torch.bfloat16) for n in (1, _OUT_WIDTH))
+    num = _OUT_WIDTH_ON_CPU if backend.device.type == "cpu" else _OUT_WIDTH
+    row, small = (torch.ones(n, _WIDTH, device=backend.device, dtype=torch.bfloat16) for n in (1, num))
 
     def norms() -> None:
         x = row
@@ -97,13 +98,10 @@ def _run(works: Sequence[_Work], after_each: _Work = lambda: None) -> None:
 
 
 def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int) -> dict[str, float]:
-    """Fields of a profile from the seconds of each work of `kernel_works`.
-
-    A CPU gets no least time of a product: none of its products is so small that this time matters.
-    """
+    """Fields of a profile from the seconds of each work of `kernel_works`."""
     op_s = seconds["norms"] / (NUM_NORMS * NUM_IN_NORM)
     bytes_per_s = read_nbytes / max(seconds["read"] / 2, seconds["read"] - num_reads * op_s)
-    fields = {"op_s": op_s, "device_bytes_per_s": bytes_per_s}
+    fields = {"op_s": op_s, "product_s": seconds["products"] / NUM_PRODUCTS, "device_bytes_per_s": bytes_per_s}
     if "small" not in seconds:
         return fields
     small_nbytes, large_nbytes = SMALL_EXPERTS.nbytes, LARGE_EXPERTS.nbytes
@@ -114,7 +112,7 @@ def kernel_fields(seconds: Mapping[str, float], read_nbytes: int, num_reads: int
     per_byte_s = max(1 / bytes_per_s, (large_s - small_s) / (large_nbytes - small_nbytes))
     fields |= {"gather_share": min(1.0, 2 * (small_nbytes + large_nbytes) / (copies_s * bytes_per_s))}
     fields |= {"stack_s": max(0.0, small_s - small_nbytes * per_byte_s), "stack_share": 1 / (per_byte_s * bytes_per_s)}
-    return fields | {"product_s": seconds["products"] / NUM_PRODUCTS}
+    return fields
 
 
 def replayed(backend: Backend, work: _Work) -> _Work:

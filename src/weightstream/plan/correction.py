@@ -45,7 +45,7 @@ def corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
 
 
 def _corrected(planner: Planner, plan: Plan, times: Times) -> Plan:
-    profile = planner.machine.profile
+    profile = replace(planner.machine.profile, compute_lost=0.0)  # measured compute includes it
     if plan.cached:  # the seconds of the units include the fetches of rows, which counts predict
         return _as_it_runs(plan if planner.counts is None else planner.priced(plan), times)
     if plan.step_nbytes and not times.computes:

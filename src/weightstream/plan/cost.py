@@ -167,6 +167,7 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
             launched += hosts[unit] + host_s * has_host
             begun = filled[unit]
             ended = (now if now > begun else begun) + max(0.0, computes[unit] + device_s)
+            ended += profile.compute_lost * sum(copies[fill] for fill in fills)
             if launched > ended:
                 ended, is_late = launched, True
             if fills:

@@ -274,6 +274,8 @@ class Profile:
         link_bytes_per_s: bytes per second of a large copy from pinned host memory to the device. [bench.measure]
         copy_latency_s: fixed seconds of each copy, in addition to its bytes. [bench.measure]
         handover_s: seconds from the end of a kernel to the start of a copy that waits for it. [bench.measure]
+        compute_lost: seconds of compute lost to each second of copying, where both take the same cores and memory.
+            [bench.measure, CPU]
         disk_bytes_per_s: bytes per second read from files. [assumed; a loaded model's files: bench.rate_of_files]
         ranks_bytes_per_s: bytes per second of a tensor in the all-reduces of tensor parallelism.
             [assumed; with other ranks: multi_gpu_links.summed]
@@ -284,7 +286,8 @@ class Profile:
         single_flops_per_s: FLOP/s of large matrix products in float32. [bench.measure]
         attention_flops_per_s: FLOP/s of fused, causal attention. [bench.measure]
         op_s: fixed seconds of each kernel on the device, in addition to its work. [kernels.kernel_fields]
-        product_s: minimum seconds of a matrix product, all included; 0.0: as any kernel. [kernels.kernel_fields, GPU]
+        product_s: minimum seconds of a matrix product, all included; 0.0: as any kernel. On a CPU, seconds in which its
+            threads start and join, in addition to its work. [kernels.kernel_fields]
         gather_share: share of `device_bytes_per_s` that copies of matrices out of a stack reach.
             [kernels.kernel_fields, GPU]
         stack_s: fixed seconds of a batched product of such matrices with a row each. [kernels.kernel_fields, GPU]
@@ -349,6 +352,7 @@ class Profile:
     fill_s: float = 0.0
     decoding_launch_s: float = 0.0
     handover_s: float = 0.0
+    compute_lost: float = 0.0
     disk_bytes_per_s: float = 2e9
     decode_bfloat16_bytes_per_s: float = 1.15e12
     decode_float16_bytes_per_s: float = 1.05e12
@@ -523,7 +527,9 @@ class Op:
         kernels_s = self.least * profile.op_s
         if self.stacked:
             return max(kernels_s, profile.stack_s + self.nbytes / (profile.stack_share * profile.device_bytes_per_s))
-        return max(kernels_s, profile.product_s) if self.rate in ("half", "single") else kernels_s
+        if self.rate not in ("half", "single"):
+            return kernels_s
+        return max(kernels_s, profile.product_s + profile.on_cpu * self.work_s(profile))
 
 
 class UnitSeconds(NamedTuple):

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from weightstream.codec.format import MAX_SHARE
@@ -359,8 +359,8 @@ class Planner:
             picked=tuple(picked),
             host_share=_HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share,
         )
-        if self.machine.on_cpu:  # one processor launches and computes: whichever takes longer counts, once
-            unit_s = tuple(map(max, profile.unit_s, profile.host_s))
+        if self.machine.on_cpu:  # one processor launches and computes
+            unit_s = tuple(map(add, profile.unit_s, profile.host_s))
             profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
         if turns:
             profile = replace(profile, more_s=tuple(_more_s(manifest.order, turns)))
