@@ -156,7 +156,7 @@ class TextModel:
         on_piece: Callable[[Piece], object] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
         cache_length: int | None = None,
-        **drafts: Any,
+        **options: Any,
     ) -> Answer:
         """The answer of `weightstream.generate` to a prompt.
 
@@ -167,7 +167,7 @@ class TextModel:
             is_cancelled: asked after each token; true ends the answer.
             cache_length: positions of a static KV cache. transformers keeps the longest one so far, and a longer one
                 adds in another order: with one length for all, an answer does not depend on earlier ones.
-            drafts: `speculate` and `bits`, as for `weightstream.generate`.
+            options: more arguments of `weightstream.generate`, such as `speculate` and `bits`.
         """
         from weightstream.adapters.generation.generation import generate
         from weightstream.text.sampling import seeded
@@ -177,13 +177,13 @@ class TextModel:
         num_top = sampling.top_logprobs
         recorder = None if num_top is None else LogprobRecorder(self.tokenizer, num_top)
         answer = Answer(self.tokenizer, sampling.stop, recorder, on_piece, is_cancelled)
-        options = self.placed(inputs) | sampling.options(config) | {"stopping_criteria": [answer]}
+        options |= self.placed(inputs) | sampling.options(config) | {"stopping_criteria": [answer]}
         if recorder is not None:
             options["logits_processor"] = [recorder]
         if cache_length is not None and hasattr(config, "max_cache_len"):
             options["max_cache_len"] = cache_length
         with seeded(sampling.seed, device):
-            generate(self.model, **options, **drafts, on_decoding=answer.set_decoding)
+            generate(self.model, **options, on_decoding=answer.set_decoding)
         ends = config.eos_token_id
         answer.end(ends if isinstance(ends, list) else [ends])
         return answer
