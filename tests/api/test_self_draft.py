@@ -186,6 +186,15 @@ def test_a_draft_that_a_mode_does_not_use_is_named(folders: dict[str, Path], cap
 
 
 @pytest.mark.usefixtures("no_loading_bars")
+def test_a_draft_that_is_not_worth_its_memory_is_named(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(folders["llama"], share=1 / 3, speculate="auto")
+    assert [record.levelname for record in caplog.records if "not drafting by itself" in record.message] == ["WARNING"]
+    assert model.weightstream.drafting.model is None
+
+
+@pytest.mark.usefixtures("no_loading_bars")
 def test_models_without_matrices_in_bfloat16_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(UnsupportedError, match=r"linear layers in bfloat16.*dtype='bfloat16'"):
         load(folders["llama"], speculate="draft", dtype=torch.float32)

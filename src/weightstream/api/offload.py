@@ -354,7 +354,7 @@ def _offload(
             else:
                 draft = describe(builder.inputs.machine)
                 found = plan_with_draft(builder.inputs, draft, speculate, model.config.get_text_config().vocab_size)
-                logger.info("draft: %s", found.reason)
+                logger.log(logging.INFO if found.is_drafted else logging.WARNING, "draft: %s", found.reason)
                 builder.plan_with(found.inputs)
                 plan, draft = found.plan, draft if found.is_drafted else None
         streamer = builder.attach(plan)
@@ -397,7 +397,7 @@ def _self_draft(
     with lasting("planning drafts", facts.progress):
         machine, shapes = machine_with_rates(backend, config, dtypes_of(model)), copied(model).model
         found = plan_self_drafted(shapes, loaded.checkpoint, config, machine, speculate, facts.most_rows)
-    logger.info("draft: %s", found.reason)
+    logger.log(logging.WARNING if found.bits is None else logging.INFO, "draft: %s", found.reason)
     if found.bits is None:
         return None
     needed = found.plan.manifest.nbytes

@@ -366,10 +366,10 @@ def report_of(model: TextModel, inputs: Inputs, answer: Answer, planned: AnyPlan
     }
 
 
-def _predicted_s(planned: AnyPlan, answer: Answer, stats: Stats) -> float:
-    """Seconds of a step by the plan from before the run; by the one in force if passes of several tokens were timed."""
+def _predicted_s(planned: AnyPlan, answer: Answer, stats: Stats) -> float | None:
+    """Seconds of a step by the plan from before the run; None if passes of several tokens were among its steps."""
     if stats.speculation is not None:
-        return stats.predicted_step_s
+        return None
     is_captured = answer.decoding is not None and answer.decoding.replays > 0
     return planned.run_s if is_captured and isinstance(planned, Plan) else planned.step_s
 

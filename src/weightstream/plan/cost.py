@@ -118,14 +118,15 @@ def split_pass_s(plan: Plan, profile: Profile, splits: Splits, *, in_graphs: boo
 
     The device runs two kernels more for each row, one of which puts its output to those of the others, and reads
     arguments without rows again. `in_graphs`: the host launches nothing. Without a graph it also runs Python for each
-    row, as long as several launches take.
+    row, as long as several launches take. A CPU is both device and host, so their seconds add up.
     """
     one = sums_s(plan.manifest, times_s(plan, profile, captured=in_graphs))
     num = splits.calls * splits.rows
     again_s = (splits.rows - 1) * splits.nbytes / profile.device_bytes_per_s
     device_s = one.device_s + num * _KERNELS_OF_ROW * profile.op_s + again_s
     host_s = 0.0 if in_graphs else one.host_s + num * _LAUNCHES_OF_ROW * profile.op_launch_s
-    return max(device_s, host_s, plan.copy_s, plan.disk_s)
+    computes_s = device_s + host_s if profile.on_cpu else max(device_s, host_s)
+    return max(computes_s, plan.copy_s, plan.disk_s)
 
 
 def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:
