@@ -187,6 +187,15 @@ def test_every_command_writes_a_line_before_it_imports_libraries(tmp_path: Path)
     assert not quiet
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_behind_stdout_is_named() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "weightstream", "profiles"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
+
+
 def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 

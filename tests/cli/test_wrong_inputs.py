@@ -51,7 +51,7 @@ DAMAGED: dict[str, tuple[Spoil, str]] = {
     "git-lfs": (written("model.safetensors", LFS), "git lfs pull"),
     "empty weights": (written("model.safetensors", ""), "is empty"),
     "half of the weights": (halved, "download it again"),
-    "config no JSON": (written("config.json", "{nope"), "config.json"),
+    "config no JSON": (written("config.json", "{nope"), "config.json is not valid JSON: Expecting property name"),
     "config a list": (written("config.json", "[]"), "config.json"),
     "config without a type": (written("config.json", "{}"), "model_type"),
     "an unknown type": (config(model_type="nope"), "nope"),

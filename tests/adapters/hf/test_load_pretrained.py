@@ -426,7 +426,7 @@ def test_refused_by_name(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="quantised with aqlm"):
         load_pretrained(llama)
     (llama / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"cannot read config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON: .* line 1 column 2"):
         load_pretrained(llama)
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="PyTorch pickle"):

@@ -330,7 +330,9 @@ def _read_config(source: ModelSource, remote_code: bool) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(place.name, trust_remote_code=remote_code, **place.hub)
     except (OSError, ValueError, KeyError) as error:
-        folder = source.folder
+        folder, cause = source.folder, error.__context__
+        if isinstance(cause, json.JSONDecodeError):
+            raise CheckpointError(f"{folder}/config.json is not valid JSON: {cause}") from error
         raise CheckpointError(f"{folder}: {_elsewhere(folder) or f'cannot read config.json: {error}'}") from error
 
 
