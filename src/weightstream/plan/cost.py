@@ -150,7 +150,7 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
     Reads from disk start when their copy is queued, one after another.
     """
     units = plan.manifest.units
-    num, more = len(plan.manifest.order), profile.more_s
+    num, more, lost = len(plan.manifest.order), profile.more_s, profile.compute_lost
     more = more if len(more) == num else (Seconds(0.0, 0.0),) * num
     times = [*unit_times, Seconds(0.0, 0.0)]  # the last entry stands for the time before the first step
     computes, hosts = [device_s for device_s, _ in times], [host_s * has_host for _, host_s in times]
@@ -168,7 +168,8 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
             launched += hosts[unit] + host_s * has_host
             begun = filled[unit]
             ended = (now if now > begun else begun) + max(0.0, computes[unit] + device_s)
-            ended += profile.compute_lost * sum(copies[fill] for fill in fills)
+            if fills and lost:
+                ended += lost * sum(copies[fill] for fill in fills)
             if launched > ended:
                 ended, is_late = launched, True
             if fills:

@@ -529,7 +529,7 @@ class Op:
             return max(kernels_s, profile.stack_s + self.nbytes / (profile.stack_share * profile.device_bytes_per_s))
         if self.rate not in ("half", "single"):
             return kernels_s
-        return max(kernels_s, profile.product_s + profile.on_cpu * self.work_s(profile))
+        return max(kernels_s, profile.product_s + (self.work_s(profile) if profile.on_cpu else 0.0))
 
 
 class UnitSeconds(NamedTuple):
