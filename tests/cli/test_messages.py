@@ -193,7 +193,7 @@ def test_a_full_disk_behind_stdout_is_named() -> None:
         command = [sys.executable, "-m", "weightstream", "profiles"]
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ran.returncode == 1
-    assert ran.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
+    assert ran.stderr.splitlines()[-1] == "error: cannot write: No space left on device"
 
 
 def test_profiles_are_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

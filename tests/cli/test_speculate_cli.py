@@ -129,16 +129,32 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_drafts_are_verified_with_the_cache_that_they_have(rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a static cache changes bits, and with them a token of this text."""
-    monkeypatch.setattr(drafted, "_splits_are_free", lambda *_: True)
+def test_drafts_are_verified_with_the_bits_that_they_have(rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a static cache changes bits, and with them a token of this text; so do wide passes."""
+    plain, given = run_module._plain, list[Any]()
+
+    def noted(*args: Any) -> Any:
+        given.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(run_module, "_plain", noted)
     flags = ("--device", "cpu", "--device-budget", "300KiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
-    found = call_json("run", rounded, *flags, "--speculate", "lookup", "--verify")
-    assert found["decoding"]["speculation"]["bits"] == "token"
-    assert found["identical"] is True
+    for is_free, bits in ((True, "token"), (False, "rows")):
+        monkeypatch.setattr(drafted, "_splits_are_free", lambda *_, is_free=is_free: is_free)
+        found = call_json("run", rounded, *flags, "--speculate", "lookup", "--verify")
+        assert found["identical"] is True
+        width = found["decoding"]["speculation"]["width"]
+        if found["decoding"]["speculation"]["bits"] == "token":  # on some machines wide passes have these bits
+            assert given.pop() == {"cache_implementation": "static", "disable_compile": True}
+        else:
+            assert bits == "rows"
+            assert given.pop() == {"prompt_lookup_num_tokens": width - 1, "bits": "rows"}
 
 
-def test_bits_of_wide_passes_are_no_difference(rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("singles", "code"), [(0, 1), (3, 0)])
+def test_bits_of_passes_of_two_widths_are_no_difference(
+    singles: int, code: int, rounded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, report = run_module._plain, VerifySteps.report
 
     def changed(model: TextModel, *args: Any) -> Any:
@@ -148,10 +164,11 @@ def test_bits_of_wide_passes_are_no_difference(rounded: Path, monkeypatch: pytes
 
     flags = ("--device", "cpu", "--device-budget", "300KiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
     monkeypatch.setattr(run_module, "_plain", changed)
-    monkeypatch.setattr(VerifySteps, "report", lambda self: replace(report(self), bits="rows"))
+    monkeypatch.setattr(VerifySteps, "report", lambda self: replace(report(self), bits="rows", singles=singles))
     result = call("run", rounded, *flags, "--speculate", "lookup", "--verify")
-    assert result.exit_code == 0, result.output
-    assert 'not known: bits="rows" may choose other tokens (first difference at token 1)' in result.stderr
+    assert result.exit_code == code, result.output
+    said = "no (first" if code else 'not known: bits="rows" in passes of two widths (first'
+    assert f"{said} difference at token 1)" in result.stderr
     assert "plain: w5 w5" in " ".join(result.stderr.split())
 
 

@@ -158,6 +158,7 @@ def test_an_example_that_cannot_be_traced_is_no_error(caplog: pytest.LogCaptureF
     assert "a call of Looks with example_inputs cannot be traced" in caplog.text
 
 
+@pytest.mark.usefixtures("hidden_copies")
 def test_a_call_that_depends_on_values_is_learned_from_its_first_step(asked: list[int]) -> None:
     model, plain = models(Looks)
     with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:

@@ -97,7 +97,7 @@ def test_a_cpu_is_measured_and_left_unchanged(backend: CpuBackend, caplog: pytes
         "handover_s": (0, 1e-1),
         "op_s": (1e-8, 1e-3),
         "product_s": (1e-7, 1e-2),
-        "compute_lost": (0, 2),
+        "compute_lost": (0, 1),
         "op_launch_s": (1e-7, 1e-2),
         "device_nbytes": (1 << 28, 1 << 50),
     }
@@ -239,6 +239,17 @@ def test_least_times_are_derived_from_sums(backend: CpuBackend) -> None:
     assert found == pytest.approx(want | {"gather_share": 0.5, "stack_s": 10e-6, "stack_share": 0.25})
     on_cpu = {name: s for name, s in seconds.items() if name in kernels.kernel_works(backend, [torch.ones(4, 4)])}
     assert kernels.kernel_fields(on_cpu, 300_000_000, 3) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("both_s", "lost"), [(0.010, 0.0), (0.012, 0.5), (0.009, 0.0), (0.020, 1.0)])
+def test_what_compute_loses_to_a_copy_is_a_share_of_its_time(both_s: float, lost: float, backend: CpuBackend) -> None:
+    """Products take 10 ms alone, and the copy takes 4 ms."""
+    measuring = bench._Bench(backend).sharing()
+    works = next(measuring)
+    assert works.keys() == {"copy", "reads", "both"}
+    for work, _ in works.values():
+        work()
+    assert measuring.send({"copy": 0.004, "reads": 0.010, "both": both_s}) == {"compute_lost": pytest.approx(lost)}
 
 
 def test_decoding_takes_time_besides_its_bytes() -> None:

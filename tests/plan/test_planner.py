@@ -258,7 +258,8 @@ def test_a_step_in_a_graph_has_work_of_its_own() -> None:
         assert replace(plan, graph_s=plain.graph_s, graph_compute_s=plain.graph_compute_s) == plain
     on_cpu = replace(planner, machine=replace(planner.machine, on_cpu=True))
     assert planned(on_cpu, (long, long)) == on_cpu(manifest), "there are no graphs"
-    both, one = planner.profile(manifest), on_cpu.profile(manifest)
+    launched = replace(planner, machine=replace(planner.machine, profile=replace(H200, op_s=0.0)))
+    both, one = launched.profile(manifest), on_cpu.profile(manifest)
     assert one.unit_s == pytest.approx([a + b for a, b in zip(both.unit_s, both.host_s, strict=True)]), "one processor"
     measured = replace(planner, unit_s={name: 1e-3})
     assert planned(measured, (*work[name], long, tiny)).graph_s == pytest.approx(measured(manifest).graph_s + H200.op_s)

@@ -459,6 +459,7 @@ def profiles_of(num_units: int) -> st.SearchStrategy[Profile]:
         Profile,
         link_bytes_per_s=st.sampled_from([1.0 * GRAIN, 0.25 * GRAIN]),
         copy_latency_s=st.sampled_from([0.0, 1.0]),
+        compute_lost=st.sampled_from([0.0, 0.5]),
         overhead_s=st.sampled_from([0.0, 2.0]),
         unit_s=st.tuples(*[seconds] * num_units),
         host_s=st.one_of(st.just(()), st.tuples(*[seconds] * num_units)),
@@ -526,6 +527,7 @@ def test_two_slots_hide_the_smaller_of_compute_and_copies_and_one_slot_hides_not
         shared = replace(profile, compute_lost=0.5)
         step_s = 6 * max(compute + 0.5 * copy, copy)
         assert cost.simulated_s(equal_plan(6, 2), shared)[1] == pytest.approx(step_s), "copies take from compute"
+        assert cost.simulated_s(equal_plan(6, 1), shared)[1] == 6 * (compute + copy), "nothing runs during a copy"
         assert cost.simulated_s(equal_plan(6, 6), shared)[1] == 6 * compute
         assert cost.copy_s(equal_plan(6, 6), profile) == 0
 

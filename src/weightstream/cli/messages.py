@@ -32,7 +32,7 @@ _Verbose = Annotated[
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, no warnings and no report.")]
 _LOGGER = "weightstream"
 _NO_BARS = "TQDM_DISABLE"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of writing, such as to stdout
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit of file size
 _TALKATIVE = (  # they log missing kernels while transformers imports them
     "torchao",
     "torch.utils._pytree",
@@ -157,7 +157,7 @@ def with_messages(command: Callable[..., None]) -> Callable[..., None]:
                 if verbose:
                     raise
                 if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
-                    print_message(f"error: the output cannot be written: {os.strerror(error.errno)}")
+                    print_message(f"error: cannot write: {os.strerror(error.errno)}")
                     raise typer.Exit(1) from None
                 what = str(error).strip().partition("\n")[0]
                 print_message(f"error: {type(error).__name__}: {what}; with -v this shows where, for a report")

@@ -301,7 +301,7 @@ def run_pipeline(
 ) -> bool | None:
     """`weightstream run` for a pipeline. Returns whether the resident pipeline gives the same bits.
 
-    None: it was not asked, or does not repeat its own.
+    None: not asked for, or the resident pipeline does not repeat its own bits.
     """
     import torch
 

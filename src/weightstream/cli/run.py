@@ -200,7 +200,7 @@ def _answer_once(
     report = report_of(model, inputs, answer, planned)
     if not as_json and not is_quiet():
         print_labelled(report_lines(report, answer), err=True)
-    found: dict[str, Any] = {"identical": None, "first_difference": None}
+    found = dict.fromkeys(("identical", "first_difference", "plain_tokens", "plain_text"))
     if verify:
         found = _verified(model, inputs, sampling, answer)
         if not as_json:
@@ -211,35 +211,40 @@ def _answer_once(
 
 
 def _verified(model: TextModel, inputs: Inputs, sampling: Sampling, answer: Answer) -> dict[str, Any]:
-    """Compare the answer with the plain model's, one token at a time. Returns values of `--json`.
+    """Compare the answer with the plain model's. Returns values of `--json`.
 
-    `identical` is None if the plain model does not repeat its own tokens, or the bits are those of wider passes.
+    `identical` is None if the plain model does not repeat its own tokens, or cannot have the same bits.
     """
     from weightstream.measure.comparison import verdict_of
 
     speculation = None if answer.decoding is None else answer.decoding.speculation
-    # on the CPU only passes of several tokens have a static KV cache, in which attention adds in another order
-    is_static = speculation is not None and model.streamer.device.type == "cpu"
-    options: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True} if is_static else {}
+    options: dict[str, Any] = {}
+    if speculation is not None and speculation.bits == "rows":  # those of passes of this width, whatever is drafted
+        options = {"prompt_lookup_num_tokens": speculation.width - 1, "bits": "rows"}
+    elif speculation is not None and model.streamer.device.type == "cpu":
+        # there only passes of several tokens have a static KV cache, in which attention adds in another order
+        options = {"cache_implementation": "static", "disable_compile": True}
     plain = _plain(model, inputs, sampling, options)
     equal, difference = verdict_of(answer.ids, plain.ids, lambda: model.generate(inputs, sampling, **options).ids)
-    found: dict[str, Any] = {"identical": equal, "first_difference": difference}
-    if equal:
-        return found
-    if equal is False and speculation is not None and speculation.bits == "rows":
-        found["identical"] = None
-    return found | {"plain_tokens": plain.ids, "plain_text": plain.text}
+    if equal is False and "bits" in options and speculation is not None and speculation.singles:
+        equal = None  # passes of one token, which came when drafts did not pay, have other bits
+    return {
+        "identical": equal,
+        "first_difference": difference,
+        "plain_tokens": None if equal else plain.ids,
+        "plain_text": None if equal else plain.text,
+    }
 
 
 def _verdict_lines(found: dict[str, Any]) -> dict[str, str]:
-    """The verdict of `--verify`, and the text of the plain model if it is another one."""
+    """The verdict of `--verify`, and the text of the plain model if it differs."""
     identical, difference = found["identical"], found["first_difference"]
     if identical:
         return {"identical": "yes"}
     if difference is None:
         return {"identical": NOT_REPRODUCIBLE}
     where = f"first difference at token {difference}"
-    verdict = f"no ({where})" if identical is False else f'not known: bits="rows" may choose other tokens ({where})'
+    verdict = f"no ({where})" if identical is False else f'not known: bits="rows" in passes of two widths ({where})'
     return {"identical": verdict, "plain": found["plain_text"]}
 
 
@@ -333,7 +338,7 @@ def report_lines(report: dict[str, Any], answer: Answer) -> dict[str, str]:
 
 
 def _against_spinning() -> str:
-    """What keeps compute threads from spinning while they wait; empty if none does."""
+    """The remedy for compute threads that spin while they wait; empty if none does."""
     import torch
 
     from weightstream.measure import machine

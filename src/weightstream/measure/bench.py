@@ -61,8 +61,8 @@ _SAMPLE_S = 0.003
 _SETTLE_S = 0.3  # until a GPU's clocks have settled at its power limit
 _AHEAD_S = 0.02  # of work queued ahead of what is timed: longer than compiler threads delay the host
 _COPY_NBYTES = 64 << 20
-_COVERED = 2.5  # times the seconds of a copy that products take which run meanwhile
-_MOST_LOST = 2.0  # seconds of compute in a second of a copy; more is a disturbance
+_SHARED_NBYTES = 16 << 20  # of a copy beside products
+_OUTLASTS = 2.5  # products run for this many times the seconds of that copy
 _PIECE_NBYTES = 2 << 20  # large enough that the host queues copies faster than the link makes them
 _MEASURED_NBYTES = 256 << 20  # of a file
 # Of `rounds_s`: the first rounds do not count, as the ring was filled before the clock started.
@@ -183,11 +183,6 @@ class _Bench:
         """Measurements for a GPU only: a CPU backend computes while units are opened."""
         return (self.opening,) if self._on_gpu else ()
 
-    @property
-    def _on_cpu(self) -> tuple[Callable[[], _Measuring], ...]:
-        """Measurements for a CPU only: the memory and the processor of a GPU's link are not those of its compute."""
-        return () if self._on_gpu else (self.sharing,)
-
     @cached_property
     def _decoded(self) -> list[str]:
         """The dtypes whose decode kernels run; waits until they are compiled."""
@@ -201,9 +196,10 @@ class _Bench:
         # measured, and graphs are captured, for `kernels`.
         workspace = self._workspace()
         decoding = (self.decoding,) if self._dtypes else ()
+        sharing = () if self._on_gpu else (self.sharing,)  # with a GPU, copies take no core from compute
         products = self.measure_parts((self.products, self.attention), advance, self.queued_s)
         rest = self.measure_parts(
-            (self.link, self.modules, *decoding, *self.on_gpu, self.kernels, *self._on_cpu), advance, self.seconds
+            (self.link, self.modules, *decoding, *self.on_gpu, self.kernels, *sharing), advance, self.seconds
         )
         fields: dict[str, Any] = dict.fromkeys(map(decode_rate, ELEMENTS), NOT_MEASURED)
         fields |= workspace | products.fields | rest.fields
@@ -357,16 +353,16 @@ class _Bench:
         }
 
     def sharing(self) -> _Measuring:
-        """What compute loses while a copy runs. Products take longer than the copy, so all of it falls into them."""
+        """What compute loses to a concurrent copy. The products outlast the copy."""
         read, backend = partial(kernels.read_products, self._weights), self._backend
-        with host_memory(self._device, _COPY_NBYTES) as source:
-            bulk = Copy(dst=backend.alloc(_COPY_NBYTES), src=source)
+        with host_memory(self._device, _SHARED_NBYTES) as source:
+            bulk = Copy(dst=backend.alloc(_SHARED_NBYTES), src=source)
             copy = partial(backend.copy, [bulk])
-            reads = [read] * math.ceil(_COVERED * self.seconds(copy, 3) / self.seconds(read, 3))
+            reads = [read] * math.ceil(_OUTLASTS * self.seconds(copy, 3) / self.seconds(read, 3))
             works = {"copy": [copy], "reads": reads, "both": [copy, *reads]}
             best = yield {name: _TimedWork(partial(_run_all, work), _SAMPLE_S) for name, work in works.items()}
         lost_s = best["both"] - best["reads"]
-        yield {"compute_lost": min(max(0.0, lost_s / best["copy"]), _MOST_LOST)}
+        yield {"compute_lost": min(max(0.0, lost_s / best["copy"]), 1.0)}
 
     def decoding(self) -> _Measuring:
         """Decoded bytes per second of each dtype, and the fixed cost of a launch."""

@@ -67,6 +67,7 @@ _QUANTISING = MappingProxyType(
 )
 _GOOD_SHARE = 0.75  # of the link's rate
 _LAUNCH_S = 300e-6  # a good launch of a kernel from Python takes less; an idle machine takes 5 to 30 us
+_FEW_CORES = 4
 _FILE_NBYTES = 256 << 20
 _LINKS_S = 0.3  # time of each measurement between several GPUs
 
@@ -260,7 +261,7 @@ def processor(system: CheckedSystem) -> Iterator[Finding]:
 def waiting(system: CheckedSystem) -> Iterator[Finding]:
     """On a host with few cores, whether waiting compute threads leave a core to the copy thread."""
     policy, num_cores = os.environ.get("OMP_WAIT_POLICY"), len(system.cores)
-    if num_cores > machine.FEW_CORES:
+    if num_cores > _FEW_CORES:
         return
     if torch.get_num_threads() == 1:
         yield Finding("waiting", "one compute thread: none waits for others", value=policy)

@@ -16,7 +16,6 @@ import psutil
 
 from weightstream.store.numa import text_of
 
-FEW_CORES = 4  # a waiting thread that spins on one of so few slows copies
 NO_SPINNING = "export OMP_WAIT_POLICY=passive"
 
 _ROOT = Path("/")
@@ -57,7 +56,7 @@ def cpu_name(root: Path = _ROOT) -> str:
 
 
 def threads_may_spin(num_threads: int) -> bool:
-    """Whether OpenMP lets compute threads spin while they wait for others; one has none to wait for."""
+    """Whether OpenMP lets compute threads spin while they wait for others. A single thread never waits."""
     return num_threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").strip().lower() != "passive"
 
 

@@ -118,15 +118,17 @@ def split_pass_s(plan: Plan, profile: Profile, splits: Splits, *, in_graphs: boo
 
     The device runs two kernels more for each row, one of which puts its output to those of the others, and reads
     arguments without rows again. `in_graphs`: the host launches nothing. Without a graph it also runs Python for each
-    row, as long as several launches take. A CPU is both device and host, so their seconds add up.
+    row, as long as several launches take. A CPU is both device and host, so all of that adds to a step.
     """
     one = sums_s(plan.manifest, times_s(plan, profile, captured=in_graphs))
     num = splits.calls * splits.rows
     again_s = (splits.rows - 1) * splits.nbytes / profile.device_bytes_per_s
-    device_s = one.device_s + num * _KERNELS_OF_ROW * profile.op_s + again_s
-    host_s = 0.0 if in_graphs else one.host_s + num * _LAUNCHES_OF_ROW * profile.op_launch_s
-    computes_s = device_s + host_s if profile.on_cpu else max(device_s, host_s)
-    return max(computes_s, plan.copy_s, plan.disk_s)
+    more_device_s = num * _KERNELS_OF_ROW * profile.op_s + again_s
+    more_host_s = num * _LAUNCHES_OF_ROW * profile.op_launch_s
+    if profile.on_cpu:
+        return plan.step_s + more_device_s + more_host_s
+    host_s = 0.0 if in_graphs else one.host_s + more_host_s
+    return max(one.device_s + more_device_s, host_s, plan.copy_s, plan.disk_s)
 
 
 def simulated_s(plan: Plan, profile: Profile) -> StepSeconds:
@@ -147,7 +149,8 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
 
     Copies run in the order in which they were queued, each after the release that it waits for. No unit ends before the
     host has launched it. The host is assumed to wait for nothing, although it waits for copies that a thread feeds.
-    Reads from disk start when their copy is queued, one after another.
+    Reads from disk start when their copy is queued, one after another. While a copy runs, compute loses the share
+    `compute_lost` of its speed.
     """
     units = plan.manifest.units
     num, more, lost = len(plan.manifest.order), profile.more_s, profile.compute_lost
@@ -166,10 +169,10 @@ def _simulated(plan: Plan, profile: Profile, unit_times: Sequence[Seconds], *, h
         started = now
         for unit, fills, device_s, host_s in positions:
             launched += hosts[unit] + host_s * has_host
-            begun = filled[unit]
-            ended = (now if now > begun else begun) + max(0.0, computes[unit] + device_s)
-            if fills and lost:
-                ended += lost * sum(copies[fill] for fill in fills)
+            begun = now if now > filled[unit] else filled[unit]
+            ended = begun + max(0.0, computes[unit] + device_s)
+            if lost and (copying := copy_free - begun) > 0.0:
+                ended = min(ended + lost * copying, begun + (ended - begun) / max(1 - lost, 1e-9))
             if launched > ended:
                 ended, is_late = launched, True
             if fills:

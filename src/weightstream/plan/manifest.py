@@ -274,8 +274,8 @@ class Profile:
         link_bytes_per_s: bytes per second of a large copy from pinned host memory to the device. [bench.measure]
         copy_latency_s: fixed seconds of each copy, in addition to its bytes. [bench.measure]
         handover_s: seconds from the end of a kernel to the start of a copy that waits for it. [bench.measure]
-        compute_lost: seconds of compute lost to each second of copying, where both take the same cores and memory.
-            [bench.measure, CPU]
+        compute_lost: share of its speed that compute loses while a copy runs, where both share cores and memory
+            bandwidth. [bench.measure, CPU]
         disk_bytes_per_s: bytes per second read from files. [assumed; a loaded model's files: bench.rate_of_files]
         ranks_bytes_per_s: bytes per second of a tensor in the all-reduces of tensor parallelism.
             [assumed; with other ranks: multi_gpu_links.summed]
@@ -286,8 +286,8 @@ class Profile:
         single_flops_per_s: FLOP/s of large matrix products in float32. [bench.measure]
         attention_flops_per_s: FLOP/s of fused, causal attention. [bench.measure]
         op_s: fixed seconds of each kernel on the device, in addition to its work. [kernels.kernel_fields]
-        product_s: minimum seconds of a matrix product, all included; 0.0: as any kernel. On a CPU, seconds in which its
-            threads start and join, in addition to its work. [kernels.kernel_fields]
+        product_s: minimum seconds of a matrix product, all included; 0.0: as any kernel. On a CPU, fixed seconds of a
+            product in 16-bit floats, in addition to its work. [kernels.kernel_fields]
         gather_share: share of `device_bytes_per_s` that copies of matrices out of a stack reach.
             [kernels.kernel_fields, GPU]
         stack_s: fixed seconds of a batched product of such matrices with a row each. [kernels.kernel_fields, GPU]
@@ -527,9 +527,9 @@ class Op:
         kernels_s = self.least * profile.op_s
         if self.stacked:
             return max(kernels_s, profile.stack_s + self.nbytes / (profile.stack_share * profile.device_bytes_per_s))
-        if self.rate not in ("half", "single"):
-            return kernels_s
-        return max(kernels_s, profile.product_s + (self.work_s(profile) if profile.on_cpu else 0.0))
+        if profile.on_cpu:
+            return max(kernels_s, profile.product_s + self.work_s(profile)) if self.rate == "half" else kernels_s
+        return max(kernels_s, profile.product_s) if self.rate in ("half", "single") else kernels_s
 
 
 class UnitSeconds(NamedTuple):

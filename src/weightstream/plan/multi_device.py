@@ -159,7 +159,7 @@ def walk(orders: Sequence[Sequence[str]], places: Mapping[str, int]) -> list[int
 
 
 def step_s(lanes: Sequence[Lane], turns: Sequence[int], *, captured: bool = False) -> float:
-    """Seconds of a step in the steady state, over several lanes; as `cost.simulated_s` for one.
+    """Seconds of a step in the steady state, over several lanes; as `cost.simulated_s` for one, without `compute_lost`.
 
     Each lane has a link of its own. The inputs of a block come from the first lane, and its outputs go back there. The
     first unit of a block is opened, and decompressed, before the inputs arrive: so a lane decompresses while it waits

@@ -436,7 +436,7 @@ class Plan(PlanReport):
         if any(busy.values()):
             others = ", ".join(f"{name} {seconds(s)}" for name, s in busy.items() if name != self.limit)
             lines["limit"] = f"{self.limit}, busy {seconds(busy[self.limit])} of a step; {others}"
-            if self.run_s > _MOSTLY_WAITS * busy[self.limit]:
+            if self.run_s > _MOSTLY_WAITS * busy[self.limit] and not self.on_cpu:  # there copies slow compute
                 lines["limit"] += "; the rest are waits between units"
         return lines
 

@@ -227,14 +227,15 @@ class _Turns(NamedTuple):
         return UnitSeconds(device_s, mean(self.forward.host_s, self.backward.host_s), after_s / (device_s or 1.0))
 
 
-def _more_s(order: Sequence[int], turns: Mapping[int, _Turns]) -> Iterator[Seconds]:
+def _more_s(order: Sequence[int], turns: Mapping[int, _Turns], on_cpu: bool) -> Iterator[Seconds]:
     """For each position, the seconds more than those of its unit on average."""
     seen: set[int] = set()
     for unit in order:
         turn = turns[unit].backward if unit in seen else turns[unit].forward
         seen.add(unit)
         mean = turns[unit].mean
-        yield Seconds(turn.device_s - mean.device_s, turn.host_s - mean.host_s)
+        device_s, host_s = turn.device_s - mean.device_s, turn.host_s - mean.host_s
+        yield Seconds(device_s + host_s, 0.0) if on_cpu else Seconds(device_s, host_s)
 
 
 class _UnitTimes(NamedTuple):
@@ -334,6 +335,8 @@ class Planner:
             profile = replace(profile, disk_bytes_per_s=measured)
         if not work and not self.unit_s:
             return profile
+        if self.machine.on_cpu:
+            profile = replace(profile, op_s=0.0)  # a part of `op_launch_s`, as kernels run where they are launched
         times: list[_UnitTimes] = []
         picked: list[Picked] = []
         turns = self._turns(manifest, profile)
@@ -359,11 +362,11 @@ class Planner:
             picked=tuple(picked),
             host_share=_HOST_SHARE_OF_TEXT if self.demand.is_text else profile.host_share,
         )
-        if self.machine.on_cpu:  # one processor launches and computes
+        if self.machine.on_cpu:  # one processor launches and computes, and cannot do both at once
             unit_s = tuple(map(add, profile.unit_s, profile.host_s))
             profile = replace(profile, unit_s=unit_s, host_s=(), captured_s=())
         if turns:
-            profile = replace(profile, more_s=tuple(_more_s(manifest.order, turns)))
+            profile = replace(profile, more_s=tuple(_more_s(manifest.order, turns, self.machine.on_cpu)))
         return profile.decoding(manifest)
 
     def _turns(self, manifest: Manifest, profile: Profile) -> dict[int, _Turns]:

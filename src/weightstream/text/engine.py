@@ -189,7 +189,7 @@ class TextModel:
         return answer
 
     def exact_drafts(self, cache_length: int) -> dict[str, Any]:
-        """The `drafts` with which `generate` has the bits of one token at a time, whatever is drafted.
+        """The options with which `generate` has the bits of one token at a time, whatever is drafted.
 
         A few tokens are generated to find out whether passes of several tokens can have these bits; else nothing is
         drafted. They also warm up: the first answer would wait for kernels to load and for the order of the weights.

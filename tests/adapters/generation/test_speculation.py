@@ -1022,7 +1022,7 @@ def test_sampled_text_has_the_distribution_of_the_model(monkeypatch: pytest.Monk
 def test_operators_row_by_row_are_free_where_copies_take_longer() -> None:
     model, draft = build("llama"), speculation.Draft("prompt lookup", 3)
     with weightstream.offload(model, device="cpu", device_budget=sum(p.nbytes for p in model.parameters())) as streamer:
-        plan, profile = streamer.plan, streamer.lane.profile
+        plan, profile = streamer.plan, dataclasses.replace(streamer.lane.profile, op_s=2e-6, on_cpu=False)
         few, many, wide = (Splits(*facts) for facts in ((5, 4, 1 << 20), (50, 4, 1 << 20), (50, 8, 1 << 20)))
         for in_graphs in (False, True):
             seconds = [split_pass_s(plan, profile, each, in_graphs=in_graphs) for each in (few, many, wide)]
@@ -1033,6 +1033,9 @@ def test_operators_row_by_row_are_free_where_copies_take_longer() -> None:
         assert split_pass_s(plan, profile, wide, in_graphs=True) < split_pass_s(plan, profile, wide, in_graphs=False)
         slow = dataclasses.replace(plan, copy_s=1e3)
         assert split_pass_s(slow, profile, wide, in_graphs=True) == 1e3
+        cpu = streamer.lane.profile
+        assert split_pass_s(plan, cpu, Splits(0, 4, 0), in_graphs=False) == plan.step_s
+        assert split_pass_s(plan, cpu, wide, in_graphs=False) >= plan.step_s + 50 * 8 * cpu.op_launch_s
         rows = RowPlan(calls=Counter({"mm": 10**6}))
         assert not drafted_module._splits_are_free(streamer, False, draft, rows)
         assert drafted_module._splits_are_free(streamer, True, draft, RowPlan())

@@ -62,9 +62,8 @@ def generate(
     Args:
         model: a transformers model.
         inputs: token ids of shape (batch, tokens), as for `model.generate`.
-        bits: with a draft, "token": text and scores have the bits of one token at a time, on any device with a static
-            cache; "rows": those of passes of this width, whatever is drafted. None: "token" where it takes no longer,
-            else "rows".
+        bits: with a draft, "token": text and scores have the bits of one token at a time, with a static cache; "rows":
+            those of passes of this width, whatever is drafted. None: "token" where it takes no longer, else "rows".
         tree_nodes: with `prompt_lookup_num_tokens` or `assistant_model`, a pass verifies so many drafted tokens: a tree
             of several continuations, none longer than the draft's number of tokens. None: a single continuation.
         speculate: "auto": draft where the plan says that it is faster, by prompt lookup or by the draft model that was
