@@ -157,7 +157,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # Measured in a year, on an idle machine: slow steps under load are then no reason to measure again.
         kept = {"measured_at": time.time() + 3e7, "load": 0.0}
-        profile.save_profile(torch.device("cpu"), replace(CPU_PROFILE, **kept))
+        # Copies that cost compute nothing: else plans keep more weights resident, and tests stream fewer.
+        profile.save_profile(torch.device("cpu"), replace(CPU_PROFILE, compute_lost=0.0, **kept))
         if torch.cuda.is_available():  # parallel tests, and tests that delay copies, would measure anything
             kept |= {unpack_rate(kernel): 1.5e12 for kernel in unpacking.FORMATS}
             profile.save_profile(torch.device("cuda", 0), replace(CUDA_PROFILE, **kept))

@@ -16,8 +16,6 @@ from models import ARCHITECTURES, FIXTURES
 from repeats import thinned
 from weightstream.errors import ConfigError
 from weightstream.inputs import gathering
-from weightstream.inputs import machine as machine_inputs
-from weightstream.runtime.devices.cpu import CPU_PROFILE
 from weightstream.runtime.tensors.pytree import tensors_in
 from weightstream.runtime.weights.homes import Homes
 
@@ -67,13 +65,6 @@ def assert_steps(model: nn.Module, plain: nn.Module, num: int = 3, rows: int = 2
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the time limit of tracing, for busy machines."""
     monkeypatch.setattr(gathering, "_FOLLOW_S", 300.0)
-
-
-@pytest.fixture
-def hidden_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose copies cost compute nothing, so that weights are resident only if copies cannot hide."""
-    profile = replace(CPU_PROFILE, compute_lost=0.0)
-    monkeypatch.setattr(machine_inputs, "profile_for", lambda _, **__: profile)
 
 
 @pytest.fixture
@@ -158,7 +149,6 @@ def test_an_example_that_cannot_be_traced_is_no_error(caplog: pytest.LogCaptureF
     assert "a call of Looks with example_inputs cannot be traced" in caplog.text
 
 
-@pytest.mark.usefixtures("hidden_copies")
 def test_a_call_that_depends_on_values_is_learned_from_its_first_step(asked: list[int]) -> None:
     model, plain = models(Looks)
     with weightstream.offload(model, device="cpu", device_budget=4 * LAYER) as streamer:
@@ -210,7 +200,6 @@ def test_an_error_of_tracing_is_no_error_of_the_call(
     assert caplog.text.count("is not known before it runs") == 1
 
 
-@pytest.mark.usefixtures("hidden_copies")
 def test_a_failed_switch_is_no_error_of_the_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -314,7 +303,7 @@ class DeepReads(Deep):
         self.blocks = nn.ModuleList(Reads() for _ in range(6))
 
 
-@pytest.mark.usefixtures("nothing_foreseen", "hidden_copies")
+@pytest.mark.usefixtures("nothing_foreseen")
 def test_reads_outside_of_finer_units_are_seen_after_a_change_of_granularity() -> None:
     model, plain = models(DeepReads)
     with weightstream.offload(model, device="cpu", device_budget=8 * 4 * LAYER) as streamer:
