@@ -47,6 +47,23 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
+def test_a_plan_of_another_granularity_can_be_put_in_force(name: str) -> None:
+    """A module that is no unit any more still unpacks its weights."""
+    plain, model = build(name), build(name)
+    xs = inputs(model)
+    wanted = [plain(x) for x in xs]
+    budget = int(0.6 * held_nbytes(model))
+    with weightstream.offload(model, device="cpu", device_budget=budget, codec="none") as streamer:
+        found = streamer._installed.replanning.inputs
+        for manifest, planner in [*zip(found.grains, found.planners, strict=True)] * 2:
+            streamer.switch(planner(manifest))
+            assert len(streamer.plan.manifest.units) == len(manifest.units)
+            assert all(torch.equal(model(x), y) for x, y in zip(xs, wanted, strict=True))
+    assert all(torch.equal(model(x), y) for x, y in zip(xs, wanted, strict=True))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
 def test_streams_as_it_is(name: str) -> None:
     plain, model = build(name), build(name)
     xs = inputs(model)

@@ -110,7 +110,8 @@ class Around:
         """Make the module plain again; attributes that were assigned meanwhile stay."""
         module = self.module
         if module is not None and module.__dict__.get(_AROUND) is self:
-            plain = plain_attributes(module.__dict__)
+            with copying_as_it_runs():  # what others set stays, such as a forward that unpacks weights
+                plain = plain_attributes(module.__dict__)
             for name in ("_call_impl", "forward"):
                 if name in plain:
                     module.__dict__[name] = plain[name]
