@@ -144,10 +144,10 @@ def test_rounds_cover_all_numbers(backend: CpuBackend, monkeypatch: pytest.Monke
     monkeypatch.setattr(bench._Part, "sample", lambda part: names.append(part.name) or sample(part))
     rounds: list[int] = []
     bench.measure(backend, lambda: rounds.append(len(names)), ["bfloat16"])
-    assert rounds == [2 * num for num in range(1, 6)] + [10 + 4 * num for num in range(1, 6)]
+    assert rounds == [2 * num for num in range(1, 6)] + [10 + 5 * num for num in range(1, 6)]
     assert len(rounds) == bench.NUM_STEPS
     assert names[:10] == ["products", "attention"] * 5, "they need no kernel of ours, while these are compiled"
-    rest = ["link", "modules", "decoding", "kernels"]  # these hardly use the device, so they follow products
+    rest = ["link", "modules", "decoding", "kernels", "sharing"]  # these hardly use the device, so they follow products
     assert names[10:] == rest * 5, "a graph is captured only after all compilations"
 
 
