@@ -14,12 +14,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from models import TEXT
+from plain_model import prefer_in_plain_model
 from weightstream.adapters.generation import drafted
 from weightstream.adapters.generation.speculation import VerifySteps
 from weightstream.cli import app
 from weightstream.measure.profile import to_json
 from weightstream.plan.manifest import Profile
-from weightstream.text.engine import TextModel
 from words import tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -155,15 +155,9 @@ def test_drafts_are_verified_with_the_bits_that_they_have(rounded: Path, monkeyp
 def test_bits_of_passes_of_two_widths_are_no_difference(
     singles: int, code: int, rounded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, report = run_module._plain, VerifySteps.report
-
-    def changed(model: TextModel, *args: Any) -> Any:
-        preferred = 1e6 * (torch.arange(128) == 5)
-        model.model.lm_head.register_forward_hook(lambda _, __, output: output + preferred)
-        return plain(model, *args)
-
+    report = VerifySteps.report
     flags = ("--device", "cpu", "--device-budget", "300KiB", "--prompt", PROMPT, "--max-new-tokens", NUM_TOKENS)
-    monkeypatch.setattr(run_module, "_plain", changed)
+    prefer_in_plain_model(monkeypatch, 5)
     monkeypatch.setattr(VerifySteps, "report", lambda self: replace(report(self), bits="rows", singles=singles))
     result = call("run", rounded, *flags, "--speculate", "lookup", "--verify")
     assert result.exit_code == code, result.output

@@ -77,7 +77,7 @@ def test_an_op_takes_its_least_time_and_its_work() -> None:
     assert Op(rate="half", nbytes=4_000_000, stacked=True).seconds(slow) == pytest.approx(6e-6)
     assert Op(nbytes=100, device_s=1e-3).seconds(on) == 1e-3
     cpu = replace(on, on_cpu=True)
-    assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(cpu) == pytest.approx(15e-6), "its threads start first"
+    assert Op(rate="half", flops=1e9, nbytes=4_000_000).seconds(cpu) == pytest.approx(15e-6), "a fixed cost, then work"
     assert Op(nbytes=4_000_000).seconds(cpu) == pytest.approx(6e-6)
 
 

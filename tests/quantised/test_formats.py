@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from formats import FORMATS, build, held_nbytes, inputs
+from torch import nn
 
 import weightstream
 from repeats import only
@@ -45,13 +47,20 @@ def assert_equal_states(state: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert all(torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)) for a, b in found), key
 
 
+def pair(
+    name: str, sizes: Sequence[int] = (2, 3, 4)
+) -> tuple[nn.Module, nn.Module, list[torch.Tensor], list[torch.Tensor]]:
+    """A net, an equal one, inputs of these sizes, and the outputs of the first."""
+    plain, model = build(name), build(name)
+    xs = inputs(model, sizes)
+    return plain, model, xs, [plain(x) for x in xs]
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
 def test_a_plan_of_another_granularity_can_be_put_in_force(name: str) -> None:
     """A module that is no unit any more still unpacks its weights."""
-    plain, model = build(name), build(name)
-    xs = inputs(model)
-    wanted = [plain(x) for x in xs]
+    _, model, xs, wanted = pair(name)
     budget = int(0.6 * held_nbytes(model))
     with weightstream.offload(model, device="cpu", device_budget=budget, codec="none") as streamer:
         found = streamer._installed.replanning.inputs
@@ -65,9 +74,7 @@ def test_a_plan_of_another_granularity_can_be_put_in_force(name: str) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", only(FORMATS, *IN_CI), indirect=True)
 def test_streams_as_it_is(name: str) -> None:
-    plain, model = build(name), build(name)
-    xs = inputs(model)
-    wanted = [plain(x) for x in xs]
+    plain, model, xs, wanted = pair(name)
     nbytes = held_nbytes(model)
     # on CPUs with AVX-512 a first forward rounds the scales of bitsandbytes; one of compressed-tensors unpacks
     # everything
@@ -137,9 +144,7 @@ def test_compiled_by_block(name: str) -> None:
     """Blocks that compute only with weights run eager: compiled, they might run before the weights have arrived."""
     if name == "quanto int4 packed":
         pytest.skip("its class names tensors that it has not, at which the compiler fails")
-    plain, model = build(name), build(name)
-    xs = inputs(model, (2, 3))
-    wanted = [plain(x) for x in xs]
+    _, model, xs, wanted = pair(name, (2, 3))
     with weightstream.offload(
         model, device="cpu", device_budget=int(0.4 * held_nbytes(model)), codec="none"
     ) as streamer:

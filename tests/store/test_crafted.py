@@ -144,7 +144,7 @@ def assert_agrees(verdict: Verdict) -> None:
 def test_crafted_files_are_read_right_or_refused(judge: Judge, tmp_path: Path) -> None:
     path, outcomes = tmp_path / "crafted.safetensors", Counter[str]()
 
-    @settings(FUZZ, max_examples=150)
+    @settings(FUZZ, max_examples=300)
     @given(crafted_files())
     def check(file: bytes) -> None:
         path.unlink(missing_ok=True)
@@ -155,8 +155,8 @@ def test_crafted_files_are_read_right_or_refused(judge: Judge, tmp_path: Path) -
         outcomes["refused" if verdict.tensors is None else "empty" if not verdict.tensors else "read"] += 1
 
     check()
-    assert outcomes["read"] > 5, outcomes  # of 150; the least seen was 11
-    assert outcomes["refused"] > 5, outcomes
+    assert outcomes["read"] > 15, outcomes
+    assert outcomes["refused"] > 15, outcomes
 
 
 def test_nesting_of_any_depth_is_refused(judge: Judge, tmp_path: Path) -> None:
